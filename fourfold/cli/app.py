@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
+from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer.core import TyperGroup
 
 from fourfold import __version__
@@ -91,11 +92,20 @@ def main() -> None:
     When the reader of its output has gone (``| head``), the command does its work without a word.
     """
     try:
-        with lossy_output():
-            try:
-                app(prog_name="fourfold")
-            finally:
+        try:
+            with lossy_output():
+                code = app(prog_name="fourfold", standalone_mode=False)
                 sys.stdout.flush()  # here a full disk is still an error
+            sys.exit(code)
+        except NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(REFUSED)
+        except ClickException as error:
+            from fourfold.cli.usage import usage_sentence
+
+            raise UserError(usage_sentence(error)) from None
+    except typer.Abort:
+        sys.exit(CRASH)
     except UserError as error:
         print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fourfold.cli.options import SITES, Overrides, RunFile, complete_site
+
+if TYPE_CHECKING:
+    from fourfold.config.run import RunConfig
 
 launch = typer.Typer(no_args_is_help=True, help="Write the script or manifest that starts a run on a cluster.")
 
@@ -67,7 +71,8 @@ def slurm(
         max_crashes,
         overrides,
     )
-    _write(slurm_script(str(run_file), load_run(run_file, overrides), load_site(site), job), output)
+    run = load_run(run_file, overrides)
+    _write(slurm_script(str(run_file), run, load_site(site), job), run, output)
 
 
 @launch.command()
@@ -89,7 +94,7 @@ def torchrun(
 
     run = load_run(run_file, overrides)
     where = None if setup is None else str(setup)
-    _write(torchrun_script(str(run_file), run, nodes, where, save_seconds, max_crashes, overrides), output)
+    _write(torchrun_script(str(run_file), run, nodes, where, save_seconds, max_crashes, overrides), run, output)
 
 
 @launch.command()
@@ -118,12 +123,18 @@ def kubernetes(
 
     run = load_run(run_file, overrides)
     job = KubernetesJob(nodes, image, claim, folder, gpu, save_seconds, max_crashes, overrides)
-    _write(kubernetes_manifest(run_file.read_text(encoding="utf-8"), run, job), output)
+    _write(kubernetes_manifest(run_file.read_text(encoding="utf-8"), run, job), run, output)
 
 
-def _write(script: str, output: Path | None) -> None:
+def _write(script: str, run: RunConfig, output: Path | None) -> None:
     from fourfold.data.files import write_output
 
+    if not run.checkpoint.interval:
+        print(
+            "warning: checkpoint.interval = 0 saves only when the run ends or is stopped, and a crash loses all steps "
+            f"since then; set for example --set checkpoint.interval={max(1, run.training.train_steps // 20)}",
+            file=sys.stderr,
+        )
     if output is None:
         print(script, end="")
     else:

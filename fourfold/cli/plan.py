@@ -26,6 +26,9 @@ class LayoutUnlessNamed(TyperGroup):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
+            from fourfold.cli.usage import refuse_misspelled
+
+            refuse_misspelled(args[0], list(self.commands), " for `plan`")
             args = ["layout", *args]
         return super().parse_args(ctx, args)
 

@@ -28,7 +28,7 @@ class ValidationConfig(Strict):
     def _there_are_validations(self) -> ValidationConfig:
         given = [key for key in ("keep_best", "patience") if getattr(self, key)]
         if given and not self.interval:
-            raise ValueError(f"{given[0]} is set, and interval = 0 never validates; set an interval")
+            raise ValueError(f"{given[0]} is set, and interval = 0 never validates; interval = 100 works")
         return self
 
 
@@ -66,7 +66,9 @@ class AuditConfig(Strict):
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:
         if self.interval > 0 and self.documents is None:
-            raise ValueError("interval is set, but documents names no file; name one, or set it to 0")
+            raise ValueError(
+                f"interval = {self.interval} is set, but documents names no file; name one, or interval = 0 works"
+            )
         return self
 
 
@@ -82,7 +84,10 @@ class EvaluationConfig(Strict):
     @model_validator(mode="after")
     def _tasks_given(self) -> EvaluationConfig:
         if bool(self.interval) != bool(self.tasks):
-            raise ValueError("interval and tasks go together; give both, or neither")
+            raise ValueError(
+                f"interval = {self.interval} and tasks = {self.tasks} go together; give both, or interval = 0 and "
+                "tasks = []"
+            )
         return self
 
 

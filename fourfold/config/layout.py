@@ -52,15 +52,19 @@ def check_layout(run: RunConfig) -> None:
         for key, off in (("compile", False), ("tuned_products", "off")):
             if getattr(training, key) != off:
                 raise UserError(
-                    f"training.{key} is for dense models; with model.num_experts = {run.model.num_experts} leave it out"
+                    f"training.{key} = {repr(getattr(training, key)).lower()} is for dense models, and "
+                    f"model.num_experts = {run.model.num_experts}; training.{key} = {repr(off).lower()} works"
                 )
     if training.tuned_products != "off":
         if training.float8 != "none":
-            raise UserError("training.float8 lays out products itself; set training.tuned_products = 'off'")
+            raise UserError(
+                f"training.float8 = '{training.float8}' lays out its matmuls itself; "
+                "set training.tuned_products = 'off'"
+            )
         if training.compile and grid.x * grid.y * grid.cp == 1:
             raise UserError(
-                "training.compile lays out the products of whole blocks itself, where x, y and cp are 1; set "
-                "training.tuned_products = 'off', or compile = false"
+                "training.compile = true lays out the matmuls of whole blocks itself, if x, y and cp are 1; "
+                "set training.tuned_products = 'off', or compile = false"
             )
 
 

@@ -169,10 +169,10 @@ class Sizes:
         """Sizes of a rank's matrix products."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
-            "query features / x": self.heads * self.head_dim // self.x,
-            "key and value features / x": self.keys // self.x,
+            "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,
+            "model.num_key_value_heads × head_dim / x": self.keys // self.x,
             "model.intermediate_size / x": self.inner // self.x,
-            "tokens of a micro-batch / cp": self.tokens // self.cp,
+            "training.micro_batch_size × seq_length / cp": self.tokens // self.cp,
         }
 
     @property

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from fourfold.config.layout_sizes import FLOAT8_MULTIPLE, Number, Sizes
 from fourfold.config.model import round_to_multiple
 from fourfold.config.run import RunConfig
@@ -36,11 +38,11 @@ class Divides:
     """Name in ``Sizes``."""
     layer: str
     key: str
-    """Name in the run file."""
+    """Key of the run file that another value of would be proposed for."""
+    product: str = ""
+    """Keys whose product the number is, and their values by names in ``Sizes``, if it is not the key's own value."""
     unit: str = ""
     """Name in ``Sizes`` of the unit, of which the number is always a multiple."""
-    unit_key: str = ""
-    """Name in the run file of the unit, where that is what a user sets and the number follows."""
 
     @property
     def reason(self) -> str:
@@ -54,19 +56,41 @@ class Divides:
 
     def sentence(self, run: RunConfig, sizes: Sizes) -> str:
         number, ranks = getattr(sizes, self.number), self._ranks(sizes)
-        unit = getattr(sizes, self.unit) if self.unit else 1
-        below = next(n for n in range(min(ranks, number), 0, -1) if number % n == 0)
-        above = next((n for n in range(ranks, min(number, 10 * ranks) + 1) if number % n == 0), below)
-        axes = "·".join(axis for axis in self.axes if getattr(sizes, axis) > 1)
-        nearest = " or ".join(str(n) for n in sorted({below, above}))
-        multiple = math.lcm(ranks, unit)
-        other = (
-            f"{self.unit_key} = {multiple}" if self.unit_key else f"{self.key} = {round_to_multiple(number, multiple)}"
+        split = [axis for axis in self.axes if getattr(sizes, axis) > 1]
+        axes = " or ".join(text for axis in split if (text := self._other_sizes(run, sizes, axis)))
+        value = next((n for n in self._other_values(run, sizes) if accepts(run, self.key, n)), None)
+        works = [axes] * bool(axes) + ([] if value is None else [f"{self.key} = {value}"])
+        what = f"{self.product.format(s=sizes) or self.key} = {number}"
+        return f"{self.layer}: {what} cannot be split over {'·'.join(split)} = {ranks}; " + (
+            ", and so does ".join([f"{works[0]} works", *works[1:]]) if works else self._start(sizes, split[0])
         )
-        return (
-            f"{self.layer}: {self.key} = {number} cannot be split over {axes} = {ranks}; {axes} = {nearest} works, "
-            f"and so does {other}"
-        )
+
+    def _start(self, sizes: Sizes, axis: str) -> str:
+        """Say which size of an axis would be right here, if the run breaks other rules too."""
+        number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
+        most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
+        return f"{axis} = {most} works here, and other rules are broken too"
+
+    def _other_sizes(self, run: RunConfig, sizes: Sizes, axis: str) -> str:
+        """The nearest sizes of an axis with which the run is legal."""
+        now, number = getattr(sizes, axis), getattr(sizes, self.number)
+        whole = [n for n in range(1, 4 * now + 1) if number % (self._ranks(sizes) // now * n) == 0]
+        below = next((n for n in reversed(whole) if n < now and accepts(run, f"parallel.{axis}", n)), None)
+        above = next((n for n in whole if n > now and accepts(run, f"parallel.{axis}", n)), None)
+        found = [str(n) for n in (below, above) if n is not None]
+        return f"{axis} = {' or '.join(found)}" if found else ""
+
+    def _other_values(self, run: RunConfig, sizes: Sizes) -> list[int]:
+        """Values of the key that the axes divide, nearest first."""
+        ranks, section = self._ranks(sizes), self.key.partition(".")
+        now = int(getattr(getattr(run, section[0]), section[2]))
+        if self.key == "model.num_key_value_heads":
+            return sorted((n for n in range(1, sizes.heads + 1) if sizes.heads % n == 0), key=lambda n: abs(n - now))
+        unit = math.lcm(ranks, getattr(sizes, self.unit) if self.unit else 1)
+        if self.key == "model.pad_vocab_size_to_multiple_of":
+            return [unit]
+        nearest = round_to_multiple(now, unit)
+        return [nearest + unit * i for i in range(8)]
 
     def _ranks(self, sizes: Sizes) -> Number:
         return math.prod(getattr(sizes, axis) for axis in self.axes)
@@ -74,20 +98,22 @@ class Divides:
 
 Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj", "the residual stream"
 KEYS = "the features of keys and values"
+KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
+TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
 
 RULES: tuple[Divides | Rule, ...] = (
     Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
-    Divides(("x",), KEYS, "keys", K_PROJ, "key and value features", unit="head_dim"),
+    Divides(("x",), KEYS, "keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
     Divides(("x",), "the MLP's width", "inner", "layers.*.mlp.up", "model.intermediate_size"),
     Divides(
         ("x",),
         "the vocabulary",
         "vocab",
         "embed_tokens and lm_head",
-        "the padded vocabulary",
+        "model.pad_vocab_size_to_multiple_of",
+        "model.vocab_size (pad_vocab_size_to_multiple_of = {s.vocab_multiple})",
         unit="vocab_multiple",
-        unit_key="model.pad_vocab_size_to_multiple_of",
     ),
     Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
     Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
@@ -96,18 +122,18 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
         lambda run, s: (
             f"training.seq_length = {s.seq} must be a multiple of 2·cp = {2 * s.cp}, as every rank of cp has two "
-            f"chunks of the sequence; {round_to_multiple(s.seq, 2 * s.cp)} works"
+            f"chunks of the sequence; seq_length = {round_to_multiple(s.seq, 2 * s.cp)} works"
         ),
     ),
     Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
-    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
+    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "training.seq_length", TOKENS),
     Rule(
         "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
             f"attention cannot be shared over y = {s.y} besides cp = {s.cp}: neither model.num_attention_heads = "
             f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
-            f"a micro_batch_size of {round_to_multiple(s.micro_batch, s.y)} would"
+            f"micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
         ),
     ),
     Rule(
@@ -116,10 +142,10 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda run, s: (
             f"attention cannot be shared over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
             f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
-            f"a seq_length of {round_to_multiple(s.seq, s.x * s.y)} would"
+            f"seq_length = {round_to_multiple(s.seq, s.x * s.y)} works"
         ),
     ),
-    Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "key and value features", unit="head_dim"),
+    Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
     Rule(
         "batch_parts divides neither the micro-batch nor its tokens",
         lambda s: (
@@ -153,7 +179,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.batch % s.at_once != 0,
         lambda run, s: (
             f"training.global_batch_size = {s.batch} is not a multiple of micro_batch_size × dp × z = {s.micro_batch} "
-            f"× {s.dp} × {s.z} = {s.at_once}; {round_to_multiple(s.batch, s.at_once)} works"
+            f"× {s.dp} × {s.z} = {s.at_once}; global_batch_size = {round_to_multiple(s.batch, s.at_once)} works"
         ),
     ),
     Rule(
@@ -170,8 +196,8 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.in_rounds & (s.micro_batches % s.rounds != 0),
         lambda run, s: (
             f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, and a step "
-            f"has {s.micro_batches}; {round_to_multiple(s.micro_batches, s.pp)} micro-batches work (change "
-            "training.global_batch_size or micro_batch_size), and so does schedule = '1F1B'"
+            f"has {s.micro_batches}; global_batch_size = {round_to_multiple(s.micro_batches, s.pp) * s.at_once} works, "
+            "and so does schedule = '1F1B'"
         ),
     ),
     Rule(
@@ -203,7 +229,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Rule(
         "ep splits experts, and the model has none",
         lambda s: (s.ep > 1) & (s.experts == 0),
-        lambda run, s: f"parallel.ep = {s.ep} splits experts, and model.num_experts is 0; set ep = 1",
+        lambda run, s: f"parallel.ep = {s.ep} splits experts, and model.num_experts is 0; ep = 1 works",
     ),
     Divides(("ep",), "the experts", "experts", EXPERTS, "model.num_experts"),
     Divides(("x",), "the experts' width", "expert_inner", EXPERTS, "model.moe_intermediate_size"),
@@ -233,19 +259,19 @@ RULES: tuple[Divides | Rule, ...] = (
     Rule(
         "parts of a micro-batch do not take turns where there are experts",
         lambda s: s.experts > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
-        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; with experts it must be 1",
+        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; batch_parts = 1 works",
     ),
     Rule(
         "float8 does not compute experts",
         lambda s: (s.experts > 0) & s.float8,
-        lambda run, s: f"training.float8 = '{run.training.float8}' is for dense models; with experts it must be 'none'",
+        lambda run, s: f"training.float8 = '{run.training.float8}' is for dense models; float8 = 'none' works",
     ),
     Rule(
         f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",
         lambda s: s.uneven_float8,
         lambda run, s: next(
             f"training.float8 = '{run.training.float8}': {what} = {size} must be a multiple of {FLOAT8_MULTIPLE} on "
-            f"every rank; {round_to_multiple(size, FLOAT8_MULTIPLE)} works, and so does float8 = 'none'"
+            f"every rank, as {round_to_multiple(size, FLOAT8_MULTIPLE)}; float8 = 'none' works too"
             for what, size in s.float8_sizes.items()
             if size % FLOAT8_MULTIPLE
         ),
@@ -255,7 +281,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: (s.positions > 0) & (s.seq > s.positions),
         lambda run, s: (
             f"training.seq_length = {s.seq} is longer than the position table: model.max_position_embeddings = "
-            f"{s.positions} is the most"
+            f"{s.positions} is the most; seq_length = {s.positions} works"
         ),
     ),
     Rule(
@@ -263,11 +289,31 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
         lambda run, s: (
             f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "
-            f"sum to {s.layers}; {list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
+            f"sum to {s.layers}; layers_per_stage = "
+            f"{list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
         ),
     ),
 )
 """A layout is refused for the first rule that it breaks."""
+
+
+def accepts(run: RunConfig, key: str, value: int) -> bool:
+    """Whether a run is legal with another value of one key, whether or not its file gives the sizes that follow."""
+    section, _, name = key.partition(".")
+    table = run.model_dump()
+    table[section][name] = value
+    model = run.model
+    derived = {"head_dim"} if model.head_dim * model.num_attention_heads == model.hidden_size else set[str]()
+    derived |= {"query_pre_attn_scalar"} if model.query_pre_attn_scalar == model.head_dim else set()
+    for dropped in (set[str](), derived):
+        sizes_given = {k: v for k, v in table["model"].items() if k not in dropped}
+        try:
+            sizes = Sizes.of(RunConfig.model_validate(table | {"model": sizes_given}))
+        except ValidationError:
+            return False
+        if any(rule.broken(sizes) for rule in RULES):
+            return False
+    return True
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -183,7 +183,9 @@ class ModelConfig(Strict):
         if self.num_experts and self.moe_intermediate_size == UNSET:
             self.moe_intermediate_size = self.intermediate_size
         if 0 < self.rope_local_base_freq <= 1:
-            raise ValueError(f"rope_local_base_freq = {self.rope_local_base_freq} is neither 0 nor above 1")
+            raise ValueError(
+                f"rope_local_base_freq = {self.rope_local_base_freq} is neither 0 nor above 1; 10000.0 works"
+            )
         self._fill_layer_types()
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
@@ -195,7 +197,8 @@ class ModelConfig(Strict):
             share = self.partial_rotary_factor
             raise ValueError(
                 f"head_dim = {self.head_dim}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
-                f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them"
+                f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them; "
+                f"head_dim = {2 * max(1, round(self.head_dim / 2))} with partial_rotary_factor = 1 works"
             )
         for key, unset, other, value in (
             ("rope_scaling", None, "position_embedding", "learned"),
@@ -235,7 +238,8 @@ class ModelConfig(Strict):
             return
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}; "
+                f"num_experts_per_tok = {self.num_experts} works"
             )
         if not self.gated_mlp or self.mlp_bias:
             raise ValueError(
@@ -247,7 +251,10 @@ class ModelConfig(Strict):
                 f"{self.num_hidden_layers} with experts; lower it, or set num_experts = 0"
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
-            raise ValueError("shared_expert_gate = true needs a shared_expert_intermediate_size")
+            raise ValueError(
+                "shared_expert_gate = true needs a width of it, for example "
+                f"shared_expert_intermediate_size = {self.moe_intermediate_size}"
+            )
 
     def check_countable(self) -> None:
         """Raise ``UserError`` for more parameters than any machine can count the bytes of."""

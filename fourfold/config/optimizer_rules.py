@@ -78,7 +78,7 @@ class OptimizerConfig(Strict):
     @model_validator(mode="after")
     def _betas_in_range(self) -> OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
+            raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1; [0.9, 0.95] works")
         return self
 
 

@@ -30,7 +30,7 @@ class RopeScaling(Strict):
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings")
+            raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if getattr(self, low) >= getattr(self, high):
                 raise ValueError(f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -132,13 +133,19 @@ class TrainingConfig(Strict):
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
         if self.master_weights not in ("fp32", self.precision):
-            raise ValueError("master_weights can be 'bf16' only with training.precision = 'bf16'")
+            raise ValueError(
+                f"master_weights = '{self.master_weights}' needs training.precision = 'bf16', and it is "
+                f"'{self.precision}'; master_weights = 'fp32' works"
+            )
         if self.reduce_dtype not in ("fp32", self.precision):
             raise ValueError(
                 f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'"
             )
         if self.float8 != "none" and self.precision != "bf16":
-            raise ValueError(f"float8 = '{self.float8}' needs training.precision = 'bf16'")
+            raise ValueError(
+                f"float8 = '{self.float8}' needs training.precision = 'bf16', and it is '{self.precision}'; "
+                "float8 = 'none' works"
+            )
         return self
 
 
@@ -224,7 +231,10 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _rounding_needs_bf16(self) -> RunConfig:
         if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
-            raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+            raise ValueError(
+                "optimizer.stochastic_rounding = true needs training.master_weights = 'bf16', and it is 'fp32'; "
+                "stochastic_rounding = false works"
+            )
         return self
 
     @model_validator(mode="after")
@@ -232,7 +242,8 @@ class RunConfig(Strict):
         if self.training.global_batch_size % self.data.streams:
             raise ValueError(
                 f"data.streams = {self.data.streams} does not divide training.global_batch_size = "
-                f"{self.training.global_batch_size}; choose a divisor"
+                f"{self.training.global_batch_size}; data.streams = "
+                f"{math.gcd(self.data.streams, self.training.global_batch_size)} works"
             )
         return self
 
@@ -240,9 +251,15 @@ class RunConfig(Strict):
     def _there_are_experts(self) -> RunConfig:
         given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
         if given and not self.model.num_experts:
-            raise ValueError(f"moe.{given[0]} is of a mixture of experts, and model.num_experts is 0; remove it")
+            raise ValueError(
+                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for mixtures of experts, and "
+                "model.num_experts = 0; remove it"
+            )
         if self.moe.bias_update_rate and not self.model.router_bias:
-            raise ValueError("moe.bias_update_rate moves a bias that the model lacks; set model.router_bias = true")
+            raise ValueError(
+                f"moe.bias_update_rate = {self.moe.bias_update_rate} moves a bias that the model lacks; set "
+                "model.router_bias = true, or moe.bias_update_rate = 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -250,7 +267,7 @@ class RunConfig(Strict):
         if self.audit.interval and self.audit.suffix > self.training.seq_length:
             raise ValueError(
                 f"audit.suffix = {self.audit.suffix} is more than training.seq_length = {self.training.seq_length}, "
-                "and a canary is cut to what the model sees; lower it"
+                f"and a canary is cut to what the model sees; audit.suffix = {self.training.seq_length} works"
             )
         return self
 
@@ -262,12 +279,20 @@ class RunConfig(Strict):
                 "are hardly any; schedule = '1F1B' or 'Interleaved1F1B' works"
             )
         if self.lora.rank and self.training.float8 != "none":
-            raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} keeps what it freezes in bf16, and training.float8 = "
+                f"'{self.training.float8}'; set training.float8 = 'none'"
+            )
         if self.lora.rank and self.moe.bias_update_rate:
-            raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} freezes the biases of routers; set moe.bias_update_rate = 0"
+            )
         unpredicted = {"lora": self.lora.rank, "dpo": self.dpo.beta}
         for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
-            raise ValueError(f"the planner does not predict {section}; leave metrics.machine out")
+            raise ValueError(
+                f"metrics.machine = '{self.metrics.machine}' compares with the planner, which does not predict "
+                f"{section}; leave metrics.machine out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -284,10 +309,10 @@ class RunConfig(Strict):
         if self.training.micro_batch_size % 2:
             raise ValueError(
                 f"training.micro_batch_size = {self.training.micro_batch_size} must be even with dpo: the two answers "
-                f"of a pair are in one micro-batch; {self.training.micro_batch_size + 1} works"
+                f"of a pair are in one micro-batch; micro_batch_size = {self.training.micro_batch_size + 1} works"
             )
         if self.masks.goldfish.strategy != "none":
-            raise ValueError("dpo compares whole answers; set masks.goldfish.strategy = 'none'")
+            raise ValueError(f"dpo.beta = {self.dpo.beta} compares whole answers; set masks.goldfish.strategy = 'none'")
         if self.moe.capacity_factor:
             raise ValueError(
                 f"moe.capacity_factor = {self.moe.capacity_factor} drops rows in training, and dpo compares with a "
@@ -301,7 +326,7 @@ class RunConfig(Strict):
             if getattr(self.checks, key) == "roll_back" and not self.checkpoint.interval:
                 raise ValueError(
                     f"checks.{key} = 'roll_back' returns to a checkpoint, and checkpoint.interval = 0 saves none "
-                    "before the end; set an interval"
+                    "before the end; checkpoint.interval = 100 works"
                 )
         return self
 

@@ -36,11 +36,10 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
     """Compute the cost of ``tokens`` at a rate over all GPUs, with so many bytes in a checkpoint; raises ``UserError``
     where failures leave no time."""
     seconds = tokens / tokens_per_second
-    writing = saved / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
-    interval = goodput = mtbf = None
-    if machine.mtbf_gpu_hours is not None:
+    writing, interval = checkpoint_seconds(saved, gpus, machine)
+    goodput = mtbf = None
+    if machine.mtbf_gpu_hours is not None and interval is not None:
         mtbf = machine.mtbf_gpu_hours / gpus
-        interval = checkpoint_interval(writing, mtbf * 3600)
         lost = writing / interval + (interval / 2 + RESTART_SECONDS) / (mtbf * 3600)
         goodput = 1 - lost
         if goodput <= 0:
@@ -61,6 +60,16 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
         mtbf_hours=mtbf,
         goodput=goodput,
     )
+
+
+def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float, float | None]:
+    """Return the seconds that a checkpoint of so many bytes takes, and the best seconds between two checkpoints.
+
+    The latter is None if the machine file does not say how often a GPU fails.
+    """
+    writing = saved / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
+    mtbf = machine.mtbf_gpu_hours
+    return writing, None if mtbf is None else checkpoint_interval(writing, mtbf / gpus * 3600)
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:

@@ -25,6 +25,8 @@ from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search.refused import Refused, refused_sample
 from fourfold.planning.search.space import refusal
 
+TALLEST = 5
+"""The longest step of the run file's own layout that charts show, relative to the best one's."""
 REFUSED_EACH = 40
 """The most layouts of the sample for each reason."""
 
@@ -58,8 +60,20 @@ class PlanRecord:
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.own is None:
             return ranked
-        where = "" if self.own.gpus == self.request.gpus else f", on {self.own.gpus} GPUs"
-        return [*ranked, (f"yours{where}", self.own)]
+        return [*ranked, (self.own_label, self.own)]
+
+    @property
+    def own_label(self) -> str:
+        """The name of the run file's own layout in tables, with its GPUs if they are not the request's."""
+        if self.own is None or self.own.gpus == self.request.gpus:
+            return "yours"
+        return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
+
+    @property
+    def is_own_drawn(self) -> bool:
+        """True if the run file's own layout is in charts: a much longer step would flatten all other ones."""
+        own = self.own
+        return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
     @property
     def interval(self) -> tuple[float, float] | None:

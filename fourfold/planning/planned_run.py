@@ -8,6 +8,8 @@ from typing import Any
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_output
+from fourfold.planning.budget import checkpoint_seconds
+from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.request import Request
 from fourfold.planning.search.plan import Prediction
 from fourfold.run_file.dump import to_toml
@@ -64,10 +66,20 @@ def rate_to_choose(request: Request) -> str | None:
 
 
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
-    """Write the run file of a planned layout; comments say what is left to choose."""
+    """Write the run file of a planned layout; comments say what is left to choose.
+
+    A run that saves no checkpoints gets the interval that loses least time, if the machine file says how often its GPUs
+    fail.
+    """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
+    run = planned_run(request, layout)
+    saved = float(saved_bytes(request.base, request.model.num_parameters))
+    _, between = checkpoint_seconds(saved, layout.gpus, layout.machine)
+    if between is not None and not run.checkpoint.interval:
+        run.checkpoint.interval = max(1, round(between / layout.seconds))
+        comment += f"# checkpoint.interval: a checkpoint every {between / 60:,.0f} min loses least time to failures.\n"
     if note := rate_to_choose(request):
         comment += f"# {note}.\n"
-    write_output(path, comment + to_toml(planned_run(request, layout)))
+    write_output(path, comment + to_toml(run))

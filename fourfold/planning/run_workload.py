@@ -57,9 +57,15 @@ def workload_of_model(model: ModelConfig) -> Workload:
 def workload_of(run: RunConfig) -> Workload:
     """The step that a run file describes. Raises ``UserError`` for LoRA and DPO, whose memory and time differ."""
     if run.lora.rank:
-        raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
+        raise UserError(
+            f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "
+            "collectives, and lora.rank = 0 is predicted"
+        )
     if run.dpo.beta:
-        raise UserError("the planner does not predict [dpo]; `fourfold trace` counts its memory and its collectives")
+        raise UserError(
+            f"dpo.beta = {run.dpo.beta}: the planner does not predict [dpo]; `fourfold trace` counts its memory and "
+            "collectives, and dpo.beta = 0 is predicted"
+        )
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,

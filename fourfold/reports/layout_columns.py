@@ -72,4 +72,4 @@ def gigabytes(size: float) -> str:
 
 
 def _digits(value: float, count: int) -> str:
-    return f"{value:#.{count}g}".removesuffix(".")
+    return f"{value:,.0f}" if value >= 10**count else f"{value:#.{count}g}".removesuffix(".")

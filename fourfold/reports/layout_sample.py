@@ -29,7 +29,7 @@ class Shown:
     it. refused: the reason; empty for a layout that fits."""
 
     label: str
-    """Its rank, or "yours"; empty for a refused one."""
+    """Its rank, or ``PlanRecord.own_label``; empty for a refused one."""
     work: Workload
     seconds: float
     memory: float
@@ -67,8 +67,8 @@ def shown_layouts(result: PlanRecord) -> list[Shown]:
 
     rows = layouts(order[ranks], [f"{rank + 1}" for rank in ranks], "")
     if result.own is not None:
-        own = result.own
-        rows.insert(min(FASTEST, len(rows)), Shown("yours", own.work, own.seconds, own.memory_bytes, own.p_oom))
+        own, label = result.own, result.own_label
+        rows.insert(min(FASTEST, len(rows)), Shown(label, own.work, own.seconds, own.memory_bytes, own.p_oom))
     rows += layouts(out, [""] * len(out), REASONS[OUT_OF_MEMORY])
     refused = result.refused
     if refused is not None:

@@ -37,11 +37,12 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     plan, best = result.plan, result.plan.best
     layouts = shown_layouts(result)
     rejected = plan.found.rejected()
-    wide = [memory_chart(layouts, plan.machine, rejected, len(plan.found.order))]
+    drawn = [layout for layout in layouts if result.is_own_drawn or layout.label != result.own_label]
+    wide = [memory_chart(drawn, plan.machine, rejected, len(plan.found.order))]
     if len(plan.found.order) > 1:
-        wide.append(choice_lines(layouts))
+        wide.append(choice_lines(drawn))
     if result.explanation is not None:
-        wide.append(_waterfall(result.explanation))
+        wide.append(_waterfall(result.explanation, result.is_own_drawn))
     wide.append(step_timeline(best))
     wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
     if result.curve:
@@ -50,6 +51,9 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if command := tune_command(result):
         in_doubt.append(f"<pre>{escape(command)}</pre>")
     sections = [html.facts(_headline(result)), *_layouts(layouts, result), *in_doubt, html.charts([], wide)]
+    if result.own is not None and not result.is_own_drawn:
+        own = f"{result.own_label}: {result.own.seconds:.4g} s a step, too long for the charts"
+        sections.insert(-1, f"<p>{escape(own)}. The table of layouts has it.</p>")
     if result.costs is not None:
         sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
     if result.extrapolation:
@@ -105,12 +109,13 @@ def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
     return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table]
 
 
-def _waterfall(explanation: dict[str, Any]) -> str:
+def _waterfall(explanation: dict[str, Any], with_own: bool) -> str:
     waterfall = explanation["waterfall"]
     seconds = largest_parts(waterfall)
     bars = {
         COLUMNS[column]: {part: values[i] for part, values in seconds.items()}
         for i, column in enumerate(waterfall["columns"])
+        if with_own or column != "yours"
     }
     return stacked_bars("What a step is spent on", bars, x_label="seconds")
 
@@ -139,7 +144,7 @@ def _curve(points: Sequence[Point]) -> str:
 def _explanation(explanation: dict[str, Any]) -> list[str]:
     points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
-    steps = html.table(["one step away", "slower by"], rows, words=True)
+    steps = html.table(["one step away", "step time"], rows, words=True)
     sections = [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
         f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fourfold.reports.layout_columns import CHOICES, choices, predicted
+from fourfold.planning.search.fastest import TIED
+from fourfold.reports.layout_columns import CHOICES, choices, gigabytes, predicted
 from fourfold.reports.numbers import format_number
 from fourfold.reports.tables import least_width, print_table
 
@@ -18,8 +20,23 @@ if TYPE_CHECKING:
     from fourfold.planning.scaling import Point
 
 
+SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
+    "Ranking within sweeps: rows that differ only in layout": ("sweeps", {
+        "sweeps": ("count", "{}"), "mean regret": ("regret_mean", "{:.1%}"), "largest": ("regret_max", "{:.1%}"),
+        "ranked": ("ranked", "{}"), "median rank correlation": ("spearman_median", "{:.2f}"),
+        "lowest": ("spearman_min", "{:.2f}"),
+    }),
+    "Memory": ("memory", {
+        "rows with GB": ("rows", "{}"), "mean error": ("mean_abs_error", "{:.1%}"), "bias": ("bias", "{:+.1%}"),
+        "ran out": ("out_of_memory_rows", "{}"), "so predicted": ("oom_recall", "{:.0%}"),
+        "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
+    }),
+}  # fmt: skip
+"""Tables that follow the errors of a validation: the key of its record, and by header a key there and its format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Names of the explained layouts."""
+WORDS = ("", "recompute", "also")
+"""Headers of a plan's columns that are words, and may wrap."""
 PARTS_NAMED = 7
 """The most parts of the waterfall."""
 MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
@@ -35,9 +52,11 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         f"{int(request.base.step.seq):,} tokens a step"
     )
     columns, same = layout_table(result, console.width)
-    print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=["recompute", "also"])
+    print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=WORDS)
     if same:
         console.print(f"In every row: {', '.join(same)}.")
+    if any(first.seconds > second.seconds for first, second in pairwise(plan.ranked)):
+        console.print(f"Times that differ by less than {TIED - 1:.0%} tie: the lower P(OOM) comes first.")
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
     console.print(
@@ -61,7 +80,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
     """The columns of the ranked layouts and the run file's own, by header; and what is the same in every row.
 
-    In a terminal too narrow for all, some numbers are left out, then the choices that all rows share.
+    A terminal too narrow for all columns loses the choices that all rows share, which are named below the table, then
+    some numbers, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -69,8 +89,10 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
         del columns["also"]
     same = []
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
-    for header in ("tokens/s/GPU", "HFU", "P(OOM)", *shared):
-        if least_width(columns) <= width:
+    numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(result.plan.machine.memory)}", "MFU")
+    for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
+        # The last three cost more than a second line in a cell of words.
+        if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)
         same += [f"{header} {cells[0]}"] if header in shared else []
@@ -116,9 +138,11 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """How much slower a neighbor is, or the reason why it is refused."""
+    """Say how much slower or faster a neighbor is, or the reason why it is refused."""
     slower = neighbor["slower"]
-    return neighbor["reason"] if slower is None else f"{slower:+z.1%}".replace("+0.0%", "0.0%")
+    if slower is None:
+        return f"refused: {neighbor['reason']}"
+    return "the same" if abs(slower) < 0.0005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
 
 
 def costs_sentence(result: PlanRecord) -> str:
@@ -151,7 +175,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     for point in explanation["break_evens"]:
         console.print(f"The best {point['sentence']}.")
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
-    print_table("One step away", ["change", "slower by"], rows, words=["slower by"])
+    print_table("One step away", ["change", "step time"], rows, words=["step time"])
     console.print(explanation["basin"])
     if more := explanation["next_doubling"]:
         console.print(
@@ -229,9 +253,11 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
     if record["skipped"]:
         reasons = "; ".join(f"{count} ({reason})" for reason, count in record["skipped"].items())
         console.print(f"Skipped rows: {reasons}.")
-    for name in ("sweeps", "memory"):
-        values = {k: v for k, v in record[name].items() if v is not None}
-        console.print(f"{name}: " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in values.items()))
+    for title, (name, cells) in SCORES.items():
+        values = record[name]
+        if any(values.values()):
+            row = ["" if values[key] is None else text.format(values[key]) for key, text in cells.values()]
+            print_table(title, list(cells), [row])
     if with_rows:
         table = [
             [s.row.source, s.row.row_id, _or_blank(s.row.seconds), f"{s.seconds:.4g}", _or_blank(s.row.memory_gb),

@@ -52,18 +52,27 @@ class RecordedRun:
         """Return the finite values of one key."""
         return [value for record in self.records if (value := number_of(record, key)) is not None]
 
-    def headline(self) -> dict[str, str | int | float | None]:
-        """Return the most important numbers; None where nothing was recorded."""
+    def steps_with(self, key: str) -> set[int]:
+        """Return the steps that recorded a finite value of a key."""
+        return {record["step"] for record in self.records if number_of(record, key) is not None}
+
+    def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
+        """Return the most important numbers; None where nothing was recorded.
+
+        Losses are the last ones, or those at ``step`` and at the validation after step ``validated``.
+        """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")
-        validation = self.numbers("validation_loss")
+        losses = [(r["step"], value) for r in self.records if (value := number_of(r, "validation_loss")) is not None]
+        loss = next((value for at, value in reversed(losses) if validated in (None, at)), None)
+        shown = last if step is None else next(record for record in self.records if record["step"] == step)
         seconds = self.places[last["step"]].seconds
         return {
             "step": last["step"],
-            "tokens": number_of(last, "tokens"),
-            "loss, last step": number_of(last, "loss"),
-            "validation loss, last": validation[-1] if validation else None,
-            "validation perplexity": f"{math.exp(validation[-1]):.4g}" if validation and validation[-1] < 700 else None,
+            "tokens" + _at(step, ""): number_of(shown, "tokens"),
+            "loss" + _at(step, ", last step"): number_of(shown, "loss"),
+            "validation loss" + _at(validated, ", last"): loss,
+            "validation perplexity": f"{math.exp(loss):.4g}" if loss is not None and loss < 700 else None,
             "tokens/s, median": round(median(speed)) if speed else None,
             "MFU, median": f"{median(utilization):.1%}" if utilization else None,
             "peak memory": format_bytes(max(memory)) if memory else None,
@@ -84,6 +93,10 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     steps = {record["step"] for record in records}
     resumed = [step for step in resumed_at(folder) if step in steps and step < records[-1]["step"]]
     return RecordedRun(folder, name, records, read_text(run_file), resumed)
+
+
+def _at(step: int | None, otherwise: str) -> str:
+    return otherwise if step is None else f" at step {step:,}"
 
 
 def number_of(record: Record, key: str) -> float | None:

@@ -57,7 +57,8 @@ def write_run_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a page that lays the curves of several runs over each other, beside what differs in their run files.
 
-    A folder that is given twice is one run. Raises UserError as ``write_run_report`` does.
+    Losses are compared at the last step that all runs recorded. A folder that is given twice is one run. Raises
+    UserError as ``write_run_report`` does.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     names = [folder.name for folder in folders]
@@ -65,14 +66,31 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         shared = os.path.commonpath([folder.parent for folder in folders])
         names = [os.path.relpath(folder, shared) for folder in folders]
     runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-    headlines = [run.headline() for run in runs]
+    common, validated = (
+        max(set.intersection(*(run.steps_with(key) for run in runs)), default=None)
+        for key in ("loss", "validation_loss")
+    )
+    headlines = [run.headline(common, validated) for run in runs]
     rows = [[run.name, *map(format_fact, facts.values())] for run, facts in zip(runs, headlines, strict=True)]
     sections = [
         html.table(["run", *headlines[0]], rows),
+        *_compared_at(runs, common, validated),
         *(note for run in runs for note in _not_finite(run, f" of {run.name}")),
     ]
     sections += [CONTROLS, _curves(runs), *_differences(runs)]
     write_output(path, html.page(", ".join(names), f"{counted(len(runs), 'fourfold training run')} compared", sections))
+
+
+def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
+    """Say at which steps the losses of the table are, or that they are at different ones."""
+    places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
+    said = [
+        f"The {what} of the table are {'the last ones, at different steps' if step is None else f'at step {step:,}'}: "
+        f"{'no step has one of every run' if step is None else 'the last step with one of every run'}."
+        for what, key, step in places
+        if len(runs) > 1 and all(run.steps_with(key) for run in runs)
+    ]
+    return [f"<p>{escape(' '.join(said))}</p>"] if said else []
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:

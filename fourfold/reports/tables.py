@@ -18,11 +18,19 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     """Print a table that fits the terminal's width.
 
     Text columns are the first one, those without a name, and those named in ``words``; the others are numbers, aligned
-    right. Cells wrap between words; in a terminal too narrow for that, columns lose their lines and padding.
+    right. Text wraps between words, a number never wraps. In a terminal too narrow for that, columns lose their lines
+    and padding, then the table is printed in several parts, each with the first column.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
-    fewest = [_longest_word(cells) for cells in columns]
+    is_text = [number == 0 or not name or name in words for number, name in enumerate(header)]
+    fewest = [_longest_word(cells) if text else _unbroken(cells) for cells, text in zip(columns, is_text, strict=True)]
+    count = max(2, *(n for n in range(len(header) + 1) if sum(fewest[:n]) + n - 1 <= console.width), 0)
+    if count < len(header):
+        print_table(title, header[:count], [row[:count] for row in rows], words)
+        others = [[row[0], *row[count:]] for row in rows]
+        print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
+        return
     room = console.width - len(header) + 1  # without what is between columns
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
@@ -35,17 +43,17 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         box=HEAVY_HEAD if edges else SIMPLE_HEAD,
         show_edge=bool(edges),
     )
-    for number, (name, width) in enumerate(zip(header, widths, strict=True)):
-        is_words = number == 0 or not name or name in words
-        table.add_column(Text(name), justify="left" if is_words else "right", width=width, overflow="fold")
+    for name, width, text in zip(header, widths, is_text, strict=True):
+        table.add_column(Text(name), justify="left" if text else "right", width=width, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
 
 
-def least_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """The width of a table of these columns, by header, in which no cell wraps but the header's."""
-    return sum(_unbroken([name, *cells]) + 1 for name, cells in columns.items()) - 1
+def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
+    """Return the width of a table, by header, in which only headers wrap, and cells of the columns in ``words``."""
+    widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
+    return sum(widths) + len(widths) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
@@ -60,8 +68,12 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """The width in which only the header, which is first, wraps."""
-    return max(_longest_word(column[:1]), _longest(column[1:]))
+    """Return the width in which only the header, which is first, wraps, and text that is longer than any number."""
+    return max(
+        _longest_word(column[:1]),
+        *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),
+        0,
+    )
 
 
 def _longest_word(cells: Iterable[str]) -> int:

@@ -31,8 +31,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
 
     The planner counts the same (``Workload.model_flops``). Attention is QK^T and PV, 2·K·heads·head_dim FLOPs each
     per token that sees K keys. A causal token sees S/2 on average (exactly (S+1)/2). Backward is twice the forward: one
-    matmul for the input gradient, one for the weight gradient. Norms, softmax, rotary embedding and activation functions
-    are left out, as in the source. A `frozen` model (LoRA) has no weight gradients, and its adapters are left out too.
+    matmul for the input gradient, one for the weight gradient. Norms, softmax, rotary embedding and activations are
+    left out, as in the source. A `frozen` model (LoRA) has no weight gradients, and its adapters are left out too.
     """
     work = workload_of_model(model).but(seq=seq_length)
     matrices, attention = round(work.token_matrices), round(work.token_attention)

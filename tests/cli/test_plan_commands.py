@@ -235,6 +235,7 @@ def test_validate_prints_what_scripts_rely_on(cli: Cli, tmp_path: Path) -> None:
     assert "8 rows" in record["constants"]
     code, out, _ = cli("plan", "validate", rows, "--rows")
     assert code == 0 and "mean" in out and "predicted s" in out
+    assert "mean regret" in out and "predicted to fit" in out and "regret mean 0" not in out
 
 
 def test_the_rows_that_come_with_fourfold_are_validated(cli: Cli, tmp_path: Path) -> None:
@@ -288,7 +289,9 @@ def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
         assert float(low) < layout["step_seconds"] < float(high)
         assert f"{layout['mfu']:.1%}" in row and gigabytes(layout["memory_bytes"]) in row
         assert f"{layout['memory_bytes'] / load_machine('dgx-h100').memory:.0%}" in row
-    assert {"s/step", "interval", "MFU", "GB"} <= set(headers) and "cannot be told apart" in " ".join(out.split())
+    assert {"s/step", "interval", "MFU", "GB", "P(OOM)"} <= set(headers) and "cannot be told apart" in " ".join(
+        out.split()
+    )
 
 
 def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,10 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
         ({"training": {"seed": -1}}, "training.seed = -1"),
         ({"training": {"precision": "fp8"}}, "training.precision = 'fp8': input should be 'fp32', 'bf16' or 'fp16'"),
         ({"training": {"compile": 1}}, "training.compile = 1"),
-        ({"training": {"master_weights": "bf16"}}, "only with training.precision = 'bf16'"),
+        (
+            {"training": {"master_weights": "bf16"}},
+            "master_weights = 'bf16' needs training.precision = 'bf16', and it is 'fp32'",
+        ),
         ({"training": {"reduce_dtype": "bf16"}}, "must be 'fp32' or training.precision = 'fp32'"),
         ({"optimizer": {"stochastic_rounding": True}}, "needs training.master_weights = 'bf16'"),
         ({"activation_checkpoint": {"offload": True}}, "needs mode = 'full'"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 from markdown import REPOSITORY
 
+from fourfold.planning.calibration.machine_constants import constants_for, shipped_order_factor
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
-from fourfold.planning.search.plan import describe_layout
+from fourfold.planning.search.plan import describe_layout, make_plan
+from fourfold.planning.search.space import LIMITED
 from fourfold.run_file.load import load_run
 
 sys.path.append(str(REPOSITORY / "docs"))
@@ -63,6 +67,27 @@ def test_layouts_of_the_papers_are_slower_than_ours() -> None:
             for suffix in ("-published", "")
         )
         assert ours.seconds < published.seconds
+
+
+@pytest.mark.parametrize("recipe", [r for r in recipes.RECIPES if not r.gpus], ids=lambda recipe: recipe.name)
+def test_a_layout_by_hand_is_about_as_fast_as_the_best_or_says_how_much_slower(recipe: recipes.Recipe) -> None:
+    run, machine = load_run(recipe.file), load_machine(recipe.machine)
+    if run.lora.rank:
+        pytest.skip("the planner does not predict LoRA")
+    own, work = recipes.prediction(recipe), workload_of(run)
+    gpus = run.parallel.world_size
+    same = [r for r in recipes.RECIPES if (r.gpus, r.machine) == (gpus, recipe.machine) and not r.layout
+            and workload_of(load_run(r.file)).model == work.model]  # fmt: skip
+    if same:  # a file for the same model and GPUs is in the best layout already
+        best = recipes.prediction(same[0]).tokens_per_second
+    else:
+        alone = work.but(**dict.fromkeys(LIMITED, 1))
+        best = make_plan(alone, machine, constants_for(machine), gpus, 1, recipes.SEARCHED).best.tokens_per_second
+    said = re.search(r"predicted ([0-9.]+) times as fast", recipe.file.read_text(encoding="utf-8"))
+    if said is None:
+        assert best < shipped_order_factor() * own.tokens_per_second
+    else:
+        assert float(said[1]) == pytest.approx(best / own.tokens_per_second, rel=0.03)
 
 
 @pytest.mark.slow

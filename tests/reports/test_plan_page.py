@@ -89,8 +89,8 @@ def test_the_page_gives_the_command_of_the_trials(result: PlanRecord, page_file:
     assert f"<pre>{escape(tune_command(result))}</pre>" in page_file.read_text(encoding="utf-8")
 
 
-def test_a_neighbor_as_fast_has_no_sign() -> None:
-    shares = {-0.0001: "0.0%", 0.0001: "0.0%", 0.0: "0.0%", -0.02: "-2.0%", 0.1: "+10.0%"}
+def test_a_neighbor_is_slower_or_faster_or_the_same() -> None:
+    shares = {-0.0001: "the same", 0.0001: "the same", 0.0: "the same", -0.002: "0.2% faster", 0.1: "10.0% slower"}
     assert {share: slower_by({"slower": share, "reason": ""}) for share in shares} == shares
 
 

@@ -320,3 +320,23 @@ def test_the_command_prints_the_path(tmp_path):
     assert result.output.strip() == str(run_dir / "comparison.html") and (run_dir / "comparison.html").is_file()
     result = CliRunner().invoke(app, [str(run_dir), "--out", "page.html"])
     assert isinstance(result.exception, UserError)
+
+
+def test_runs_of_different_lengths_are_compared_at_their_last_common_step(tmp_path):
+    """And validation losses at the last common validation."""
+    short = [record(step, loss=5 - step, **({"validation_loss": 8.25} if step == 2 else {})) for step in (1, 2, 3)]
+    long = [record(step, loss=9 - step, **({"validation_loss": 8.5 - step} if step % 2 == 0 else {}))
+            for step in range(1, 7)]  # fmt: skip
+    runs = [make_run(tmp_path / "short", short), make_run(tmp_path / "long", long)]
+    write_comparison(runs, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "losses of the table are at step 3: the last step with one of every run" in text
+    assert "loss at step 3" in text and "validation loss at step 2" in text and "last step<" not in text
+    rows = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall(r"<tr>(?:(?!</tr>).)*</tr>", text, re.DOTALL)]
+    table = {cells[0]: cells for cells in rows if cells and cells[0] in ("short", "long")}
+    assert "2" in table["short"][2:] and "6" in table["long"][3:] and "3" not in table["long"]
+    assert "8.25" in table["short"] and "6.5" in table["long"] and "2.5" not in table["long"]
+
+    apart = [make_run(tmp_path / "a", [record(1)]), make_run(tmp_path / "b", [record(2)])]
+    write_comparison(apart, tmp_path / "page.html")
+    assert "are the last ones, at different steps" in (tmp_path / "page.html").read_text()

@@ -22,6 +22,22 @@ def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch, 
     assert len({line.index("7.194") + 5 if "7.194" in line else line.index("12.5") + 4 for line in numbers}) == 1
 
 
+@pytest.mark.parametrize("width", [80, 40, 28])
+def test_no_number_wraps(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A table that is too wide is printed in parts, each with the first column."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    header = ("", "s/step", "interval", "tokens/s/GPU", "of 85.0", "P(OOM)")
+    rows = [
+        ["yours, on 1 GPU", "1,038", "872–1,560", "9,110", "390%", "100.0%"],
+        ["1", "34.0", "1–2", "8", "9%", "0.2%"],
+    ]
+    print_table("Layouts", header, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and all(any(cell in line for line in lines) for cell in (*rows[0][1:], "0.2%"))
+    assert any("continued" in line for line in lines) == (width < 50)
+    assert sum("yours" in line for line in lines) == (1 if width == 80 else 2 if width == 40 else 3)
+
+
 def test_a_table_without_rows_and_a_terminal_without_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from fourfold.planning.cases import stack
 from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import RANKED, in_parts, score
+from fourfold.planning.search.fastest import RANKED, TIED, in_parts, score
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
@@ -28,8 +28,6 @@ RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 FACTORS = np.geomspace(1, 8, 31)
 FINER = 65
 """Factors from one of these to the next, for a break-even to a thousandth."""
-TIE = 1e-9
-"""Layouts whose steps differ by less, as a share, are equally fast: weights over z or ZeRO 3 over dp send the same."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
         seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
         seconds = seconds.reshape(len(factors), len(order))
-        lost = seconds.min(axis=1) < (1 - TIE) * seconds[:, of_best].min(axis=1)
+        lost = TIED * seconds.min(axis=1) < seconds[:, of_best].min(axis=1)
         return (place := int(lost.argmax()), int(seconds[place].argmin())) if lost.any() else None
 
     found = []

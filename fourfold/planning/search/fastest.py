@@ -37,6 +37,8 @@ from fourfold.planning.search.space import (
 from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
+TIED = 1.01
+"""Ratio of two step times that counts as a tie: the planner's error is larger by far (docs/planner_validation.md)."""
 HOPELESS = 0.9
 """Layouts that are as likely as this to run out of memory do so in any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
@@ -74,9 +76,9 @@ class Scores(NamedTuple):
 class Found:
     """All points of a search, with their scores.
 
-    order: the legal points, fastest first; crossed: the points before the candidates in more parts; refused: [reasons]
-    layouts that are illegal whatever they recompute, which are no points; parts: those that were tried;
-    seconds_taken: wall time.
+    order: the legal points, fastest first, ties by P(OOM) (``ranking``); crossed: the points before the candidates in
+    more parts; refused: [reasons] layouts that are illegal whatever they recompute, which are no points; parts: those
+    that were tried; seconds_taken: wall time.
     """
 
     work: Workload
@@ -132,19 +134,29 @@ def search(
         more = in_parts(work.take(candidates), limits.parts[1:])
         scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
-    order = scores.fits[np.argsort(scores.seconds[scores.fits], kind="stable")]
     return Found(
         work,
         scores.seconds,
         scores.memory,
         scores.p_oom,
         scores.reason,
-        order,
+        ranking(scores),
         crossed,
         refused,
         limits.parts,
         time.perf_counter() - begin,
     )
+
+
+def ranking(scores: Scores) -> np.ndarray:
+    """Order the points that fit, fastest first. Times tie in bands of the factor ``TIED`` from the fastest on.
+
+    Within a band the layout with the lower P(OOM), in whole percent, comes first, then the faster one.
+    """
+    seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
+    bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))
+    order: np.ndarray = scores.fits[np.lexsort((seconds, np.rint(100 * p_oom), bands))]
+    return order
 
 
 def score(

@@ -39,7 +39,8 @@ class Indistinct:
 def indistinct(plan: Plan, factor: float) -> Indistinct:
     """Find the layouts within ``factor`` of the best."""
     found = plan.found
-    count = max(1, int(np.searchsorted(found.seconds[found.order], factor * found.seconds[found.order[0]])))
+    seconds = found.seconds[found.order]
+    count = max(1, int(np.count_nonzero(seconds < factor * seconds[0])))
     closest = [found.point(index) for index in found.order[: min(count, MEASURED)]]
     return Indistinct(factor, count, min(count, len(plan.ranked)), tuning_space(closest))
 

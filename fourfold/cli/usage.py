@@ -1,0 +1,74 @@
+"""Mistakes in a command line that typer finds, each as one sentence in place of its box."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+from typer._click.core import Command, Context
+from typer._click.exceptions import BadParameter, ClickException, MissingParameter, NoSuchOption, UsageError
+from typer.core import TyperGroup
+
+from fourfold.errors import UserError
+
+SHORT = {"plan layout": "plan"}
+"""Commands whose name may be left out."""
+
+
+def usage_sentence(error: ClickException) -> str:
+    """Say what is wrong with the command line, where, and what works."""
+    context = error.ctx if isinstance(error, UsageError) else None
+    path = "fourfold" if context is None else context.command_path
+    name = path.removeprefix("fourfold").strip()
+    name = SHORT.get(name, name)
+    where = f" for `{name}`" if name else ""
+    more = f"`fourfold {name} --help`".replace("  ", " ")
+    message = error.format_message().rstrip(".")
+    if isinstance(error, NoSuchOption):
+        known = sorted(o for p in context.command.params for o in p.opts) if context is not None else []
+        close = difflib.get_close_matches(error.option_name, known, 1, 0.5)
+        return f"no option {error.option_name}{where}; " + (
+            f"did you mean {close[0]}?" if close else f"{more} lists them"
+        )
+    if isinstance(error, MissingParameter) and error.param is not None:
+        return f"{_given(error)} is missing{where}; {_example(context) or f'{more} describes it'}"
+    if isinstance(error, BadParameter) and isinstance(error.__cause__, ValidationError):
+        first = error.__cause__.errors()[0]
+        problem = re.sub("^Input should be|^Value error, '.*' is not", "must be", first["msg"]).split(", unable")[0]
+        problem = problem.replace("a valid integer", "a whole number, as 8").replace(
+            "a valid number", "a number, as 0.5"
+        )
+        return f"{_given(error)} {first['input']}: {problem.rstrip('.')}"
+    if (unknown := re.match("No such command '(.*?)'", message)) and context is not None:
+        assert isinstance(context.command, TyperGroup)
+        refuse_command(unknown[1], context.command.list_commands(context), where)
+    return f"{message[0].lower()}{message[1:]}{where}; {more} shows what it takes"
+
+
+def refuse_command(name: str, known: list[str], where: str) -> None:
+    """Raise ``UserError`` for a command that does not exist."""
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(known)}"
+    raise UserError(f"no command '{name}'{where}; {hint}")
+
+
+def refuse_misspelled(name: str, known: list[str], where: str) -> None:
+    """Raise ``UserError`` for a word that is close to a command and names no file."""
+    if difflib.get_close_matches(name, known, 1, 0.7) and not name.startswith("-") and not Path(name).exists():
+        refuse_command(name, known, where)
+
+
+def _given(error: BadParameter) -> str:
+    param = error.param
+    assert param is not None
+    is_option = any(name.startswith("-") for name in param.opts)
+    return max(param.opts, key=len) if is_option else str(getattr(param, "metavar", None) or param.name)
+
+
+def _example(context: Context | None) -> str:
+    """The example of a command's help."""
+    command: Command | None = None if context is None else context.command
+    found = re.search(r"Example: (fourfold [^\n]*)", (command and command.help) or "")
+    return f"for example {found[1]}" if found else ""
