@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from tiny_huggingface import GEMMA_LINEAR, LLAMA3, YARN, F, S
@@ -20,6 +20,9 @@ NOT_OF_THE_MODEL = {
     "attribute_map": "of the class, not of a file",
 }
 """Keys that the sweep leaves out, and why."""
+
+OF_A_CLASS = (FunctionType, MethodType, classmethod, staticmethod, property, dict, set, tuple)
+"""Types of attributes of a configuration's class that no file changes."""
 
 READERS = ("getattr", "hasattr", "setattr")
 GENERIC = (
@@ -36,12 +39,13 @@ def keys_of(kind: str) -> tuple[str, ...]:
 
     config_class = CONFIG_MAPPING[kind]
     model_class = AutoModelForCausalLM._model_mapping[config_class]
-    keys = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    keys = fields | set(config_class.attribute_map)
     own = [importlib.import_module(each.__module__) for each in (config_class, model_class)]
     for module in (*own, *(importlib.import_module(f"transformers.{name}") for name in GENERIC)):
         keys |= keys_read_in(module)
-    callables = {key for key in keys if callable(getattr(config_class, key, None)) or key.startswith("__")}
-    return tuple(sorted(keys - callables - NOT_OF_THE_MODEL.keys()))
+    fixed = {key for key in keys - fields if isinstance(inspect.getattr_static(config_class, key, None), OF_A_CLASS)}
+    return tuple(sorted(keys - fixed - NOT_OF_THE_MODEL.keys()))
 
 
 @functools.cache
