@@ -21,7 +21,7 @@ NOT_OF_THE_MODEL = {
 }
 """Keys that the sweep leaves out, and why."""
 
-OF_A_CLASS = (FunctionType, MethodType, classmethod, staticmethod, property, dict, set, tuple)
+OF_A_CLASS = (FunctionType, MethodType, classmethod, staticmethod, dict, set, tuple)
 """Types of attributes of a configuration's class that no file changes."""
 
 READERS = ("getattr", "hasattr", "setattr")
@@ -35,17 +35,23 @@ GENERIC = (
 @functools.cache
 def keys_of(kind: str) -> tuple[str, ...]:
     """The keys that transformers' classes of a family read, from whatever release is installed."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config_class = CONFIG_MAPPING[kind]
-    model_class = AutoModelForCausalLM._model_mapping[config_class]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     fields = {field.name for field in dataclasses.fields(config_class)}
     keys = fields | set(config_class.attribute_map)
     own = [importlib.import_module(each.__module__) for each in (config_class, model_class)]
     for module in (*own, *(importlib.import_module(f"transformers.{name}") for name in GENERIC)):
         keys |= keys_read_in(module)
-    fixed = {key for key in keys - fields if isinstance(inspect.getattr_static(config_class, key, None), OF_A_CLASS)}
+    of_class = {key: inspect.getattr_static(config_class, key, None) for key in keys - fields}
+    fixed = {key for key, value in of_class.items() if isinstance(value, OF_A_CLASS) or is_read_only(value)}
     return tuple(sorted(keys - fixed - NOT_OF_THE_MODEL.keys()))
+
+
+def is_read_only(value: Any) -> bool:
+    """True for a property that a file cannot set."""
+    return isinstance(value, property) and value.fset is None
 
 
 @functools.cache
