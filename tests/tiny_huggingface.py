@@ -128,6 +128,13 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
     kind, keys = MODELS[name]
     sizes = GPT2 if kind == "GPT2Config" else SIZES
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(sizes | keys | changes)))
+    perturb(model)
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+def perturb(model: Any) -> None:
+    """Change the vectors of a new model, which are all ones or zeros, so that every one of them matters."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -136,8 +143,6 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
-    model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
-    return folder
 
 
 def ours_of(folder: Path) -> Transformer:

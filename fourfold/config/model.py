@@ -195,8 +195,13 @@ class ModelConfig(Strict):
             )
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
             share = self.partial_rotary_factor
+            of = (
+                " (hidden_size / num_attention_heads)"
+                if self.head_dim * self.num_attention_heads == self.hidden_size
+                else ""
+            )
             raise ValueError(
-                f"head_dim = {self.head_dim}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
+                f"head_dim = {self.head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
                 f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them; "
                 f"head_dim = {2 * max(1, round(self.head_dim / 2))} with partial_rotary_factor = 1 works"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +33,34 @@ def matrices_of(kind: str, name: str) -> list[str]:
 def name_in_files(kind: str, name: str) -> str:
     """The name in files of a parameter that is no stack."""
     return name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+
+
+Rows = dict[str, range]
+"""Tensors of files → the rows of a parameter that each holds, counted through all the experts that it stacks."""
+
+
+def rows_in_files(model: Any) -> dict[str, Rows]:
+    """Find the tensors of files that every parameter of a model becomes, by all its names.
+
+    The table of transformers says so, for its models: stacks of experts become a matrix for each expert, and some
+    parameters have another name. A parameter that files hold in another order keeps its own name.
+    """
+    found: dict[str, Rows] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        counts = tuple(parameter.shape[: 2 if parameter.ndim == 3 else 1])
+        rows = range(math.prod(counts))
+        found[name] = {name: rows}
+        if not hasattr(model, "base_model_prefix") or not rows:
+            continue
+        from transformers.core_model_loading import revert_weight_conversion
+
+        numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in parameter.shape[len(counts) :]))
+        parts = revert_weight_conversion(model, {name: numbers.expand(parameter.shape)})
+        firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
+        runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
+        if runs and all([*runs[theirs]] == rows_of for theirs, rows_of in firsts.items()):
+            found[name] = runs
+    return found
 
 
 def in_modules(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

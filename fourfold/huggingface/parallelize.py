@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.errors import UserError
+from fourfold.huggingface.expert_files import rows_in_files
 from fourfold.huggingface.parallelized_files import (
-    Shapes,
+    Layout,
     read_checkpoint,
     read_numbers,
     read_weights,
@@ -58,6 +59,7 @@ def parallelize(
         if (size := getattr(grid.sizes, axis)) > 1:
             raise UserError(f"{axis} = {size}: fourfold.parallelize splits models over x, y, z and dp only")
     sources = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _make_buffers(model)
     buffers = dict(model.named_buffers())
     stored = _one_type(sources)
     if precision not in (None, *PRECISIONS):
@@ -76,6 +78,7 @@ def parallelize(
             "the model has no weights (it is on the meta device); give parallelize the folder of its weights"
         )
     tied = tied_names(model)
+    layout = Layout({name: tuple(source.shape) for name, source in sources.items()}, rows_in_files(model), tied)
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
@@ -89,7 +92,7 @@ def parallelize(
     device = _device(grid)
     stage.materialize(device)
     _put_back_buffers(model, buffers, device)
-    parallelized = Parallelized(stage, placed, {name: tuple(source.shape) for name, source in sources.items()})
+    parallelized = Parallelized(stage, placed, layout)
     if weights is None:
         parallelized.fill(sources)
     else:
@@ -104,11 +107,12 @@ class Parallelized(nn.Module):
     and ``save`` and ``load`` for ``state_dict``, because torch's know nothing of x and y.
     """
 
-    def __init__(self, stage: DataParallel, placed: list[Placed], shapes: Shapes) -> None:
-        """shapes: of the weights by name, as the model had them before."""
+    def __init__(self, stage: DataParallel, placed: list[Placed], in_files: Layout) -> None:
+        """in_files: of the weights by name, as the model had them before."""
         super().__init__()
         self.module = stage.model
-        self.stage, self.grid, self.placed, self.shapes = stage, stage.grid, placed, shapes
+        self.stage, self.grid, self.placed = stage, stage.grid, placed
+        self._in_files, self.shapes = in_files, in_files.shapes
         self.shards: list[LocalShard] = stage.shards()
         self._in_backward = False
         self._summed = False
@@ -210,7 +214,7 @@ class Parallelized(nn.Module):
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
         self.stage.free_gathered()
-        read_weights(self.module, self.shards, self.shapes, folder)
+        read_weights(self.module, self.shards, self._in_files, folder)
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -218,7 +222,7 @@ class Parallelized(nn.Module):
 
         Raises ``UserError`` on every process when ``folder`` exists or cannot be written; nothing of it is there then.
         """
-        write_pretrained(self.module, self.shards, self.shapes, Path(folder))
+        write_pretrained(self.module, self.shards, self._in_files, Path(folder))
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load: weights, and what the optimizer keeps for them.
@@ -291,18 +295,28 @@ def _device(grid: Grid) -> torch.device:
     return torch.device("cpu") if grid.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the buffers that materializing has emptied; ``_init_weights`` of transformers makes those on meta."""
-    for name, buffer in buffers.items():
-        if not buffer.is_meta:
-            parent, _, key = name.rpartition(".")
-            model.get_submodule(parent)._buffers[key] = buffer.to(device)
-    unmade = {name.rpartition(".")[0] for name, buffer in buffers.items() if buffer.is_meta}
-    for name in sorted(unmade):
-        module = model.get_submodule(name)
+def _make_buffers(model: nn.Module) -> None:
+    """Give buffers on the meta device their values, which ``_init_weights`` of transformers knows.
+
+    Parameters of the same modules must be on the meta device too, where initializing them does nothing.
+    """
+    for name, module in model.named_modules():
+        buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for key, buffer in buffers.items():
+            empty = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[key] = torch.full_like(buffer, empty, device="cpu")
         initialize = getattr(model, "_init_weights", None)
-        if any(True for _ in module.parameters()) or initialize is None:
+        is_safe = initialize is not None and all(parameter.is_meta for parameter in module.parameters(recurse=False))
+        if buffers and is_safe:
+            initialize(module)
+        if any(not is_safe or module._buffers[key].isnan().any() for key in buffers):
             raise UserError(
                 f"{name} has buffers on the meta device, and no way to fill them; build the model on the CPU"
             )
-        initialize(module)
+
+
+def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore the buffers that materializing has emptied."""
+    for name, buffer in buffers.items():
+        parent, _, key = name.rpartition(".")
+        model.get_submodule(parent)._buffers[key] = buffer.to(device)

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fourfold.checkpoints.rank_files import entries_of, gather_written, read_par
 from fourfold.checkpoints.verify import verified
 from fourfold.data.files import new_folder, swap_in, writing
 from fourfold.errors import UserError
-from fourfold.huggingface.expert_files import matrices_of, name_in_files
+from fourfold.huggingface.expert_files import Rows
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import LocalShard, gather_full
@@ -40,20 +41,45 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape that each weight has in files. A shard's global shape may cut its last dim into parts (``InputFirst``)."""
 
 
-def read_weights(model: nn.Module, shards: Sequence[LocalShard], shapes: Shapes, folder: Path) -> None:
-    """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base."""
-    files, kind = TensorFiles(folder), _kind(model)
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of files that the parameters of a model become, as the model was before it was parallelized."""
+
+    shapes: Shapes
+    rows: Mapping[str, Rows]
+    """By every name of a parameter."""
+    tied: Sequence[Sequence[str]]
+    """The names of each parameter that has several."""
+
+
+def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Layout, folder: Path) -> None:
+    """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base.
+
+    Raises ``UserError`` for a missing tensor, and for tensors of one weight of the model that differ.
+    """
+    files = TensorFiles(folder)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def names(own: str, theirs: str) -> list[str]:
+        return [each for name in (own, theirs) for each in (name, name.removeprefix(prefix))]
+
     for shard in shards:
-        matrices = matrices_of(kind, shard.name)
-        if matrices and shard.name not in files.shapes:
-            _read_experts(files, shard, matrices)
+        rows, shape = layout.rows[shard.name], layout.shapes[shard.name]
+        if len(rows) > 1 and not any(name in files.shapes for name in names(shard.name, shard.name)):
+            _read_experts(files, shard, {files.find(names(n, n), (len(r), shape[-1])): r for n, r in rows.items()})
             continue
-        named = name_in_files(kind, shard.name)
-        name = files.find((shard.name, named, named.removeprefix(prefix)), shapes[shard.name])
+        name = files.find(names(shard.name, min(rows)), shape)
         if shard.local.numel():
-            for out, slices in _in_file(shard, shapes[shard.name]):
+            for out, slices in _in_file(shard, shape):
                 files.read_into(out, name, slices)
+    for first, *others in layout.tied:
+        stored = [n for each in (first, *others) for n in names(each, min(layout.rows[each])) if n in files.shapes]
+        for name in stored[1:]:
+            if not files.are_equal(stored[0], name):
+                raise UserError(
+                    f"{files.file_of[name]}: {name} differs from {stored[0]}, and the model has one weight for both; "
+                    "set tie_word_embeddings to false"
+                )
 
 
 def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
@@ -70,18 +96,18 @@ def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor
         )
 
 
-def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Sequence[str]) -> None:
+def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, range]) -> None:
     """Fill a shard of stacked experts from files that have their matrices; only the first dim of a stack is cut."""
     _, rows, columns = shard.global_shape
-    shape = (rows // len(matrices), columns)
-    experts = range(*shard.slices[0].indices(shard.global_shape[0]))
-    for expert, stacked in zip(experts, shard.local, strict=True):
-        for name, matrix in zip(matrices, stacked.split(shape[0]), strict=True):
-            found = files.find([name.format(e=expert)], shape)
-            files.read_into(matrix, found, (slice(0, shape[0]), slice(0, columns)))
+    mine = range(*shard.slices[0].indices(shard.global_shape[0]))
+    for name, part in matrices.items():
+        expert, first = divmod(part.start, rows)
+        if expert in mine:
+            out = shard.local[expert - mine.start, first : first + len(part)]
+            files.read_into(out, name, (slice(0, len(part)), slice(0, columns)))
 
 
-def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], shapes: Shapes, folder: Path) -> None:
+def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Layout, folder: Path) -> None:
     """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
@@ -90,16 +116,13 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], shapes: Sha
         """The whole tensor, gathered once for all entries that are parts of it."""
         if not last or last[0][0] != shard.name:
             last.clear()
-            last.append((shard.name, _gathered(waiting.pop(0)).view(shapes[shard.name])))
+            last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))
         return last[0][1]
 
     def write() -> None:
         with new_folder(folder) as unfinished:
             _write_configs(model, shards[0].local.dtype, unfinished)
-            write_tensor_files(
-                unfinished,
-                [entry for s in shards for entry in _entries(s, shapes[s.name], _kind(model), gather)],
-            )
+            write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
 
     def gather_on() -> None:
         while waiting:  # others wait in these collectives, also where the first process could not write
@@ -108,24 +131,17 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], shapes: Sha
     _first_process(write, folder, gather_on)
 
 
-def _entries(
-    shard: LocalShard, shape: tuple[int, ...], kind: str, gather: Callable[[LocalShard], Tensor]
-) -> list[Entry]:
+def _entries(shard: LocalShard, layout: Layout, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
     """The tensors of files that a parameter becomes: itself, or the matrices of experts that it stacks."""
-    dtype, matrices = shard.local.dtype, matrices_of(kind, shard.name)
-    if not matrices:
-        return [Entry(name_in_files(kind, shard.name), dtype, shape, lambda: gather(shard))]
-    experts, rows, columns = shape
-    height = rows // len(matrices)
+    dtype, rows, shape = shard.local.dtype, layout.rows[shard.name], layout.shapes[shard.name]
+    if len(rows) == 1:
+        return [Entry(min(rows), dtype, shape, lambda: gather(shard))]
 
-    def matrix(expert: int, number: int) -> Tensor:
-        return gather(shard)[expert, number * height : (number + 1) * height]
+    def matrix(part: range) -> Tensor:
+        expert, first = divmod(part.start, shape[1])
+        return gather(shard)[expert, first : first + len(part)]
 
-    return [
-        Entry(name.format(e=expert), dtype, (height, columns), partial(matrix, expert, number))
-        for expert in range(experts)
-        for number, name in enumerate(matrices)
-    ]
+    return [Entry(name, dtype, (len(part), shape[-1]), partial(matrix, part)) for name, part in rows.items()]
 
 
 def write_checkpoint(
@@ -177,11 +193,6 @@ def read_checkpoint(
     parts, _ = _parts(shards, optimizer)
     with verified(folder, {name: part.shard.global_shape for name, part in parts.items()}) as layout:
         read_parts(folder, layout, parts)
-
-
-def _kind(model: Any) -> str:
-    """The model_type of a model of transformers, empty for others."""
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:

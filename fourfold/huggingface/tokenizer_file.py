@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,41 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     )
 
 
-def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
-    """Raise ``UserError`` for a tokenizer.json, where there is one, with more tokens than the model's embedding."""
-    if not file.is_file():
-        return
+def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
+    """Return the added tokens of a tokenizer.json whose ids are beyond a vocabulary, such as a pad token without a row.
+
+    Raises ``UserError`` for a file that is no tokenizer.json, and for ordinary tokens beyond the vocabulary.
+    """
     try:
-        known = max(Tokenizer.from_file(str(file)).get_vocab().values(), default=-1) + 1
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
-    if known > model.vocab_size:
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    if any(number >= vocab_size and number not in added for number in vocabulary.values()):
         raise UserError(
-            f"{file} has {known} tokens, and the model's embedding {model.vocab_size}: it is another model's tokenizer"
+            f"{file} has {max(vocabulary.values()) + 1} tokens, and the model's embedding {vocab_size}: it is another "
+            "model's tokenizer"
+        )
+    return [token.content for number, token in sorted(added.items()) if number >= vocab_size]
+
+
+def added_beyond(model: ModelConfig) -> int:
+    """Count the tokens that the tokenizer of ``model.from_hf`` adds beyond the embedding."""
+    file = local_folder(str(model.from_hf), PATTERNS) / TOKENIZER_FILE
+    return len(tokens_beyond(file, model.vocab_size)) if file.is_file() else 0
+
+
+def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
+    """Warn of added tokens of a tokenizer.json, if there is one, for which the model's embedding has no row.
+
+    Raises ``UserError`` for a file that is no tokenizer.json, and for ordinary tokens without a row.
+    """
+    beyond = tokens_beyond(file, model.vocab_size) if file.is_file() else []
+    if beyond:
+        print(
+            f"warning: {file} adds {', '.join(map(repr, beyond))} beyond the {model.vocab_size} rows of the model's "
+            "embedding; texts must not use them",
+            file=sys.stderr,
         )
 
 

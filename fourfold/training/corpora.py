@@ -29,6 +29,7 @@ from fourfold.data.preferences import PreferencePairs
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
+from fourfold.huggingface.tokenizer_file import added_beyond
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Axis
 
@@ -223,7 +224,8 @@ def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask]
 def _check_vocabulary(prefix: str, run: RunConfig) -> None:
     manifest = read_manifest(prefix)
     if manifest is not None:
-        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size, run)
+        beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
+        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
 
 
 def _check_format(prefix: str, run: RunConfig) -> None:

@@ -38,6 +38,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 1, "vocab_size": 208}),
     "qwen2_moe": ("Qwen2MoeConfig", {"num_key_value_heads": 4, "num_experts": 4, "vocab_size": 208}),
+    "gemma2": ("Gemma2Config", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
+    "gemma3": ("Gemma3TextConfig", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}),
+    "mellum": (
+        "MellumConfig",
+        {"num_key_value_heads": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}
+        | {"moe_intermediate_size": 24},
+    ),
     "glm4_moe": ("Glm4MoeConfig", {"num_key_value_heads": 4, "n_routed_experts": 8, "vocab_size": 208}),
 }
 

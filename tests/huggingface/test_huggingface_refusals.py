@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_huggingface import make_model, ours_of, tokens, weights_of
+from tokenizers import Tokenizer
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
+from fourfold.huggingface.architectures.config_json import config_of, from_huggingface, model_of, read_config
 from fourfold.huggingface.import_model import import_huggingface
+from fourfold.huggingface.tokenizer_file import added_beyond
 
 pytest.importorskip("transformers")
 
@@ -38,7 +40,7 @@ def refusal(folder: Path) -> str:
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
         ({"hidden_act": ["silu"]}, ["hidden_act = ['silu']"]),
         ({"rope_parameters": None, "rope_theta": "a"}, ["rope_theta = 'a' is not a number"]),
-        ({"rope_parameters": [1]}, ["rotary embeddings are [1]"]),
+        ({"rope_parameters": [1]}, ["rope_parameters = [1] is not a table"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, ["factor = 'two' is not a number"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
@@ -69,15 +71,15 @@ def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names:
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; the decoder here computes only 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; the decoder here computes dense MLPs only in"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1; "),
-        ("qwen3_moe", {"num_experts": 5}, "has the shape [6, 64], and the model's is [5, 64]"),
-        ("qwen3_moe", {"num_experts": 8}, "has the shape [6, 64], and the model's is [8, 64]"),
+        ("qwen3_moe", {"num_local_experts": 5}, "has the shape [6, 64], and the model's is [5, 64]"),
+        ("qwen3_moe", {"num_local_experts": 8}, "has the shape [6, 64], and the model's is [8, 64]"),
         ("qwen3_moe", {"moe_intermediate_size": 32}, "has the shape [24, 64], and the model's is [32, 64]"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
-        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "first_k_dense_replace = 2 leaves none"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers = [0, 1]; a mixture"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; the decoder here computes only 0.0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; the decoder here computes only None"),
         ("glm4_moe", {"n_group": 2}, "n_group = 2; the decoder here computes only 1"),
-        ("glm4_moe", {"n_shared_experts": "one"}, "n_shared_experts = 'one' is not a number"),
+        ("glm4_moe", {"n_shared_experts": "one"}, "n_shared_experts = 'one' is not an integer"),
     ],
 )
 def test_mixtures_that_are_not_computed_are_refused(
@@ -140,6 +142,52 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
         file.unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     assert "pickles" in refusal(folder)
+
+
+def test_a_head_that_differs_from_the_tied_embedding_in_its_last_row_is_refused(tmp_path: Path) -> None:
+    """transformers would compute with the stored head."""
+    folder = make_model(tmp_path / "hf", "llama gqa tied")
+    file = next(f for f in folder.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(f))
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["lm_head.weight"] = file.name
+    index_file.write_text(json.dumps(index))
+    save_file(tensors | {"lm_head.weight": head}, file)
+    ours_of(folder)
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, file)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(folder)
+
+
+def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    folder = make_model(tmp_path / "hf", "qwen3")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | {"rope_scaling": scaling}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(ours_of(folder)(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | {"is_causal": False}))
+    assert "is_causal = False" in refusal(folder)
+
+
+def test_added_tokens_without_a_row_in_the_embedding_are_named_and_ordinary_tokens_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama 2 and CodeLlama have such a pad token."""
+    from fourfold.data.tokenizer import train_bpe
+
+    folder = make_model(tmp_path / "hf", "llama", vocab_size=257)
+    train_bpe(["some text"], 257, folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    import_huggingface(str(folder), tmp_path / "imported")
+    assert "adds '<pad>' beyond the 257 rows" in capsys.readouterr().err
+    assert added_beyond(ModelConfig(**from_huggingface({"from_hf": str(folder)}))) == 1
 
 
 def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from parallelized_models import difference, make, make_batch, reference
 from pool import Pool
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fourfold
@@ -153,7 +153,10 @@ def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) 
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "gpt2", "mixtral", "qwen3_moe", "gpt_neox", "gemma", "gemma2", "gemma3", "flex_olmo", "mellum"],
+)
 def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) -> None:
     model = make(name)
     model.generation_config.update(do_sample=True, top_k=7)
@@ -169,6 +172,30 @@ def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) 
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
     expected = model.eval().generate(make_batch()[0][:2, :5], max_new_tokens=6, do_sample=False)
     assert all(torch.equal(text, expected) for text in texts)
+
+
+def from_meta_body(rank: int, world_size: int, name: str, folder: Path) -> Tensor:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(make(name).config)
+    parallel = fourfold.parallelize(model, Grid(ParallelConfig(x=2), "cpu"), weights=folder)
+    with torch.no_grad():
+        return parallel(make_batch()[0]).logits
+
+
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(pool: Pool, tmp_path: Path) -> None:
+    model = make("gemma2")
+    model.save_pretrained(tmp_path / "in")
+    with torch.no_grad():
+        expected = model(make_batch()[0]).logits
+    for logits in pool.run(2, from_meta_body, "gemma2", tmp_path / "in"):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += 1
+    save_file(tensors | {"lm_head.weight": head}, file)
+    with pytest.raises(Exception, match="differs from model"):
+        pool.run(2, from_meta_body, "gemma2", tmp_path / "in")
 
 
 def router_loss_body(rank: int, world_size: int) -> None:

@@ -76,7 +76,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table ``[model]`` that a config.json describes; ``UserError`` for what the decoder does not compute."""
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
-    given = {**family.defaults, **renamed, **config}
+    given = {**family.defaults, **config, **renamed}
     for key, values in (REQUIRED | family.required).items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
@@ -95,6 +95,10 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if ours not in keys and family.keys[ours] != "n_inner":  # which is 4 × n_embd where it is left out
             raise UserError(f"{where}: {family.keys[ours]} is missing")
+    _check_head_dim(keys, family, given.get("head_dim"), where)
+    for theirs in NONE_IS_0:
+        if theirs in family.keys and given.get(theirs) == 0:
+            raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
     if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # it stands for all four
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys["num_experts"]:
@@ -103,7 +107,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         keys["first_k_dense_replace"] = _first_dense(given, where)
     if family.counts_shared_experts:
         for key in ("n_shared_experts", "moe_intermediate_size"):
-            _check_number(key, given[key], where)
+            _check_count(key, given[key], 1, where)
         keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
     if keys["position_embedding"] == "rope":
         keys |= _rope(given, family, where)
@@ -182,8 +186,10 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     # Some files have original_max_position_embeddings with linear too, where it changes nothing.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
-    if kind == "yarn":
-        rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
+    if kind != "linear":
+        beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None
+        inside = rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = _first(beyond, inside, given["max_position_embeddings"])
     scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
     for key, value in scaling.items():
         _check_number(key, value, where)
@@ -221,7 +227,20 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
         raise UserError(
             f"{where}: mlp_only_layers = {layers}; the decoder here computes dense MLPs only in the first layers"
         )
+    if len(layers) == given["num_hidden_layers"]:
+        raise UserError(f"{where}: mlp_only_layers = {layers}; a mixture of experts needs a layer with experts")
     return len(layers)
+
+
+def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: str) -> None:
+    """Refuse heads of another size than hidden_size / num_attention_heads in a family that has no other."""
+    if size is None or "head_dim" in family.keys or keys["position_embedding"] != "rope":
+        return
+    counts = (size, keys["num_attention_heads"], keys["hidden_size"])
+    if not all(isinstance(n, int) for n in counts) or counts[0] * counts[1] != counts[2]:
+        raise UserError(
+            f"{where}: head_dim = {size!r}; a head of this family has hidden_size / num_attention_heads channels"
+        )
 
 
 def _check_number(name: str, value: Any, where: str) -> None:

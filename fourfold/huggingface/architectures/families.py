@@ -16,7 +16,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys that decide the rotary frequencies, by their type."""
 
-REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,)}
+REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Keys of every family that must have one of these values, because the decoder computes nothing else."""
 
 
@@ -43,7 +43,7 @@ class Family:
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The scalings of rotary frequencies that the family can have."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Names that transformers also reads or writes → the key of theirs that they stand for."""
+    """Names that transformers also reads or writes → the key of theirs that they stand for, and come before."""
     lists_dense_layers: bool = False
     """Their mlp_only_layers names the layers without experts; the decoder computes it where these are the first."""
     counts_shared_experts: bool = False
@@ -79,7 +79,7 @@ _SAME_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "tie_word_embeddings", "initializer_range",
 )  # fmt: skip
-_LLAMA_KEYS = {key: key for key in (*_SAME_NAMES, "num_key_value_heads")} | {"norm_eps": "rms_norm_eps"}
+_LLAMA_KEYS = {key: key for key in (*_SAME_NAMES, "num_key_value_heads", "head_dim")} | {"norm_eps": "rms_norm_eps"}
 _LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _NO_BIASES = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
 _LLAMA_FIXED = {"norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
@@ -96,15 +96,7 @@ _OLMO_FIXED = _LLAMA_FIXED | {
     "qk_norm": True,
     "qk_norm_over": "all_heads",
 }
-_GEMMA_KEYS = _LLAMA_KEYS | {
-    key: key
-    for key in (
-        "head_dim",
-        "attention_bias",
-        "query_pre_attn_scalar",
-        "final_logit_softcapping",
-    )
-}
+_GEMMA_KEYS = _LLAMA_KEYS | {key: key for key in ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")}
 _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -150,14 +142,14 @@ _GPT_NEOX_DEFAULTS = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+        _LLAMA_KEYS | {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
         _LLAMA_DEFAULTS,
         _LLAMA_FIXED,
         _SWIGLU,
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim"},
+        _LLAMA_KEYS,
         _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         _LLAMA_FIXED | _NO_BIASES,
         _SWIGLU,
@@ -165,7 +157,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim"},
+        _LLAMA_KEYS,
         _LLAMA_DEFAULTS | _QWEN_WINDOW | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
         _LLAMA_FIXED | _NO_BIASES | {"attention_bias": True},
         _SWIGLU,
@@ -174,7 +166,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_KEYS | {"attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS | _QWEN_WINDOW | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
         _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
         _SWIGLU,
@@ -210,7 +202,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         "GemmaForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_KEYS | {"attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
         _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
@@ -265,11 +257,13 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
         },
+        other_names={
+            ours: theirs for ours, theirs in _GPT2_KEYS.items() if theirs.startswith("n_") and ours in _SAME_NAMES
+        },
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _LLAMA_KEYS
-        | {"head_dim": "head_dim", "num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
+        _LLAMA_KEYS | {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -281,7 +275,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _LLAMA_KEYS | _EXPERT_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_KEYS | _EXPERT_KEYS | {"attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 768, "norm_topk_prob": False}
@@ -297,7 +291,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         _LLAMA_KEYS
         | _EXPERT_KEYS
-        | {"head_dim": "head_dim", "attention_bias": "qkv_bias"}
+        | {"attention_bias": "qkv_bias"}
         | {"shared_expert_intermediate_size": "shared_expert_intermediate_size"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60, "num_experts_per_tok": 4}
@@ -313,7 +307,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        _LLAMA_KEYS | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # its norms are hidden_size wide
+        | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
         _LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
         | {"norm_topk_prob": False},
@@ -326,7 +321,7 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeForCausalLM",
         _LLAMA_KEYS
         | _EXPERT_KEYS
-        | {"head_dim": "head_dim", "attention_bias": "attention_bias", "num_experts": "n_routed_experts"}
+        | {"attention_bias": "attention_bias", "num_experts": "n_routed_experts"}
         | {"qk_norm": "use_qk_norm"}
         | {key: key for key in ("routed_scaling_factor", "first_k_dense_replace")},
         _LLAMA_DEFAULTS

@@ -1,0 +1,115 @@
+"""Change one key of config.json after another, in transformers and in our decoder, and compare the logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from config_keys import UNTYPED, keys_of, other_values
+from tiny_huggingface import make_model, ours_of, perturb, tokens
+from torch import Tensor
+
+from fourfold.config.model import ModelConfig
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import model_of
+
+
+class Sweep:
+    """A tiny model of transformers, saved in a folder, whose config.json is changed."""
+
+    def __init__(self, name: str, work: Path) -> None:
+        import transformers
+
+        self.folder, self.new_weights = make_model(work / "hf", name), work / "new_weights"
+        self.raw = json.loads((self.folder / "config.json").read_text())
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.config, self.weights, self.ours = model.config, model.state_dict(), model_of(self.raw, name)
+        self.tokens = tokens()[:, :24]
+        with torch.no_grad():
+            self.logits = model(self.tokens).logits
+
+    def faults(self) -> list[str]:
+        """A sentence for every change that transformers follows and we do not."""
+        keys = keys_of(self.raw["model_type"])
+        values = {key: other_values(key, getattr(self.config, key, None)) for key in keys}
+        found = [self.fault({key: value}) for key in keys for value in values[key]]
+        for value in UNTYPED:
+            found += self.faults_of_any([key for key in keys if not values[key]], value)
+        return [sentence for sentence in found if sentence is not None]
+
+    def faults_of_any(self, keys: Sequence[str], value: Any) -> list[str | None]:
+        """The faults of keys with the same value: of all at once, then of halves, so that a thousand take no time."""
+        if len(keys) == 1:
+            return [self.fault({keys[0]: value})]
+        if not keys or (self._changes_nothing(dict.fromkeys(keys, value))):
+            return []
+        half = len(keys) // 2
+        return self.faults_of_any(keys[:half], value) + self.faults_of_any(keys[half:], value)
+
+    def fault(self, change: dict[str, Any]) -> str | None:
+        """None where transformers refuses the change, or computes what we do, or we refuse it by its name."""
+        try:
+            folder, theirs = self._theirs(change)
+        except Exception:  # transformers raises anything
+            return None
+        if not theirs.isfinite().all():
+            return None
+        ours: ModelConfig | str = self._ours(change)
+        if isinstance(ours, ModelConfig):
+            if ours == self.ours and folder == self.folder:
+                return None if _same(theirs, self.logits) else f"{change} is ignored"
+            try:
+                with torch.no_grad():
+                    got = ours_of(folder)(self.tokens)[..., : theirs.shape[-1]]
+                return None if _same(theirs, got) else f"{change} gives other logits"
+            except UserError as error:
+                ours = str(error)
+        return None if any(name in ours for name in _names(change)) else f"{change} is refused by another name: {ours}"
+
+    def _changes_nothing(self, change: dict[str, Any]) -> bool:
+        try:
+            return _same(self._theirs(change)[1], self.logits) and self._ours(change) == self.ours
+        except Exception:  # the same
+            return False
+
+    def _ours(self, change: dict[str, Any]) -> ModelConfig | str:
+        try:
+            return model_of(self.raw | change, "config.json")
+        except UserError as error:
+            return str(error)
+
+    def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor]:
+        """The folder of a model with the change, and its logits: of the same weights, where these still fit."""
+        import transformers
+
+        text = json.dumps(self.raw | change)
+        (self.folder / "config.json").write_text(text)
+        config = transformers.AutoConfig.from_pretrained(self.folder)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        folder, is_tied = self.folder, (config.tie_word_embeddings, self.config.tie_word_embeddings)
+        try:
+            model.load_state_dict(self.weights if is_tied[0] == is_tied[1] else {})
+        except RuntimeError:  # other shapes
+            perturb(model)
+            folder = self.new_weights
+            shutil.rmtree(folder, ignore_errors=True)
+            model.save_pretrained(folder)
+            (folder / "config.json").write_text(text)
+        with torch.no_grad():
+            return folder, model(self.tokens).logits
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one - other).abs().max() <= 1e-5 * other.abs().max())
+
+
+def _names(change: dict[str, Any]) -> set[str]:
+    """Names by which a refusal may call a change: the key's, or a key's in the table that it names."""
+    tables = [value for value in change.values() if isinstance(value, dict)]
+    tables += [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+    return {*change, *(key for table in tables for key in table)}
