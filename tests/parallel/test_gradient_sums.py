@@ -10,6 +10,7 @@ from pool import Pool
 from tiny_runs import LLAMA, MIXTURE, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
@@ -28,11 +29,26 @@ def gradients(run: RunConfig) -> tuple[dict[str, torch.Tensor] | None, set[torch
     for shard in job.shards:
         shard.local.copy_(shard.local.bfloat16())
     job.publish()
-    batch = random_micro_batches(run, 0, job.grid, CPU)
+    # The same labels count whatever the size: samples of micro-batches of one sequence, joined.
+    size, one = run.training.micro_batch_size, {"micro_batch_size": 1}
+    each = random_micro_batches(
+        run.model_copy(update={"training": run.training.model_copy(update=one)}), 0, job.grid, CPU
+    )
+    batch = [joined(each[first : first + size]) for first in range(0, len(each), size)]
     job.forward_backward(batch, job.count_kept(batch))
     found = [(shard, shard.grad) for shard in job.trained if shard.grad is not None]
     types = {grad.dtype for _, grad in found}
     return gather_full([shard for shard, _ in found], [grad for _, grad in found]), types
+
+
+def joined(parts: list[MicroBatch[torch.Tensor]]) -> MicroBatch[torch.Tensor]:
+    """One micro-batch of all sequences."""
+    positions = [part.positions for part in parts if part.positions is not None]
+    return MicroBatch(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.labels for part in parts if part.labels is not None]),
+        torch.cat(positions) if positions else None,
+    )
 
 
 def errors_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[float] | None:
