@@ -141,8 +141,7 @@ def _locate(new: list[Any], old: ast.AST) -> None:
     """Give new nodes the line of the old one, so that no other function seems changed."""
     for root in new:
         for node in ast.walk(root):
-            if "lineno" in node._attributes:
-                ast.copy_location(node, old)
+            ast.copy_location(node, old)
 
 
 def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
