@@ -207,7 +207,7 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     if ratio <= report.limit:
         figure = f"initial weights: {report.initial:.0f}" if not report.ok else SURVIVED
     grid = ParallelConfig(**mutant.grid).describe()
-    return printed([mutant.fault, f"`{mutant.module.replace('.', '/')}.py`", grid, figure])
+    return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])
 
 
 def score_of(faults: list[list[str]]) -> str:

@@ -1,37 +1,147 @@
-"""Inject a fault into the program: replace a piece of source in the functions of a module that is loaded already."""
+"""Inject a fault into the program: replace a piece of a function of a module that is loaded already.
+
+The piece is found by its syntax tree, so neither comments and layout nor lines that move matter.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+Body = list[ast.stmt]
+
 
 @contextmanager
-def mutated(module_name: str, old: str, new: str) -> Iterator[None]:
-    """Run the block with ``old``, which must stand once in the module's functions, replaced by ``new``."""
+def mutated(place: str, old: str, new: str) -> Iterator[list[str]]:
+    """Run the block with ``old`` replaced by ``new``; yields the functions that change.
+
+    place: ``module:function``, with the class of a method, or only the module. old: an expression or statements, which
+    must stand there once. new: the same kind, or for an expression that is a statement by itself, statements.
+    """
+    module_name, _, function_name = place.partition(":")
     module = importlib.import_module(module_name)
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{module_name} has {source.count(old)} times: {old}"
-    assert old.count("\n") == new.count("\n"), "line numbers would move, and every function seem changed"
-    compiled = dict(_functions_of(compile(source.replace(old, new), inspect.getsourcefile(module), "exec")))
+    tree = mutated_tree(inspect.getsource(module), function_name, old, new)
+    file = inspect.getsourcefile(module)
+    assert file is not None
+    compiled = dict(_functions_of(compile(tree, file, "exec", dont_inherit=True)))
     changed = [
         (function, function.__code__)
         for function in _loaded_functions(module)
         if compiled[function.__qualname__] != function.__code__
     ]
-    assert changed, f"no function of {module_name} has: {old}"
+    assert changed, f"{place} is no loaded function, or the fault changes nothing: {old}"
     for function, _ in changed:
         function.__code__ = compiled[function.__qualname__]
     try:
-        yield
+        yield [function.__qualname__ for function, _ in changed]
     finally:
         for function, code in changed:
             function.__code__ = code
+
+
+def mutated_tree(source: str, function_name: str, old: str, new: str) -> ast.Module:
+    """Parse a module, and replace the one place in a function (in the whole module without a name) that equals ``old``.
+
+    Raises ``AssertionError`` if there is no such function, or not exactly one such place.
+    """
+    tree = ast.parse(source)
+    scopes = dict(definitions(tree))
+    assert not function_name or function_name in scopes, f"there is no {function_name}; there are {', '.join(scopes)}"
+    scope = scopes[function_name] if function_name else tree
+    pattern, replacement = _expression(old), _expression(new)
+    found: list[Any]
+    if pattern is not None and replacement is not None:
+        found = [
+            (parent, field, place)
+            for parent, field, place, node in _children(scope)
+            if isinstance(node, ast.expr) and _same(node, pattern)
+        ]
+        assert len(found) == 1, f"{function_name or 'the module'} has {len(found)} times: {old}"
+        parent, field, place = found[0]
+        before = getattr(parent, field) if place is None else getattr(parent, field)[place]
+        _locate([replacement], before)
+        if hasattr(before, "ctx"):
+            replacement.ctx = before.ctx  # type: ignore[attr-defined]
+        if place is None:
+            setattr(parent, field, replacement)
+        else:
+            getattr(parent, field)[place] = replacement
+    else:
+        statements, others = _statements(old), _statements(new) or [ast.Pass()]
+        count = len(statements)
+        found = [
+            (body, first)
+            for body in _bodies(scope)
+            for first in range(len(body) - count + 1)
+            if all(_same(*pair) for pair in zip(body[first : first + count], statements, strict=True))
+        ]
+        assert len(found) == 1, f"{function_name or 'the module'} has {len(found)} times: {old}"
+        body, first = found[0]
+        _locate(others, body[first])
+        body[first : first + count] = others
+    return ast.fix_missing_locations(tree)
+
+
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every function and method of a tree by its qualified name, a property's getter before its setter."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + child.name, child
+            if isinstance(child, ast.ClassDef):
+                yield from definitions(child, f"{prefix}{child.name}.")
+
+
+def _expression(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(f"(\n{textwrap.dedent(text)}\n)", mode="eval").body if text.strip() else None
+    except SyntaxError:
+        return None
+
+
+def _statements(text: str) -> Body:
+    """Statements; ``return`` and ``yield`` may stand outside of a function in a tree."""
+    return ast.parse(textwrap.dedent(text)).body
+
+
+def _same(one: ast.AST, other: ast.AST) -> bool:
+    """True if two trees are equal, whether their names are read or assigned to."""
+    return _dump(one) == _dump(other)
+
+
+def _dump(node: ast.AST) -> str:
+    return ast.dump(node).replace("ctx=Store()", "ctx=Load()")
+
+
+def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Every node below another: its parent, the parent's field, and the place in that field if it is a list."""
+    for parent in ast.walk(node):
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, ast.AST):
+                yield parent, field, None, value
+            elif isinstance(value, list):
+                yield from ((parent, field, i, each) for i, each in enumerate(value) if isinstance(each, ast.AST))
+
+
+def _bodies(node: ast.AST) -> Iterator[Body]:
+    for parent in ast.walk(node):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(parent, field, None)
+            if isinstance(body, list):
+                yield body
+
+
+def _locate(new: list[Any], old: ast.AST) -> None:
+    """Give new nodes the line of the old one, so that no other function seems changed."""
+    for root in new:
+        for node in ast.walk(root):
+            ast.copy_location(node, old)
 
 
 def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:

@@ -114,7 +114,10 @@ class TrainingConfig(Strict):
         "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Type in which gradients are summed over ranks: fp32, or that of the step."
+        "fp32",
+        description="Type in which gradients are summed, over the micro-batches of a step and over ranks, on every "
+        "grid: fp32, or the same as `precision`, which halves their memory and traffic but loses accuracy with every "
+        "micro-batch.",
     )
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         "none",

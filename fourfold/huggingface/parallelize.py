@@ -82,7 +82,7 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    units, types = _units(model), StepTypes(stored, working, torch.float32)
+    units, types = _units(model), StepTypes(stored, working, torch.promote_types(working, torch.float32))
     replicated = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1) and working == stored
     stage: DataParallel = (
         Replicated(model, units, grid, types)
@@ -175,6 +175,8 @@ class Parallelized(nn.Module):
                 "the gradients are complete, and would be summed over processes again; call backward(loss, last=False) "
                 "for all micro-batches of a step but the last, and zero_grad() after it"
             )
+        if self._summed:
+            self._take_gradients_in(self.stage.types.gradient)
         self._summed = last
         self.stage.begin_backward(last)
         self._in_backward = True
@@ -185,6 +187,16 @@ class Parallelized(nn.Module):
         if last:
             self.stage.finish_gradients()
             sum_partial_gradients(self.shards, self.grid)
+            self._take_gradients_in(self.stage.types.stored)
+
+    def _take_gradients_in(self, dtype: torch.dtype) -> None:
+        """Cast the gradients: sums are float32, and torch's optimizers need the type of the weights."""
+        for shard in self.shards:
+            parameter = shard.parameter
+            if parameter.requires_grad and parameter.dtype != self.stage.types.gradient:
+                total, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = dtype
+                parameter.grad = None if total is None else total.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this norm, over all processes; returns the norm before."""

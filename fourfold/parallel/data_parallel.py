@@ -25,7 +25,12 @@ class StepTypes:
     working: torch.dtype
     """Weights and activations in forward and backward."""
     reduced: torch.dtype
-    """Gradients while they are summed over ranks."""
+    """Gradients while they are summed, over the micro-batches of a step and over ranks."""
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """The type of complete gradients. Clipping and unscaling must not round them once more."""
+        return torch.promote_types(self.stored, self.reduced)
 
     @classmethod
     def of(cls, training: TrainingConfig) -> StepTypes:
@@ -86,7 +91,10 @@ class DataParallel(ABC):
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a weight gradient that was computed apart from its backward."""
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.grad_dtype)
+        else:
+            parameter.grad += gradient
 
     @abstractmethod
     def finish_gradients(self) -> None:

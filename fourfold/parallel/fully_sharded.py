@@ -85,6 +85,12 @@ class FullySharded(DataParallel):
         self._is_complete = True
         self._fsdp_parameters: dict[nn.Parameter, Any] = {}
 
+    def materialize(self, device: torch.device) -> None:
+        super().materialize(device)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = None  # any: FSDP2 sets sums in another type than the weight's
+
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         grid, zero, of_experts = self.grid, self.grid.sizes.zero, tile.ep is not None and self.grid.ep.size > 1
         if not tile.sharded:
@@ -105,7 +111,10 @@ class FullySharded(DataParallel):
         model, self._is_complete = _fsdp(self.model), last
         self.sums.finish()
         self.sums.at_once = self._reads_sums()
-        self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in self.fsdp_groups())
+        groups = self.fsdp_groups()
+        self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
+        for group in groups:
+            group._orig_dtype = self.types.reduced  # FSDP2 would add up micro-batches in the type of the weights
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -132,6 +141,9 @@ class FullySharded(DataParallel):
                 group.post_backward()
             _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
         self.sums.finish()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
         """Free the gradients that the last unit of a backward has sent, before the head makes the logits.
@@ -150,10 +162,8 @@ class FullySharded(DataParallel):
                 torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
-        """True where FSDP2 casts the next sums, or adds them to those of earlier micro-batches."""
-        return self.types.reduced != self.types.stored or any(
-            p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params
-        )
+        """True if FSDP2 adds the next sums to those of earlier micro-batches."""
+        return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
         """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""

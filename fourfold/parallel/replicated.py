@@ -19,8 +19,8 @@ from fourfold.parallel.state import LocalShard, replicas_of_tile
 class Replicated(DataParallel):
     """Whole weights on every rank: z = 1, and ``zero`` 0 or one replica.
 
-    Where the step computes in another type than weights are stored in, the model holds working copies, gradients are
-    added up in the stored type, and the optimizer steps what is stored.
+    If the step computes in another type than weights are stored in, the model holds working copies, and the optimizer
+    steps what is stored.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
@@ -37,7 +37,10 @@ class Replicated(DataParallel):
             stored, dtype = working, self._stored_dtypes[name]
             if working.dtype != dtype:
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
-            self.weights[working] = Weight(working, stored)
+            summed = working if working.dtype == self.types.reduced else stored
+            if summed.requires_grad:
+                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to it
+            self.weights[working] = Weight(working, stored, summed)
         of_experts = self.split_experts()
         for parameters in _in_order_of_the_backward(self.model, self.units):
             trained = [p for p in parameters if p.requires_grad]
@@ -69,6 +72,8 @@ class Replicated(DataParallel):
             bucket.start()
         for bucket in self._buckets:
             bucket.wait()
+        for weight in self.weights.values():
+            weight.finish_gradient()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -93,16 +98,24 @@ class Weight:
 
     working: nn.Parameter
     stored: nn.Parameter
+    summed: nn.Parameter
+    """The one of the two whose gradient is the sum of the micro-batches so far, in the type of sums."""
 
     def keep_gradient(self) -> None:
-        """Add the working copy's gradient to the stored weight's; there is none where it is computed later."""
-        if self.working is self.stored or self.working.grad is None:
+        """Add the gradient of a micro-batch to the sum; there is none yet if it is computed later."""
+        if self.summed is self.working or self.working.grad is None:
             return
-        if self.stored.grad is None:
-            self.stored.grad = self.working.grad.to(self.stored.dtype)
+        if self.summed.grad is None:
+            self.summed.grad = self.working.grad.to(self.summed.grad_dtype)
         else:
-            self.stored.grad += self.working.grad
+            self.summed.grad += self.working.grad
         self.working.grad = None
+
+    def finish_gradient(self) -> None:
+        """Give the sum to the stored weight."""
+        if self.summed is not self.stored and self.summed.grad is not None:
+            self.stored.grad = self.summed.grad.to(self.stored.grad_dtype)
+            self.summed.grad = None
 
 
 class Bucket:
@@ -142,16 +155,16 @@ class Bucket:
         self._missing = None
         if self.replicas.size == 1 or self.pending is not None:
             return
-        flat = torch.cat([self._summand(weight.stored) for weight in self.weights])
-        self._unused = {weight.stored for weight in self.weights if weight.stored.grad is None}
+        flat = torch.cat([self._summand(weight.summed) for weight in self.weights])
+        self._unused = {weight.stored for weight in self.weights if weight.summed.grad is None}
         self.pending = start_all_reduce(flat, self.replicas, "gradients")
         for weight in self.weights:
-            weight.stored.grad = None
+            weight.summed.grad = None
 
-    def _summand(self, stored: nn.Parameter) -> Tensor:
-        if stored.grad is None:  # not used in this step
-            return torch.zeros(stored.numel(), dtype=self.dtype, device=stored.device)
-        return stored.grad.flatten().to(self.dtype)
+    def _summand(self, summed: nn.Parameter) -> Tensor:
+        if summed.grad is None:  # not used in this step
+            return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
+        return summed.grad.flatten()
 
     def wait(self) -> None:
         """Give the sums to the stored weights; a weight that no rank has used gets none, as on one process."""
@@ -160,7 +173,7 @@ class Bucket:
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
         for weight, part in zip(self.weights, parts, strict=True):
             if weight.stored not in self._unused or part.any():
-                weight.stored.grad = part.view_as(weight.stored).to(weight.stored.dtype)
+                weight.stored.grad = part.view_as(weight.stored).to(weight.stored.grad_dtype)
         self.pending = None
 
 

@@ -212,9 +212,9 @@ class Step(Cases):
     bits: Number = 16
     """16 or 32; 8: matrix products in FP8, everything else in 16."""
     reduce_bytes: Number = 4
-    """Bytes per gradient entry in sums over ranks."""
+    """Bytes per gradient entry in sums, over micro-batches and over ranks."""
     weight_bytes: Number = 4
-    """Bytes per entry of a weight and of its gradient, as stored."""
+    """Bytes per entry of a stored weight; a complete gradient has at least as many."""
     moment_bytes: Number = 4
     """Bytes per entry of each of the optimizer's moments."""
     optimizer: Number = 0

@@ -47,6 +47,8 @@ def parity_table(report: ParityReport) -> None:
         f"initial weights: within {report.initial:.1f} standard errors of their distributions "
         f"{_ok(report.initial <= report.initial_limit)}"
     )
+    for key, reason in report.not_compared.items():
+        Console(soft_wrap=True, highlight=False).print(f"not compared: {key} ({reason})", markup=False)
 
 
 def _ok(good: bool) -> str:

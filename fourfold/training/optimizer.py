@@ -99,12 +99,13 @@ class ShardedOptimizer:
         """Update the weights with the gradients that the shards hold, then drop the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["lr_ratio"]
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+        for parameter, shard, rule in zip(self.parameters, self.shards, self.rules, strict=True):
             # The memory that is updated must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
-            gradient = None if shard.grad is None else shard.tile.as_tile(shard.grad)
-            # A gradient in another dtype (a float32 sum for bf16 weights) is applied in the weights' dtype.
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).contiguous()
+            if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
+                # AdamW's kernel takes a gradient in the type of its weight. The float32 sum for a bf16 weight is freed.
+                parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
+                shard.parameter.grad = None
         self._steps += 1
         if self.config.stochastic_rounding:
             self._step_and_round(lr)

@@ -19,17 +19,14 @@ from fourfold.training.corpora import micro_batches
 class RandomSamples:
     """Samples of random tokens for a loader, each a function of its number alone.
 
-    Which labels count is random too, and very uneven: of the first sequence of a batch all, of the last 5 %. With
-    experts up to half of a sequence is padding, because experts must not count it.
+    Which labels count is random too, and very uneven (``kept``). With experts up to half of a sequence is padding,
+    because experts must not count it.
     """
 
     def __init__(self, run: RunConfig) -> None:
         training = run.training
-        self.seq_length, self.vocab_size, self.batch = (
-            training.seq_length,
-            run.model.vocab_size,
-            training.global_batch_size,
-        )
+        self.seq_length, self.vocab_size = training.seq_length, run.model.vocab_size
+        self.batch, self.micro_batch = training.global_batch_size, training.micro_batch_size
         self.beta, self.is_padded = run.dpo.beta, run.model.num_experts > 0
         self.goldfish = goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
         self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
@@ -72,13 +69,24 @@ class RandomSamples:
         return found
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[samples, S]: the labels that no mask of the run file leaves out."""
+        """[samples, S]: the labels that no mask of the run file leaves out.
+
+        All labels count in the first sequence of a batch, and one in twenty in the last. One micro-batch of a batch has
+        no label, and one only in the last eighth of its sequences: there a rank of cp or x has none, and a mean over
+        its own tokens would divide by zero. Every step these are other micro-batches, so that no rank goes unseen.
+        """
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
-        kept: NDArray[np.bool_] = np.stack(drawn) < shares[:, None]
+        found: NDArray[np.bool_] = np.stack(drawn) < shares[:, None]
+        step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
+        count = self.batch // self.micro_batch
+        if count > 2:
+            found[micro_batch == (step + 2) % count] = np.arange(self.seq_length) >= self.seq_length * 7 // 8
+        if count > 1:
+            found[micro_batch == (step + 1) % count] = False
         if self.is_padded:
-            kept &= np.arange(1, self.seq_length + 1) < self.data_tokens(numbers)[:, None]
-        return kept
+            found &= np.arange(1, self.seq_length + 1) < self.data_tokens(numbers)[:, None]
+        return found
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:

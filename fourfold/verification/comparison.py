@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -50,19 +51,40 @@ class Comparison:
                 f"no label of the random samples of step {step + 1} counts, so there is nothing to compare; give a "
                 "larger training.global_batch_size or seq_length"
             )
+        validation = job.evaluate(micro_batches) if step == 0 else None
         loss = job.forward_backward(micro_batches, kept)
+        scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
         with_gradients = [shard for shard in job.trained if shard.grad is not None]
-        gradients = self._whole(with_gradients, [shard.grad for shard in with_gradients if shard.grad is not None])
+        gradients = self._whole(
+            with_gradients, [shard.grad / scale for shard in with_gradients if shard.grad is not None]
+        )
         norm = job.clip()
         job.update(step, norm)
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
             one, exact = self._references_step(job, step)
             self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
+            if validation is not None:
+                self._add("validation", [deviation("loss", validation, one.loss, exact.loss)])
             self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
             self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
         self._compare_averages("averages", job)
+
+    def dropped_step(self, job: Job, step: int) -> None:
+        """Drop a step as training does when gradients overflow. The references never see it.
+
+        Loads of experts do count it, so a model with experts drops none.
+        """
+        if job.run.model.num_experts:
+            return
+        micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
+        job.forward_backward(micro_batches, job.count_kept(micro_batches))
+        job.clip()
+        if job.loss_scale is None:
+            job.skip_update()
+        else:
+            job.update(step, math.inf)
 
     def resumed_step(self, job: Job, step: int) -> None:
         """Take one step as training does, on a job that was loaded."""
@@ -83,8 +105,8 @@ class Comparison:
         max_grad_norm = job.run.optimizer.max_grad_norm
         return [reference.step(step, max_grad_norm) for reference in self.references]
 
-    def report(self, resumed_on: str) -> ParityReport:
-        return ParityReport(self.deviations, self.replicas, self.initial, resumed_on)
+    def report(self, resumed_on: str, not_compared: dict[str, str]) -> ParityReport:
+        return ParityReport(self.deviations, self.replicas, self.initial, resumed_on, not_compared)
 
     def _add(self, quantity: str, found: list[Deviation]) -> None:
         self.deviations.setdefault(quantity, []).extend(found)

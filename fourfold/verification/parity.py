@@ -25,7 +25,9 @@ from fourfold.errors import UserError
 from fourfold.launch.job_processes import device_of
 from fourfold.parallel.grid import Grid
 from fourfold.training.job import Job
+from fourfold.training.loss_scaling import LossScale
 from fourfold.verification.comparison import Against, Comparison
+from fourfold.verification.not_compared import not_compared
 from fourfold.verification.parity_report import ParityReport
 
 LEARNING_RATE = 1e-3
@@ -59,16 +61,28 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
     against: the model of the reference, our decoder in plain PyTorch or the model of the transformers library.
     Raises ``UserError`` where that library is not installed, or has no such model.
     """
-    run = as_verified(run, steps)
-    job = Job(run, Grid(run.parallel, device.type), device)
+    asked, run = run, as_verified(run, steps)
+    job = _job(run, asked, device)
     job.initialize(run.training.seed)
     comparison = Comparison(job, against)
     for step in range(steps):
         comparison.step(job, step)
     optimizer = run.optimizer.model_copy(update={"max_grad_norm": UNREACHED_GRAD_NORM})
     other = resharded(run).model_copy(update={"optimizer": optimizer})
-    comparison.resumed_step(_resume_elsewhere(job, other, steps), steps)
-    return comparison.report(resumed_on=other.parallel.describe()) if dist.get_rank() == 0 else None
+    comparison.dropped_step(job, steps)
+    # The dropped step counts in the checkpoint's number, as in training.
+    comparison.resumed_step(_resume_elsewhere(job, _job(other, asked, device), steps + 1), steps)
+    if dist.get_rank() != 0:
+        return None
+    return comparison.report(other.parallel.describe(), not_compared(asked, run))
+
+
+def _job(run: RunConfig, asked: RunConfig, device: torch.device) -> Job:
+    """Make a job, with loss scaling if the run file asks for fp16: a power of two costs float32 no bit."""
+    job = Job(run, Grid(run.parallel, device.type), device)
+    if asked.training.precision == "fp16":
+        job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
+    return job
 
 
 def as_verified(run: RunConfig, steps: int) -> RunConfig:
@@ -130,13 +144,12 @@ def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
     return [n for n in range(ranks, 0, -1) if ranks % n == 0 and run.model.num_experts % n == 0]
 
 
-def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
-    """Save ``job``, and load it on the grid of ``other``."""
+def _resume_elsewhere(job: Job, resumed: Job, step: int) -> Job:
+    """Save ``job``, and load it into ``resumed``, on another grid."""
     folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
     Checkpointer(folder, job, CheckpointConfig()).save(step)
-    resumed = Job(other, Grid(other.parallel, job.device.type), job.device)
-    if other.lora.rank:  # checkpoints of LoRA hold only the adapters
-        resumed.initialize(other.training.seed)
+    if resumed.run.lora.rank:  # checkpoints of LoRA hold only the adapters
+        resumed.initialize(resumed.run.training.seed)
     load_checkpoint(folder / f"step_{step}", resumed)
     dist.barrier()
     if dist.get_rank() == 0:

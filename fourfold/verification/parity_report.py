@@ -47,6 +47,9 @@ class ParityReport:
 
     resumed_on: str
 
+    not_compared: dict[str, str]
+    """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
+
     limit: float = LIMIT
     """The largest ratio of the grid's deviation to that of one process."""
 
@@ -65,4 +68,5 @@ class ParityReport:
         """The report as JSON values."""
         worst = {quantity: self.worst(quantity) for quantity in self.deviations}
         quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
-        return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial}
+        return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial,
+                "not_compared": self.not_compared}  # fmt: skip

@@ -325,3 +325,35 @@ def test_what_would_be_lost_or_wrong_is_refused_on_every_process(pool: Pool, tmp
     pool.run(2, refusing_body, tmp_path)
     assert (tmp_path / "model" / "thesis.txt").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step_1"]
+
+
+def low_precision_body(rank: int, world_size: int, grid: dict[str, int]) -> list[float] | None:
+    """The relative error of a bf16 model's gradients, in two steps each with one micro-batch and with one a sequence;
+    every step on the same weights."""
+    model = fourfold.parallelize(make("llama").bfloat16(), Grid(ParallelConfig(**grid), "cpu"))
+    exact = make("llama").bfloat16().float()
+    tokens = torch.randint(4, 200, (128, 8), generator=torch.Generator().manual_seed(6))
+    exact(input_ids=tokens, labels=tokens).loss.backward()
+    right = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    optimizer, kept, errors = torch.optim.AdamW(model.parameters(), lr=0.0), model.count(model.rows(tokens)), []
+    for micro_batches, set_to_none in ((1, True), (1, False), (64, True), (64, True)):
+        for part, batch in enumerate(tokens.chunk(micro_batches)):
+            mine = model.rows(batch)
+            loss = model(input_ids=mine, labels=mine, num_items_in_batch=kept).loss
+            model.backward(loss, last=part == micro_batches - 1)
+        assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
+        found = model.gather(gradients=True)
+        if found is not None:
+            ratios = [(found[name] - right[name]).norm() / right[name].norm() for name in right]
+            errors.append(torch.stack(ratios).median().item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+    return errors
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{"dp": 2}, {"z": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_small_micro_batches_of_a_bf16_model_are_as_accurate_as_a_large_one(pool: Pool, grid: dict[str, int]) -> None:
+    large, again, small, small_again = pool.run(2, low_precision_body, grid)[0]
+    assert large == again and small == small_again
+    assert 0 < small < 1.02 * large

@@ -161,9 +161,9 @@ def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bo
         pytest.param({"parallel": {"z": 2}, "training": {"global_batch_size": 2}}, False, False, id="one micro-batch"),
         pytest.param(
             {"parallel": {"z": 2}, "training": {"precision": "bf16", "master_weights": "bf16", "reduce_dtype": "fp32"}},
+            False,
             True,
-            True,
-            id="cast",
+            id="sums in float32 of bf16 weights",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from functools import partial
 
 from exact_lines import Line, axis_name
 from exact_muon import exchanged, layers_of
-from exact_parameters import Stage, stages_of_rank, tiles_of, weight_shards, without_experts
+from exact_parameters import Stage, gradient_item, stages_of_rank, tiles_of, weight_shards, without_experts
 from exact_weights import weight_lines
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
@@ -265,7 +265,7 @@ def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     """Gradients of what several ranks of x, y or pp hold, and numbers."""
     grid, shards = run.parallel, weight_shards(run)
-    item = 4 if run.training.master_weights == "fp32" else 2
+    item = gradient_item(run)
     shares: dict[str, int] = {}
     for part in (part for stage in stages for part in tiles_of(run, stage).parts()):
         over = tuple(a for a in ("y", "x") if a in part.partial_over and getattr(grid, a) > 1)

@@ -192,4 +192,9 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
     elif run.optimizer.name == "muon":
         states -= stepped_by_muon(run, layers_of(run, pp_rank))
     averages = 4 * entries if run.ema.decay else 0
-    return item * entries, item * entries, moment * states + averages
+    return item * entries, gradient_item(run) * entries, moment * states + averages
+
+
+def gradient_item(run: RunConfig) -> int:
+    """Bytes of an entry of a complete gradient."""
+    return 4 if "fp32" in (run.training.master_weights, run.training.reduce_dtype) else 2

@@ -151,13 +151,15 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
         step.weight_bytes * entries / shards,
     )
     whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
+    # A complete gradient is cast to the type of its weight if that is the wider one.
+    complete = np.maximum(step.reduce_bytes, step.weight_bytes) * entries / shards
     gradients = np.where(
         program.half_weights,
         whole_gradients / np.where(layout.zero >= 2, shards, layout.z),
         np.where(
             (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1),
-            np.maximum(whole_gradients, step.weight_bytes * entries / shards),
-            step.weight_bytes * entries / shards,
+            np.maximum(whole_gradients, complete),
+            complete,
         ),
     )
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)

@@ -127,14 +127,16 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
     """Bytes beside the states while Lion steps the largest shard, of a matrix or of a table with so many entries: the
-    update and its magnitude."""
+    update and its magnitude, and the gradient if it is cast."""
     if not np.any(is_named(work, "lion")):
         return 0
     layout = work.layout
     matrices = (np.where(kind.number > 0, kind.entries, 0) for kind in matrices_of(work, layers))
     largest = reduce(np.maximum, matrices, tables)
     entries = largest / (layout.x * layout.y * layout.shards)
-    return np.where(is_named(work, "lion"), 2 * work.step.weight_bytes * entries, 0)
+    moment = work.step.moment_bytes
+    cast = np.maximum(work.step.reduce_bytes, work.step.weight_bytes) != moment
+    return np.where(is_named(work, "lion"), np.where(cast, 3, 2) * moment * entries, 0)
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
