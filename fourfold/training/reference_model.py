@@ -95,8 +95,8 @@ def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        whole = isinstance(values, list) and all(isinstance(value, float | int) for value in values)
-        if not whole or len(values) != source.corpus.documents:
+        are_numbers = isinstance(values, list) and all(isinstance(value, float | int) for value in values)
+        if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs with which the run began, or start again with checkpoint.resume = 'never'"

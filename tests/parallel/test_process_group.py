@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from pool import Pool
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
 
@@ -34,7 +35,7 @@ def test_a_grid_of_one_process_needs_none() -> None:
         dist.destroy_process_group()
 
 
-def meet(server: Store, world_size: int, seconds: float = 60) -> list[Store]:
+def meet(server: Store, world_size: int, seconds: float = PATIENCE) -> list[Store]:
     """The part of a server's store that each rank of one attempt gets, all at once."""
     with ThreadPoolExecutor(world_size) as threads:
         ranks = [
@@ -70,7 +71,7 @@ def meet_in_rounds(rank: int, world_size: int, port: int) -> list[float]:
     for restarts in range(2):
         count = restarts if rank == 0 else 0  # the other rank's node has been replaced, and its agent counts anew
         place = Place(rank, rank, world_size, world_size, "torchrun", count)
-        start_process_group(place, f"tcp://127.0.0.1:{port}", torch.device("cpu"), timedelta(seconds=60))
+        start_process_group(place, f"tcp://127.0.0.1:{port}", torch.device("cpu"), timedelta(seconds=PATIENCE))
         one = torch.ones(1)
         dist.all_reduce(one)
         sums.append(one.item())

@@ -246,7 +246,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
     assert len(ranks) == 2
     process.kill()
     process.communicate(
-        timeout=300
+        timeout=PATIENCE
     )  # returns when nobody has its output open: the ranks and their watchdogs have ended
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
 
@@ -268,11 +268,11 @@ def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix:
     wait_for_steps(path, 3, agents[0])
     second = children_of(agents[1].pid)
     agents[1].kill()  # its rank ends with it
-    agents[1].communicate(timeout=300)
+    agents[1].communicate(timeout=PATIENCE)
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in second)
     agents[1] = start(path, ["bash", str(script), "127.0.0.1"], environ)
     for agent in agents:
-        _, errors = agent.communicate(timeout=300)
+        _, errors = agent.communicate(timeout=PATIENCE)
         assert agent.returncode == 0, errors
     assert len(losses(tmp_path)) == 40
     attempts = [json.loads(line) for line in (tmp_path / "runs" / "run" / "attempts.jsonl").read_text().splitlines()]
