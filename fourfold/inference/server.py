@@ -59,7 +59,7 @@ def serve(
         link = place / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(Path(folder).absolute())
-        code = server.run([sys.executable, *start, name, "--host", host, "--port", str(port), *options], place)
+        code = server.run([sys.executable, *start, name, "--host", host, "--port", str(port), *options], str(place))
         return 128 - code if code < 0 else code
 
 
