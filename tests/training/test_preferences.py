@@ -215,9 +215,9 @@ def test_rows_that_are_no_pairs(cli: Cli, tmp_path: Path, row: dict[str, Any]) -
     [
         ({"training": {"micro_batch_size": 1}}, "micro_batch_size = 1 must be even with dpo"),
         ({"dpo": {}}, "data.format = 'preferences' is for .dpo.; set dpo.beta"),
-        ({"masks": {"goldfish": {"strategy": "hash"}}}, "dpo compares whole answers"),
+        ({"masks": {"goldfish": {"strategy": "hash"}}}, "compares whole answers; set masks.goldfish.strategy"),
         ({"data": {"source": "python-stdlib", "format": "preferences"}}, "needs one corpus in data.train"),
-        ({"metrics": {"machine": "laptop"}}, "the planner does not predict dpo"),
+        ({"metrics": {"machine": "laptop"}}, "which does not predict dpo"),
     ],
 )
 def test_run_files_that_are_refused(sections: dict[str, Any], message: str) -> None:

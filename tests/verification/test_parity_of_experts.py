@@ -53,10 +53,10 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
             {"training": {"precision": "bf16", "float8": "rowwise"}},
             "float8 = 'rowwise' is for dense models",
         ),
-        (MIXTURE, {}, {"training": {"compile": True}}, "training.compile is for dense models"),
+        (MIXTURE, {}, {"training": {"compile": True}}, "training.compile = true is for dense models"),
         (MIXTURE, {}, BIAS, "set model.router_bias = true"),
         ({"preset": "llama-tiny"}, {}, LOSSES, "is for mixtures of experts, and model.num_experts = 0; remove it"),
-        (DEEPSEEK, {}, BIAS | {"lora": {"rank": 2}}, "lora freezes the biases of routers"),
+        (DEEPSEEK, {}, BIAS | {"lora": {"rank": 2}}, "freezes the biases of routers"),
     ],
 )
 def test_what_is_not_supported_is_refused(
