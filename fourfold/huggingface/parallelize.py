@@ -314,14 +314,16 @@ def _make_buffers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-        for key, buffer in buffers.items():
-            empty = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[key] = torch.full_like(buffer, empty, device="cpu")
+        made = {
+            key: torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")
+            for key, buffer in buffers.items()
+        }
+        module._buffers.update(made)
         initialize = getattr(model, "_init_weights", None)
-        is_safe = initialize is not None and all(parameter.is_meta for parameter in module.parameters(recurse=False))
-        if buffers and is_safe:
+        is_safe = all(parameter.is_meta for parameter in module.parameters(recurse=False))
+        if made and is_safe and initialize is not None:
             initialize(module)
-        if any(not is_safe or module._buffers[key].isnan().any() for key in buffers):
+        if made and (initialize is None or not is_safe or any(buffer.isnan().any() for buffer in made.values())):
             raise UserError(
                 f"{name} has buffers on the meta device, and no way to fill them; build the model on the CPU"
             )
