@@ -77,7 +77,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
-    for key, values in (REQUIRED | family.required).items():
+    for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
     if given.get("quantization_config"):
