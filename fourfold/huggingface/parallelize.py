@@ -32,6 +32,7 @@ from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import tie_again, tied_names
 from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
 from fourfold.parallel.tensor_plan import Placed, lay_out
+from fourfold.parallel.together import failing_together
 from fourfold.parallel.whole_residual import WholeEmbedding
 
 PRECISIONS = ("fp32", "bf16")
@@ -226,7 +227,8 @@ class Parallelized(nn.Module):
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
         self.stage.free_gathered()
-        read_weights(self.module, self.shards, self._in_files, folder)
+        with failing_together():
+            read_weights(self.module, self.shards, self._in_files, folder)
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:

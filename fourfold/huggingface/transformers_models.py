@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from fourfold.data.transformers_tokenizer import import_transformers
+from fourfold.data.transformers_tokenizer import import_transformers, needs_its_code
 from fourfold.errors import UserError, first_line
 from fourfold.huggingface.weight_names import BUFFERS, FORMATS
 from fourfold.models.dtypes import DTYPES
+from fourfold.untrusted_files import check_model_folder
 
 
 def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
@@ -20,6 +21,8 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     dtype: fp32, bf16, fp16, or auto for the one in which it is stored. device: by default a GPU where there is one.
     Raises ``UserError`` when it cannot be loaded.
     """
+    if Path(name).is_dir():
+        check_model_folder(Path(name))
     transformers = import_transformers()
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
@@ -27,11 +30,11 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     transformers.logging.set_verbosity_error()  # no table of keys: those that matter are errors below
     try:
         model, keys = transformers.AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=wanted, use_safetensors=True, output_loading_info=True
+            str(name), dtype=wanted, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         model = model.to(device).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
     if keys["missing_keys"]:

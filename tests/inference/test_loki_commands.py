@@ -200,7 +200,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
         ((*loki, "--loki", "k=many"), "not a whole number"),
         ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read the basis"),
+        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read"),
         (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
         ((*generate, "--attention", "loki"), "--basis"),
