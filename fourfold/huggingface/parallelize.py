@@ -123,7 +123,8 @@ class Parallelized(nn.Module):
         """The model's own outputs. With ``labels`` the loss is the mean over the kept tokens of all processes.
 
         ``num_items_in_batch`` divides instead, as in transformers, for a step of several micro-batches: give
-        ``count(labels)`` summed over them.
+        ``count(labels)`` summed over them. Documents whose ``position_ids`` begin anew do not attend to each other:
+        transformers sees that only without a cache, so none is used with labels or in training.
         """
         labels = kwargs.get("labels")
         if labels is not None:
@@ -135,12 +136,35 @@ class Parallelized(nn.Module):
             self._check_no_auxiliary_loss(kwargs.get("output_router_logits"))
             if kwargs.get("num_items_in_batch") is None:
                 kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
+        if hasattr(self.module, "config"):
+            self._separate_documents(kwargs)
         outputs = self.module(*args, **kwargs)
         if labels is not None:
             outputs.loss = differentiable(outputs.loss, self.total, lambda gradient_of_share: gradient_of_share)
         if torch.is_grad_enabled():
             tree_map_only(Tensor, self._guard, outputs)
         return outputs
+
+    def _separate_documents(self, kwargs: dict[str, Any]) -> None:
+        """Switch the cache off where it is of no use; refuse packed documents that would attend to each other."""
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        is_packed = False
+        if positions is not None:
+            again = positions[..., 1:] <= positions[..., :-1]
+            if mask is not None and mask.ndim == 2:  # positions of padding mean nothing
+                again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
+            is_packed = bool(again.any())
+        if is_packed or kwargs.get("labels") is not None or torch.is_grad_enabled():
+            kwargs.setdefault("use_cache", False)
+        if is_packed and kwargs["use_cache"]:
+            raise UserError(
+                "use_cache = True with position_ids that begin anew lets documents attend to each other; leave it out"
+            )
+        if is_packed and mask is not None and mask.ndim == 2:
+            raise UserError(
+                "an attention_mask with position_ids that begin anew lets documents attend to each other; "
+                "leave the mask out, and set the labels of padding to -100"
+            )
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
         """Refuse a router's loss, which transformers would compute from each process's own sequences."""
