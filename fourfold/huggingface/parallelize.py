@@ -67,6 +67,11 @@ def parallelize(
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
         )
+    if any(".lora_A." in name for name in sources):
+        raise UserError(
+            "the model has adapters of peft, which no plan places; train LoRA with `fourfold train` ([lora] rank, "
+            "model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
+        )
     in_files = _buffers_in_files(model)
     if in_files:
         raise UserError(
