@@ -67,17 +67,7 @@ def parallelize(
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
         )
-    if any(".lora_A." in name for name in sources):
-        raise UserError(
-            "the model has adapters of peft, which no plan places; train LoRA with `fourfold train` ([lora] rank, "
-            "model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
-        )
-    in_files = _buffers_in_files(model)
-    if in_files:
-        raise UserError(
-            f"{in_files[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
-            "writes it there; such models are not supported"
-        )
+    _check_only_weights(model)
     working = stored if precision is None else DTYPES[precision]
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
@@ -313,6 +303,21 @@ def _units(model: nn.Module) -> Units:
     leaves = [module for module in outside if not any(True for _ in module.children())]
     embeddings: list[nn.Module] = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
+
+
+def _check_only_weights(model: nn.Module) -> None:
+    """Raise ``UserError`` for adapters, and for buffers that files keep among the weights."""
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "the model has adapters of peft, which no plan places; train LoRA with `fourfold train` ([lora] rank, "
+            "model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
+        )
+    in_files = _buffers_in_files(model)
+    if in_files:
+        raise UserError(
+            f"{in_files[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
+            "writes it there; such models are not supported"
+        )
 
 
 def _buffers_in_files(model: nn.Module) -> list[str]:

@@ -142,29 +142,8 @@ def generate(
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
     ends, settings = _ends(model, tokenizer), sampling.settings(model)
-    theirs, begin = model.generation_config, time.perf_counter()
-    try:
-        own = type(theirs)(
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-            use_cache=theirs.use_cache,
-            # One sequence is never padded, but transformers warns without an id for it.
-            pad_token_id=(ends or [0])[0],
-            eos_token_id=ends,
-            **{key: value for key, value in settings.items() if key != "stop_strings"},
-        )
-        model.generation_config = own  # transformers takes from it what an argument leaves open
-        out = model.generate(
-            tokens,
-            own,
-            attention_mask=torch.ones_like(tokens),
-            streamer=stream,
-            stopping_criteria=[partial(_stops, stream, settings.get("stop_strings", []))],
-        )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"cannot generate with the settings {settings}: {first_line(error)}") from error
-    finally:
-        model.generation_config = theirs
+    begin = time.perf_counter()
+    out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
     cache = out.cache if hasattr(out, "cache") else out.past_key_values  # its name before transformers 5.24
     step, full_step = step_bytes(model, cache) or (None, None)
@@ -179,6 +158,35 @@ def generate(
         step_bytes=step,
         full_step_bytes=full_step,
     )
+
+
+def _continued(
+    model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
+) -> Any:
+    """Call transformers' ``generate`` with these settings alone, and not those of the model."""
+    theirs = model.generation_config
+    try:
+        own = type(theirs)(
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            use_cache=theirs.use_cache,
+            # One sequence is never padded, but transformers warns without an id for it.
+            pad_token_id=(ends or [0])[0],
+            eos_token_id=ends,
+            **{key: value for key, value in settings.items() if key != "stop_strings"},
+        )
+        model.generation_config = own  # transformers takes from it what an argument leaves open
+        return model.generate(
+            tokens,
+            own,
+            attention_mask=torch.ones_like(tokens),
+            streamer=stream,
+            stopping_criteria=[partial(_stops, stream, settings.get("stop_strings", []))],
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"cannot generate with the settings {settings}: {first_line(error)}") from error
+    finally:
+        model.generation_config = theirs
 
 
 def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:

@@ -11,12 +11,11 @@ import torch
 
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
+from fourfold.huggingface.transformers_models import load_model
 from fourfold.inference.generate import Generation, Sampling, generate
 from fourfold.reports.terminal import generation_line
 
 transformers = pytest.importorskip("transformers")
-
-from fourfold.huggingface.transformers_models import load_model
 
 PROMPT = "the quick brown fox"
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -89,7 +88,7 @@ def test_generation_ends_at_a_stop_string(tmp_path: Path) -> None:
 
 def test_settings_that_transformers_refuses_are_named(tmp_path: Path) -> None:
     model = saved(tmp_path, "LlamaConfig", {"repetition_penalty": "x"}, **LLAMA)
-    with pytest.raises(UserError, match="'repetition_penalty': 'x'.*strictly positive float"):
+    with pytest.raises(UserError, match=r"'repetition_penalty': 'x'.*strictly positive float"):
         generated(model, Sampling(1.0))
 
 
@@ -115,9 +114,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "
         ),
     ],
 )
-def test_every_tensor_of_a_cache_is_counted(
-    tmp_path: Path, kind: str, sizes: dict[str, Any], held: int | None
-) -> None:
+def test_every_tensor_of_a_cache_is_counted(tmp_path: Path, kind: str, sizes: dict[str, Any], held: int | None) -> None:
     done = generated(saved(tmp_path, kind, **sizes, eos_token_id=None))
     assert done.cache_bytes == held
     assert ("cache" in generation_line(done.record())) == (held is not None)
