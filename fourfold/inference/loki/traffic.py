@@ -24,7 +24,7 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
     if cache is None:
         return None
     total = 0
-    for layer in getattr(cache, "layers", cache):
+    for layer in cache if isinstance(cache, Sequence) else cache.layers:
         if isinstance(layer, GrowingLayer | StaticLokiLayer):
             total += layer.held_bytes
         else:
