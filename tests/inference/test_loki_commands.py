@@ -113,7 +113,8 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.startswith("grid axis tile")
     assert re.search(
-        r"\n\n\d+ \+ \d+ tokens \(always the most likely token\): the first after [\d.]+ s, then [\d.]+ tokens/s; cache 6\.50 KiB\n$",
+        r"\n\n\d+ \+ \d+ tokens \(always the most likely token\): the first after "
+        r"[\d.]+ s, then [\d.]+ tokens/s; cache 6\.50 KiB\n$",
         output,
     )
     record = json.loads(cli(*begin, "--prompt", "grid axis tile", "--json")[1])
