@@ -21,6 +21,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 ROOMS = (
     "errors",
     "parsing",
+    "untrusted_files",
     "extras",
     "processes",
     "environment",

@@ -19,6 +19,7 @@ import xxhash
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import regular
 
 TENSORS = ".safetensors"
 PIECE = 2**24
@@ -79,7 +80,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         except OSError:
             raise _damaged(file, "it is missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise _damaged(file, "it is a link or a folder, and a file was written")
+            raise _damaged(file, "it is a link, a folder or a pipe, and a file was written")
         if found.st_size != entry.size:
             raise _damaged(file, f"it has {found.st_size:,} bytes, and {entry.size:,} were written")
         if file.suffix != TENSORS:
@@ -138,7 +139,7 @@ def _found(file: Path) -> Written:
 def _checksum(file: Path) -> str:
     """XXH3 of a file, mapped and released piece by piece: three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
-    with file.open("rb") as opened:
+    with regular(file).open("rb") as opened:
         if size := file.stat().st_size:
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
                 for begin in range(0, size, PIECE):

@@ -59,6 +59,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def check_exists(prefix: str | Path) -> None:
     """Raise UserError if a file of a corpus is missing."""
     for path in (idx_path(prefix), bin_path(prefix)):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file, but a folder, a named pipe or a device")
         if not path.is_file():
             where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
             raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")

@@ -17,6 +17,7 @@ from fourfold.data.text_encoding import UnknownEncoding, UnreadableFile, decode
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import regular
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
@@ -284,6 +285,9 @@ def _expand(item: str) -> list[Path]:
     if item.startswith(hub.PREFIX):
         return hub.HubDataset.parse(item).cached_files()
     path = Path(item)
+    with _naming(path):
+        if not path.is_dir():
+            regular(path)
     if path.is_file() and not _is_input(path):
         raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
     if path.exists() or glob.has_magic(item):

@@ -9,8 +9,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fourfold.data.files import write_whole
+from fourfold.data.other_tokenizers import describe_other_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import check_model_folder
 
 END_OF_TEXT = "<|endoftext|>"
 OWN = "auto"
@@ -90,14 +92,17 @@ class HFTokenizer:
     def __init__(self, path: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> None:
         self.path = Path(path)
         if self.path.is_dir():
+            check_model_folder(self.path)
             self.path = self.path / "tokenizer.json"
         if not self.path.is_file():
-            raise UserError(f'tokenizer {self.path} does not exist; give the path of a tokenizer.json, or "bytes"')
+            other = describe_other_tokenizer(Path(path)) or 'give the path of a tokenizer.json, or "bytes"'
+            raise UserError(f"tokenizer {self.path} does not exist; {other}")
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {error}") from error
+            other = describe_other_tokenizer(self.path) or str(error)
+            raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {other}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from fourfold.data.other_tokenizers import describe_other_tokenizer
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
+from fourfold.untrusted_files import check_model_folder
+
+REMOTE_CODE = "trust_remote_code"
+"""The argument of transformers that lets code of a model run, and that its refusals name."""
 
 
 class TransformersTokenizer:
@@ -61,14 +67,26 @@ def load_any_tokenizer(name: str | None) -> AnyTokenizer:
 
 def open_tokenizer(name: str) -> Any:
     """Open the transformers tokenizer of a folder or an id of the Hub. Raises ``UserError`` where there is none."""
+    if Path(name).is_dir():
+        check_model_folder(Path(name))
     transformers = import_transformers()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise UserError(_no_tokenizer(name, first_line(error))) from error
+        other = None if (Path(name) / "tokenizer.json").is_file() else describe_other_tokenizer(Path(name))
+        if other is not None:
+            raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
+        raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer
+
+
+def needs_its_code(error: Exception) -> str | None:
+    """The reason why transformers refuses code that comes with a model; None for another error."""
+    if REMOTE_CODE not in str(error):
+        return None
+    return "it needs Python code that comes with it, which fourfold never runs; use one that transformers knows itself"
 
 
 def import_transformers() -> Any:

@@ -21,8 +21,9 @@ from fourfold.huggingface.model_folder import PATTERNS
 from fourfold.huggingface.weight_names import Piece, TheirTensor
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensors
+from fourfold.untrusted_files import ADAPTER_CONFIG
 
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.mixture import is_router_bias
 from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.run_file.load import load_run
+from fourfold.untrusted_files import check_no_adapter
 
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 """Types by their names in config.json."""
@@ -150,6 +151,7 @@ def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dt
 def _newest(path: Path) -> Path:
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
+        check_no_adapter(path)
         raise UserError(
             f"{path} is neither a checkpoint (a folder with {STATE_FILE}) nor the folder of a run that has one"
         )

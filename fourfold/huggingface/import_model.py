@@ -24,6 +24,7 @@ from fourfold.huggingface.weights import Pretrained
 from fourfold.models.lora import ADAPTERS
 from fourfold.models.tensor_files import Entry
 from fourfold.parallel.state import initialize_shards
+from fourfold.parallel.together import failing_together
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:
@@ -58,7 +59,8 @@ def load_pretrained(job: TrainingState, name: str) -> None:
     initialize_shards(
         [shard for shard in job.shards if shard.name.endswith(ADAPTERS)], job.run.model, job.run.training.seed
     )
-    for shard in job.shards:
-        if shard.local.numel() and not shard.name.endswith(ADAPTERS):
-            pretrained.read_into(shard.local, shard.name, shard.slices)
+    with failing_together():
+        for shard in job.shards:
+            if shard.local.numel() and not shard.name.endswith(ADAPTERS):
+                pretrained.read_into(shard.local, shard.name, shard.slices)
     job.publish()

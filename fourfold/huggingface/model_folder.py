@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import CONFIG_FILE
 from fourfold.huggingface.weight_names import TheirTensor
+from fourfold.parsing import parse_json
+from fourfold.untrusted_files import check_model_folder
 
 SOURCE_FOLDER = "huggingface"
 """Beside the weights of an import, and in the folder of a run from one: the small files of the original."""
@@ -58,17 +60,30 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy the files that a Hugging Face model has besides its weights."""
+    """Copy the files that a Hugging Face model has besides its weights.
+
+    Raises ``UserError`` for a link that leads out of the folder, and for a .json file that is not JSON.
+    """
+    check_model_folder(folder)
     out.mkdir(exist_ok=True)
     for name in names:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+            content = (folder / name).read_bytes()
+            if name.endswith(".json"):
+                try:
+                    parse_json(content)
+                except ValueError as error:
+                    raise UserError(f"{folder / name} is not JSON: {error}") from None
+            (out / name).write_bytes(content)
 
 
 def source_of(checkpoint: Path) -> Path | None:
     """The small files of the model that a checkpoint was imported from, or its run began with."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
-    return next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+    found = next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+    if found is not None:
+        check_model_folder(found)
+    return found
 
 
 def count_parameters(tensors: Sequence[TheirTensor]) -> int:

@@ -32,6 +32,7 @@ from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import tie_again, tied_names
 from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
 from fourfold.parallel.tensor_plan import Placed, lay_out
+from fourfold.parallel.together import failing_together
 from fourfold.parallel.whole_residual import WholeEmbedding
 
 PRECISIONS = ("fp32", "bf16")
@@ -66,12 +67,7 @@ def parallelize(
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
         )
-    in_files = _buffers_in_files(model)
-    if in_files:
-        raise UserError(
-            f"{in_files[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
-            "writes it there; such models are not supported"
-        )
+    _check_only_weights(model)
     working = stored if precision is None else DTYPES[precision]
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
@@ -122,7 +118,8 @@ class Parallelized(nn.Module):
         """The model's own outputs. With ``labels`` the loss is the mean over the kept tokens of all processes.
 
         ``num_items_in_batch`` divides instead, as in transformers, for a step of several micro-batches: give
-        ``count(labels)`` summed over them.
+        ``count(labels)`` summed over them. Documents whose ``position_ids`` begin anew do not attend to each other:
+        transformers sees that only without a cache, so none is used with labels or in training.
         """
         labels = kwargs.get("labels")
         if labels is not None:
@@ -134,12 +131,35 @@ class Parallelized(nn.Module):
             self._check_no_auxiliary_loss(kwargs.get("output_router_logits"))
             if kwargs.get("num_items_in_batch") is None:
                 kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
+        if hasattr(self.module, "config"):
+            self._separate_documents(kwargs)
         outputs = self.module(*args, **kwargs)
         if labels is not None:
             outputs.loss = differentiable(outputs.loss, self.total, lambda gradient_of_share: gradient_of_share)
         if torch.is_grad_enabled():
             tree_map_only(Tensor, self._guard, outputs)
         return outputs
+
+    def _separate_documents(self, kwargs: dict[str, Any]) -> None:
+        """Switch the cache off where it is of no use; refuse packed documents that would attend to each other."""
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        is_packed = False
+        if positions is not None:
+            again = positions[..., 1:] <= positions[..., :-1]
+            if mask is not None and mask.ndim == 2:  # positions of padding mean nothing
+                again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
+            is_packed = bool(again.any())
+        if is_packed or kwargs.get("labels") is not None or torch.is_grad_enabled():
+            kwargs.setdefault("use_cache", False)
+        if is_packed and kwargs["use_cache"]:
+            raise UserError(
+                "use_cache = True with position_ids that begin anew lets documents attend to each other; leave it out"
+            )
+        if is_packed and mask is not None and mask.ndim == 2:
+            raise UserError(
+                "an attention_mask with position_ids that begin anew lets documents attend to each other; "
+                "leave the mask out, and set the labels of padding to -100"
+            )
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
         """Refuse a router's loss, which transformers would compute from each process's own sequences."""
@@ -226,7 +246,8 @@ class Parallelized(nn.Module):
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
         self.stage.free_gathered()
-        read_weights(self.module, self.shards, self._in_files, folder)
+        with failing_together():
+            read_weights(self.module, self.shards, self._in_files, folder)
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -282,6 +303,21 @@ def _units(model: nn.Module) -> Units:
     leaves = [module for module in outside if not any(True for _ in module.children())]
     embeddings: list[nn.Module] = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
+
+
+def _check_only_weights(model: nn.Module) -> None:
+    """Raise ``UserError`` for adapters, and for buffers that files keep among the weights."""
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "the model has adapters of peft, which no plan places; train LoRA with `fourfold train` ([lora] rank, "
+            "model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
+        )
+    in_files = _buffers_in_files(model)
+    if in_files:
+        raise UserError(
+            f"{in_files[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
+            "writes it there; such models are not supported"
+        )
 
 
 def _buffers_in_files(model: nn.Module) -> list[str]:

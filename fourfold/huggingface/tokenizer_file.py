@@ -28,10 +28,8 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     file = local_folder(name, PATTERNS) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
         return
-    if isinstance(tokenizer, HFTokenizer):
-        theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (file, tokenizer.path))
-        if theirs == ours:
-            return
+    if isinstance(tokenizer, HFTokenizer) and _opened(file).get_vocab() == _opened(tokenizer.path).get_vocab():
+        return
     raise UserError(
         f"the corpus was made with another tokenizer than {file}, which is the model's; prepare it with --tokenizer "
         f"{file}"
@@ -43,10 +41,7 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
 
     Raises ``UserError`` for a file that is no tokenizer.json, and for ordinary tokens beyond the vocabulary.
     """
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
+    tokenizer = _opened(file)
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     if any(number >= vocab_size and number not in added for number in vocabulary.values()):
         raise UserError(
@@ -74,6 +69,13 @@ def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
             "embedding; texts must not use them",
             file=sys.stderr,
         )
+
+
+def _opened(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
 
 
 def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelConfig) -> dict[str, Any]:

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from fourfold.data.transformers_tokenizer import import_transformers
+from fourfold.data.transformers_tokenizer import import_transformers, needs_its_code
 from fourfold.errors import UserError, first_line
+from fourfold.huggingface.model_folder import GENERATION_FILE
 from fourfold.huggingface.weight_names import BUFFERS, FORMATS
 from fourfold.models.dtypes import DTYPES
+from fourfold.parsing import parse_json
+from fourfold.untrusted_files import check_model_folder
+
+SEVERAL_SEQUENCES = ("num_return_sequences", "num_beams", "num_beam_groups", "early_stopping", "length_penalty")
+"""Keys of a generation_config.json that concern several sequences."""
 
 
 def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
@@ -20,18 +26,26 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     dtype: fp32, bf16, fp16, or auto for the one in which it is stored. device: by default a GPU where there is one.
     Raises ``UserError`` when it cannot be loaded.
     """
+    if Path(name).is_dir():
+        check_model_folder(Path(name))
     transformers = import_transformers()
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # no table of keys: those that matter are errors below
     try:
+        settings = _generation_settings(Path(name), transformers)
         model, keys = transformers.AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=wanted, use_safetensors=True, output_loading_info=True
+            str(name),
+            dtype=wanted,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            generation_config=settings,
         )
         model = model.to(device).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
     if keys["missing_keys"]:
@@ -43,6 +57,18 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     if surplus:
         raise UserError(f"cannot load the model {name}: its config.json has no place for the tensor {min(surplus)}")
     return model
+
+
+def _generation_settings(folder: Path, transformers: Any) -> Any:
+    """The generation_config.json of a folder, for one sequence at a time; None where there is none."""
+    file = folder / GENERATION_FILE
+    if not file.is_file():
+        return None
+    settings = parse_json(file.read_bytes())
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} is not a table of settings")
+    # transformers refuses several sequences in a file whose other settings give one.
+    return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 
 def checked_device(name: str | None) -> str:

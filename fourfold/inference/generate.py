@@ -6,14 +6,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.huggingface.transformers_models import checked_ids, positions_of
+
+SCORE_KEYS = (
+    "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty",
+    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
+    "exponential_decay_length_penalty", "guidance_scale", "min_length", "min_new_tokens", "remove_invalid_values",
+)  # fmt: skip
+"""Keys of a generation_config.json that change the probabilities of the next token."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +48,19 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"--top-p {self.top_p} must be a probability, above 0 and at most 1")
 
-    def options(self) -> dict[str, Any]:
-        """The arguments of transformers' ``generate``."""
+    def settings(self, model: Any) -> dict[str, Any]:
+        """Return the settings in effect, by transformers' names.
+
+        With a temperature these are also the settings of the model's generation_config.json that change probabilities
+        (``SCORE_KEYS``). Without one the most likely token is taken, so that such settings must not apply.
+        """
+        theirs = model.generation_config.to_diff_dict()
+        stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}
         if self.temperature == 0:
-            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k or 0,
-            "top_p": self.top_p or 1.0,
-        }
+            return {"do_sample": False, **stops}
+        kept = {key: theirs[key] for key in SCORE_KEYS if theirs.get(key) is not None}
+        own = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p or 1.0}
+        return {"do_sample": True, **own, **kept, **stops}
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,10 @@ class Generation:
     """Until the first new token."""
     tokens_per_second: float | None
     """After the first new token; None where it is the only one."""
-    cache_bytes: int
-    """The size of all cached tokens at the end."""
+    cache_bytes: int | None
+    """The size of everything in the cache at the end; None for a model without a cache."""
+    settings: dict[str, Any]
+    """How the next token was chosen, and the texts at which generation stops, by transformers' names."""
     step_bytes: int | None = None
     """The least that Loki reads of the cache for one more token; None without Loki."""
     full_step_bytes: int | None = None
@@ -114,7 +127,11 @@ def generate(
 ) -> Generation:
     """Continue a prompt; ``show`` receives the prompt, and then each piece of new text.
 
-    Raises ``UserError`` where ``encode_prompt`` does, and for more tokens than the model has positions.
+    The model's generation_config.json gives the end tokens, the texts at which to stop, and what
+    ``Sampling.settings`` takes from it. Nothing else in it applies, since one sequence is streamed.
+
+    Raises ``UserError`` where ``encode_prompt`` does, for more tokens than the model has positions, and for settings
+    of the file that transformers refuses.
     """
     from fourfold.inference.loki import cache_bytes, step_bytes
 
@@ -124,21 +141,9 @@ def generate(
     stream = _Streamer(tokenizer, show)
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
-    ends = _ends(model, tokenizer)
+    ends, settings = _ends(model, tokenizer), sampling.settings(model)
     begin = time.perf_counter()
-    out = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=max_new_tokens,
-        num_beams=1,  # this and the cache override the model's generation_config.json, since one sequence is streamed
-        cache_implementation="dynamic",
-        streamer=stream,
-        return_dict_in_generate=True,
-        # One sequence is never padded, but transformers warns without an id for it.
-        pad_token_id=model.generation_config.pad_token_id or (ends or [0])[0],
-        eos_token_id=ends,
-        **sampling.options(),
-    )
+    out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
     cache = out.cache if hasattr(out, "cache") else out.past_key_values  # its name before transformers 5.24
     step, full_step = step_bytes(model, cache) or (None, None)
@@ -149,9 +154,49 @@ def generate(
         prompt_seconds=times[0] - begin,
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         cache_bytes=cache_bytes(cache),
+        settings=settings,
         step_bytes=step,
         full_step_bytes=full_step,
     )
+
+
+def _continued(
+    model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
+) -> Any:
+    """Call transformers' ``generate`` with these settings alone, and not those of the model."""
+    theirs = model.generation_config
+    try:
+        own = type(theirs)(
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            use_cache=theirs.use_cache,
+            # One sequence is never padded, but transformers warns without an id for it.
+            pad_token_id=(ends or [0])[0],
+            eos_token_id=ends,
+            **{key: value for key, value in settings.items() if key != "stop_strings"},
+        )
+        model.generation_config = own  # transformers takes from it what an argument leaves open
+        return model.generate(
+            tokens,
+            own,
+            attention_mask=torch.ones_like(tokens),
+            streamer=stream,
+            stopping_criteria=[partial(_stops, stream, settings.get("stop_strings", []))],
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"cannot generate with the settings {settings}: {first_line(error)}") from error
+    finally:
+        model.generation_config = theirs
+
+
+def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:
+    """A stopping criterion of transformers: whether the new text has one of these.
+
+    (transformers' own needs one of its tokenizers.)
+    """
+    new = stream.tokenizer.decode(stream.ids)
+    done = any(text in new for text in ([texts] if isinstance(texts, str) else texts))
+    return torch.full((len(ids),), done, device=ids.device)
 
 
 def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]:
@@ -182,5 +227,9 @@ def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
     """Return the ids that end a text: the model's own, or else the tokenizer's, as far as the model has them."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
-    ids: Sequence[int] = own if isinstance(own, Sequence) else [] if own is None else [own]
-    return [token for token in ids if token < model.config.get_text_config(decoder=True).vocab_size] or None
+    ids = own if isinstance(own, list) else [own]
+    return [
+        token
+        for token in ids
+        if isinstance(token, int) and 0 <= token < model.config.get_text_config(decoder=True).vocab_size
+    ] or None

@@ -20,6 +20,7 @@ from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, Scorer
 from fourfold.memorization.scores import Sampling
 from fourfold.run_file.load import apply_override, make_run, read_table
+from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
 """Context, in tokens, of a model that states none, and the most that an imported model gets."""
@@ -72,6 +73,7 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
         return ScoredModel(name)
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
+        check_no_adapter(path)
         raise UserError(
             f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json)"
         )

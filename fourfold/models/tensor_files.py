@@ -21,9 +21,11 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fourfold.data.files import is_file_name
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import check_model_folder, regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
@@ -43,15 +45,16 @@ class TensorFiles:
         self.folder = folder
         self.file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._stored: dict[str, str] = {}
+        """Types by the names that safetensors gives them."""
+        check_model_folder(folder)
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
             with opened_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dictionary)
                     view = opened.get_slice(name)
                     self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
-                    if view.get_dtype() in SAFETENSORS_DTYPES:
-                        self._dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
+                    self._stored[name] = view.get_dtype()
         for name, file in listed.items():
             if self.file_of.get(name) != file:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
@@ -69,21 +72,32 @@ class TensorFiles:
         return name
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a weight; raises ``UserError`` for a tensor that is none."""
-        if name not in self._dtypes:
-            raise UserError(f"{self.file_of[name]}: the tensor {name} is not a floating-point weight")
-        return self._dtypes[name]
+        """The type of a weight; raises ``UserError`` for a type that is not read."""
+        stored = self._stored[name]
+        if stored not in SAFETENSORS_DTYPES:
+            raise UserError(
+                f"{self.file_of[name]}: the tensor {name} is stored as {stored}; convert it to one of "
+                f"{', '.join(SAFETENSORS_DTYPES)}"
+            )
+        return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a tensor, converted to the type of ``out``, a few rows at a time."""
+        """Copy the part ``slices`` of a tensor, converted to the type of ``out``, a few rows at a time.
+
+        Raises ``UserError`` for values that are NaN or infinite, also in the type of ``out`` only.
+        """
         rows = slices[0]
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
         step = max(1, CHUNK_BYTES // max(1, width))
         for begin in range(rows.start, rows.stop, step):
             chunk = slice(begin, min(begin + step, rows.stop))
             with opened_tensors(self.file_of[name]) as opened:
-                out[chunk.start - rows.start : chunk.stop - rows.start].copy_(
-                    opened.get_slice(name)[(chunk, *slices[1:])]
+                part = out[chunk.start - rows.start : chunk.stop - rows.start]
+                part.copy_(opened.get_slice(name)[(chunk, *slices[1:])])
+            if not part.isfinite().all():
+                raise UserError(
+                    f"{self.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out.dtype}; "
+                    "the file is damaged, or another type is needed"
                 )
 
     def are_equal(self, name: str, other: str) -> bool:
@@ -110,9 +124,12 @@ class TensorFiles:
             raise UserError(_nothing_in(self.folder))
         try:
             names = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            wrong = {name: file for name, file in names.items() if not is_file_name(file)}
             listed = {name: self.folder / file for name, file in names.items()}
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{index} is damaged: it maps no tensor to a file") from None
+        for name, file in wrong.items():
+            raise UserError(f"{index} has {name} in {file!r}, which is not the name of a file in the same folder")
         for name, file in listed.items():
             if not file.exists():
                 raise UserError(f"{file} is missing, and {index} says that it holds {name} and others")
@@ -217,7 +234,7 @@ def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
 def opened_tensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``UserError`` where it cannot be read, also while it is open."""
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular(file), framework="pt") as opened:
             yield opened
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or not a safetensors file: {error}") from None

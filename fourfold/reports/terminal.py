@@ -208,7 +208,7 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Describe the speed of generation, and with Loki the share of the cache that it reads."""
+    """Describe how tokens were chosen, the speed, the cache, and with Loki the share of the cache that it reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     read = ""
@@ -217,7 +217,11 @@ def generation_line(record: Mapping[str, Any]) -> str:
             f"; the next token reads {format_bytes(record['step_bytes'])} of it, where full attention reads "
             f"{format_bytes(record['full_step_bytes'])}"
         )
+    cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}{read}"
+    settings = dict(record["settings"])
+    words = [] if settings.pop("do_sample") else ["always the most likely token"]
+    chosen = ", ".join(words + [f"{key} {value}" for key, value in settings.items()])
     return (
-        f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens: the first after "
-        f"{record['prompt_seconds']:.2f} s{rate}; cache {format_bytes(record['cache_bytes'])}{read}"
+        f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens ({chosen}): the first after "
+        f"{record['prompt_seconds']:.2f} s{rate}{cache}"
     )

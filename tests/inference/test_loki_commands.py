@@ -113,7 +113,9 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.startswith("grid axis tile")
     assert re.search(
-        r"\n\n\d+ \+ \d+ tokens: the first after [\d.]+ s, then [\d.]+ tokens/s; cache 6\.50 KiB\n$", output
+        r"\n\n\d+ \+ \d+ tokens \(always the most likely token\): the first after "
+        r"[\d.]+ s, then [\d.]+ tokens/s; cache 6\.50 KiB\n$",
+        output,
     )
     record = json.loads(cli(*begin, "--prompt", "grid axis tile", "--json")[1])
     assert output.startswith("grid axis tile" + record["text"])
@@ -200,7 +202,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
         ((*loki, "--loki", "k=many"), "not a whole number"),
         ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
-        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read the basis"),
+        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read"),
         (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
         ((*generate, "--attention", "loki"), "--basis"),

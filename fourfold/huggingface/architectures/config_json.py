@@ -17,6 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, REQUIRED, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import check_model_folder, check_no_adapter, regular
 
 CONFIG_FILE = "config.json"
 DECISIVE_KEYS = (
@@ -43,8 +44,12 @@ NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json, by its own path or its folder's; ``UserError`` where there is none."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
+    if file is not path and path.is_dir():
+        check_model_folder(path)
+        if not file.exists():
+            check_no_adapter(path)
     try:
-        config = parse_json(file.read_text(encoding="utf-8"))
+        config = parse_json(regular(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
     except ValueError as error:
@@ -342,6 +347,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     """
     path = Path(name).expanduser()
     if path.is_dir():
+        check_model_folder(path)
         return path
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"there is no folder {name}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.settings import LokiConfig
+from fourfold.models.tensor_files import opened_tensors
 from fourfold.parsing import parse_json
 
 FORMAT = "1"
@@ -127,13 +127,8 @@ class LokiBasis:
         """Read a file written by ``save``. Raises ``UserError`` when it is missing, damaged, or not a basis."""
         if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
-        try:
-            with safe_open(path, framework="pt") as file:
-                about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"cannot read the basis {path}: {error.strerror or error}") from None
-        except SafetensorError as error:
-            raise UserError(f"{path} is damaged or not a safetensors file: {error}") from None
+        with opened_tensors(Path(path)) as file:
+            about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
             raise UserError(f"{path} is not a basis of this version; make one with: fourfold loki calibrate")
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache
 
 from fourfold.inference.loki.cache import GrowingLayer, StaticLokiLayer
 from fourfold.inference.loki.loki_attention import state_of
@@ -13,25 +16,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cache_bytes(cache: Cache) -> int:
-    """The size of the tokens in a cache, in bytes, without the room to grow."""
+def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
+    """Return the size in bytes of all tensors in a cache, recurrent states included, without the room to grow.
+
+    None for a model without a cache.
+    """
+    if cache is None:
+        return None
     total = 0
-    for layer in cache.layers:
+    for layer in cache if isinstance(cache, Sequence) else cache.layers:
         if isinstance(layer, GrowingLayer | StaticLokiLayer):
             total += layer.held_bytes
-        elif isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
-            total += layer.keys.nbytes + layer.values.nbytes
+        else:
+            tensors = tree_leaves(layer if isinstance(layer, Tensor) else vars(layer))
+            total += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
     return total
 
 
-def step_bytes(model: PreTrainedModel, cache: Cache) -> tuple[int, int] | None:
+def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] | None:
     """The least that the next step reads of the keys and values in a dynamic cache, in bytes; and full attention's.
 
     None for a model without Loki, and where a layer of the cache is not Loki's.
     """
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    if not states or cache is None:
+        return None
     layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer) and layer.get_seq_length()]
-    if not states or len(layers) < len(cache.layers):
+    if len(layers) < len(cache.layers):
         return None
     read = dense = 0
     for state, layer in zip(states, layers, strict=True):

@@ -1,0 +1,59 @@
+"""Checks of files and folders that others made, before anything in them is read or copied."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from fourfold.errors import UserError
+from fourfold.parsing import parse_json
+
+READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
+"""Ends of the names of the files of a model's folder that fourfold or transformers read."""
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ``UserError`` for the folder of a peft adapter, which holds no model."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        return
+    try:
+        base = parse_json(file.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is not the configuration of an adapter: {error}") from None
+    raise UserError(
+        f"{folder} is an adapter of peft{f' for the model {base}' if base else ''}, and not a model; merge it into its "
+        "model (peft: merge_and_unload, then save_pretrained), and name the merged folder"
+    )
+
+
+def regular(file: Path) -> Path:
+    """Return the same path. Raises ``OSError`` for anything but a file: opening a named pipe would wait for ever."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is not a file, but a folder, a named pipe or a device")
+    return file
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check every file of a model's folder that could be read.
+
+    Raises ``UserError`` for a link that leads out of the folder (an export would publish what it leads to), and for a
+    named pipe. Links of the Hub's cache lead to the ``blobs`` of the same repository.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [root, *(place.parent / "blobs" for place in (root, *root.parents) if place.name == "snapshots")]
+    file = folder
+    try:
+        for file in sorted(folder.iterdir()):
+            if not file.name.endswith(READ_SUFFIXES):
+                continue
+            target = Path(os.path.realpath(file))
+            if not any(target.is_relative_to(place) for place in allowed):
+                raise UserError(f"{file} is a link to {target}, outside the model's folder; put the file in its place")
+            regular(file)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
