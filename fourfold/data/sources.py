@@ -29,7 +29,7 @@ LONGEST_TEXT = 2**31 - 1
 """Bytes of a compressed text file, or of a line: a document has at most so many tokens in the format on disk."""
 
 _KNOWN = ", ".join(SUFFIXES)
-_BLOCK = 1 << 24
+BLOCK = 1 << 24
 _SPLIT = "a text file is one document, so split it, or write its documents as lines of a .jsonl file"
 _OTHER_KEY = "choose one with --text-key, or several as in --text-key text,content"
 _STDLIB_LEAST_BYTES = 5_000_000
@@ -165,7 +165,7 @@ def _content(path: Path) -> bytes | bytearray:
         return path.read_bytes()
     content = bytearray()
     with _opened(path) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(BLOCK):
             content += block
             if len(content) > LONGEST_TEXT:
                 raise UnreadableFile(f"{path} expands to more than {LONGEST_TEXT:,} bytes; {_SPLIT}")

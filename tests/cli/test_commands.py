@@ -63,16 +63,6 @@ def test_help(cli: Cli) -> None:
     assert cli("--version") == (0, f"fourfold {__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("trian",), ("train",), ("train", "a.toml", "--sett", "a=b"), ("parity", "--steps=0", "a")]
-)
-def test_wrong_usage(cli: Cli, arguments: tuple[str, ...]) -> None:
-    code, output, errors = cli(*arguments)
-    assert (code, output) == (2, "")
-    assert "Usage: fourfold" in errors
-    assert "Traceback" not in errors
-
-
 @pytest.mark.parametrize("columns", [80, 100])
 def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -168,8 +158,8 @@ def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.count("\n") == 1
     record = json.loads(output)
-    quantities = ["loss", "grad_norm", "gradients", "weights", "resumed"]
-    assert list(record) == ["ok", "limit", *quantities, "replicas", "initial"]
+    quantities = ["loss", "validation", "grad_norm", "gradients", "weights", "resumed"]
+    assert list(record) == ["ok", "limit", *quantities, "replicas", "initial", "not_compared"]
     assert all(list(record[name]) == ["tensor", "grid", "one_process", "ratio"] for name in quantities)
     assert record["ok"] is True
     assert files_in(tmp_path) == before

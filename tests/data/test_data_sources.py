@@ -218,7 +218,7 @@ def test_several_keys_of_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.jsonl"])
 def test_text_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("fourfold.data.sources.LONGEST_TEXT", 1 << 20)
-    monkeypatch.setattr("fourfold.data.sources._BLOCK", 1 << 18)
+    monkeypatch.setattr("fourfold.data.sources.BLOCK", 1 << 18)
     read = []
     monkeypatch.setattr(
         gzip.GzipFile, "read", lambda file, size, real=gzip.GzipFile.read: read.append(real(file, size)) or read[-1]

@@ -19,8 +19,8 @@ from fourfold.parallel.grid import Grid
 FAULTS = {
     "y cuts queries, keys and values from each other": (
         "fourfold.parallel.input_first",
-        ".unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)",
-        ".flatten(1)",
+        "weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)",
+        "weight.flatten(1)",
     ),
     "the bias is added feature by feature": (
         "fourfold.parallel.whole_residual",

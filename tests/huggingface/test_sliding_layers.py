@@ -65,7 +65,7 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
         ("gemma2", {"layer_types": [[S]] * 8}, r"layer_types = \[\['sliding_attention'\]"),
         ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; the decoder here has"),
         ("olmo3", {"rope_parameters": {S: "default"}}, "rotary embeddings of sliding layers are 'default'"),
-        ("olmo3", {"rope_parameters": {F: "default"}}, "the rotary embeddings are 'default'"),
+        ("olmo3", {"rope_parameters": {F: "default"}}, "the rotary embeddings of full layers are 'default'"),
         ("olmo3", {"rope_parameters": {S: {"rope_theta": "a"}}}, "rope_theta of sliding layers = 'a' is not a number"),
         ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters has no table of 'full_attention'"),
         ("gemma3_text", {"rope_local_base_freq": 0}, "the rope_theta of sliding layers, 0, is not above 1"),
