@@ -22,10 +22,11 @@ from tiny_huggingface import make_model
 transformers = pytest.importorskip("transformers")
 
 
-def program_of(page: str) -> str:
-    """The one block of Python on a page."""
-    (block,) = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
-    return block.text
+def program_of(page: str, number: int = 0) -> str:
+    """A block of Python on a page; each is run by a test here."""
+    found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
+    assert len(found) == {"README.md": 1, "docs/parallelize.md": 2}[page]
+    return found[number].text
 
 
 def torchrun(program: str, folder: Path, processes: int) -> str:
@@ -92,6 +93,13 @@ def test_the_loop_in_the_readme_trains_on_eight_launched_processes(pool: Pool, t
 @pytest.mark.slow
 def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> None:
     check_the_loop_in_the_readme(tmp_path, lambda program: torchrun(program, tmp_path, 8))
+
+
+def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pool.run(4, program_body, program_of("docs/parallelize.md", 1), tmp_path, launched)
 
 
 def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:
