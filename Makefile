@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
-	@printf '\n%s\n' 'Try next:' \
+	@printf '%s\n' '' 'Try next:' \
 		'  $(VENV)/bin/fourfold train examples/demo.toml --set name=dp --set parallel.x=1 --set parallel.z=1 --set parallel.dp=4' \
 		'      the same training on another grid: compare the losses' \
 		'  $(VENV)/bin/fourfold parity examples/parity.toml' \
