@@ -18,7 +18,7 @@ GROUPS = 64
 _HEAD, _TEXT = struct.Struct("<QQQQd"), 512
 _GROUP, _COUNT = struct.Struct("<Q56s"), struct.Struct("<Q")
 
-SIZE = _HEAD.size + _TEXT + GROUPS * _GROUP.size
+SIZE = _HEAD.size + _TEXT + (GROUPS + 1) * _GROUP.size
 """Bytes of the memory."""
 
 
@@ -58,10 +58,10 @@ class Heartbeat:
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Note that this process is in a group, unless that is known."""
         if group not in self._entered:
-            assert len(self._entered) < GROUPS, "the memory has too little room"
-            place = _HEAD.size + _TEXT + len(self._entered) * _GROUP.size
+            number = min(len(self._entered), GROUPS)  # more groups share a nameless last place, which no report reads
+            place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
-            _GROUP.pack_into(self._memory, place, 0, group.encode())
+            _GROUP.pack_into(self._memory, place, 0, group.encode() if number < GROUPS else b"")
         return self._entered[group]
 
     def beat(self, doing: str, group: str = "") -> None:

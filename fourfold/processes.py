@@ -54,7 +54,7 @@ def importing() -> Iterator[None]:
 def raise_file_limit() -> None:
     """Let this process and its children open as many files as the system allows, up to ``ENOUGH_FILES``.
 
-    Raises ``UserError`` where even two processes could not connect to each other.
+    Raises ``UserError`` if even two processes could not connect to each other.
     """
     import resource  # POSIX only, so not at the top of a file that other systems import
 

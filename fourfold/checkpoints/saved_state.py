@@ -11,12 +11,10 @@ from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
-from fourfold.config.during_training import DPOConfig, EMAConfig
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
-from fourfold.config.moe import MoEConfig
-from fourfold.config.optimizer_rules import OptimizerConfig, Rule
-from fourfold.config.run import RunConfig, SchedulerConfig
+from fourfold.config.optimizer_rules import Rule
+from fourfold.config.run import RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
@@ -24,6 +22,12 @@ from fourfold.parsing import parse_json
 FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 """Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
+
+_OPTIMIZATION: dict[str, Any] = {
+    "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
+    **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
+}
+"""Sections of the run file whose changes a resumed run warns of; of [training] only these keys."""
 
 
 class RecentSteps(Strict):
@@ -64,32 +68,6 @@ class BestValidation(Strict):
     """Validations since then."""
 
 
-class SavedTraining(Strict):
-    """The keys of [training] that change the optimization, and do not have to stay the same."""
-
-    train_steps: int = Field(gt=0)
-    precision: str
-    master_weights: str
-    reduce_dtype: str
-    float8: str
-
-
-class OptimizationSettings(Strict):
-    """The run-file keys that decide, with the samples, how the weights change."""
-
-    training: SavedTraining
-    optimizer: OptimizerConfig
-    lr_scheduler: SchedulerConfig
-    moe: MoEConfig
-    dpo: DPOConfig
-    ema: EMAConfig
-
-    def by_key(self) -> dict[str, Any]:
-        """Return the JSON value of each key of the run file, such as ``optimizer.lr``."""
-        sections = self.model_dump(mode="json").items()
-        return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-
-
 class CheckpointState(Strict):
     """The content of ``state.json``."""
 
@@ -116,8 +94,8 @@ class CheckpointState(Strict):
     """Where the streamed dataset continues; None for corpora on disk, whose position is ``step``."""
     masks: dict[str, Any] | None = None
     """[masks], which decides what the loss counts; None in older checkpoints."""
-    optimization: OptimizationSettings | None = None
-    """The run's settings of the optimization; None in older checkpoints, and for imported models."""
+    optimization: dict[str, Any] | None = None
+    """See ``optimization_settings``; None in older checkpoints, and for imported models."""
     first_samples: str | None = None
     """A digest of the first samples of the corpora on disk; None for a streamed dataset."""
     weights_only: bool = False
@@ -170,11 +148,13 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
     )
 
 
-def optimization_settings(run: RunConfig) -> OptimizationSettings:
-    """Return the settings of a run that a checkpoint keeps, to warn when a resumed run changes them."""
-    training = {key: getattr(run.training, key) for key in SavedTraining.model_fields}
-    sections = {key: getattr(run, key) for key in OptimizationSettings.model_fields if key != "training"}
-    return OptimizationSettings(training=SavedTraining(**training), **sections)
+def optimization_settings(run: RunConfig) -> dict[str, Any]:
+    """Return the run-file keys that decide, with the samples, how the weights change, such as ``optimizer.lr``.
+
+    A checkpoint keeps them as plain JSON, so that a later version, which may rename a key, still reads it.
+    """
+    sections = run.model_dump(mode="json", include=_OPTIMIZATION).items()
+    return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:

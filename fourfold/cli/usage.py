@@ -37,8 +37,8 @@ def usage_sentence(error: ClickException) -> str:
     if isinstance(error, BadParameter) and isinstance(error.__cause__, ValidationError):
         first = error.__cause__.errors()[0]
         problem = re.sub("^Input should be|^Value error, '.*' is not", "must be", first["msg"]).split(", unable")[0]
-        problem = problem.replace("a valid integer", "a whole number, as 8").replace(
-            "a valid number", "a number, as 0.5"
+        problem = problem.replace("a valid integer", "a whole number, such as 8").replace(
+            "a valid number", "a number, such as 0.5"
         )
         return f"{_given(error)} {first['input']}: {problem.rstrip('.')}"
     if (unknown := re.match("No such command '(.*?)'", message)) and context is not None:

@@ -271,7 +271,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.uneven_float8,
         lambda run, s: next(
             f"training.float8 = '{run.training.float8}': {what} = {size} must be a multiple of {FLOAT8_MULTIPLE} on "
-            f"every rank, as {round_to_multiple(size, FLOAT8_MULTIPLE)}; float8 = 'none' works too"
+            f"every rank, such as {round_to_multiple(size, FLOAT8_MULTIPLE)}; float8 = 'none' works"
             for what, size in s.float8_sizes.items()
             if size % FLOAT8_MULTIPLE
         ),

@@ -257,8 +257,8 @@ class ModelConfig(Strict):
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError(
-                "shared_expert_gate = true needs a width of it, for example "
-                f"shared_expert_intermediate_size = {self.moe_intermediate_size}"
+                "shared_expert_gate = true needs shared_expert_intermediate_size, for example "
+                f"{self.moe_intermediate_size}"
             )
 
     def check_countable(self) -> None:

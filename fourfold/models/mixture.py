@@ -62,7 +62,7 @@ class Routing(NamedTuple):
     logits_TE: Tensor
     """The router's outputs, float32."""
     experts_TK: Tensor
-    """Numbers of the chosen experts, the best first. On the grid the number of experts stands for none: padding."""
+    """Indices of the chosen experts, the best first. On the grid, padding has the index num_experts."""
     weights_TK: Tensor
     """The factors on their outputs, float32."""
 

@@ -56,7 +56,9 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     if same:
         console.print(f"In every row: {', '.join(same)}.")
     if any(first.seconds > second.seconds for first, second in pairwise(plan.ranked)):
-        console.print(f"Times that differ by less than {TIED - 1:.0%} tie: the lower P(OOM) comes first.")
+        console.print(
+            f"Times in the same {TIED - 1:.0%} band, counted from the fastest, tie: the lower P(OOM) comes first."
+        )
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
     console.print(
@@ -207,7 +209,7 @@ def flop_headers(published: bool) -> list[str]:
 
 
 def flop_rates(point: Point, published: bool) -> list[str]:
-    """Format the PFLOP/s of a size; where figures of a curve are published, also in their convention."""
+    """Format the PFLOP/s of a size; if a curve has published figures, also in their convention."""
     model, megatron = point.pflops
     figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
     return [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
@@ -215,8 +217,8 @@ def flop_rates(point: Point, published: bool) -> list[str]:
 
 def flop_note(published: bool) -> str:
     """Say which FLOPs the columns count."""
-    note = "Model PFLOP/s are those of MFU: no recompute, and only the keys that the attention sees."
-    return f"{note} {MEGATRON_COUNT}; published figures count so." if published else note
+    note = "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees."
+    return f"{note} {MEGATRON_COUNT}; published figures use this count." if published else note
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:

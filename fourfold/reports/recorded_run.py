@@ -57,7 +57,7 @@ class RecordedRun:
         return {record["step"] for record in self.records if number_of(record, key) is not None}
 
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
-        """Return the most important numbers; None where nothing was recorded.
+        """Return the most important numbers; None if nothing was recorded.
 
         Losses are the last ones, or those at ``step`` and at the validation after step ``validated``.
         """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from fourfold.checkpoints.saved_state import OptimizationSettings, optimization_settings, read_state
-from fourfold.config.run import RunConfig
+from fourfold.checkpoints.saved_state import optimization_settings, read_state
+from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
@@ -35,51 +36,52 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
             _warn(warning)
 
 
-def optimization_warnings(
-    was: OptimizationSettings, now: OptimizationSettings, step: int, checkpoint: Path
-) -> Iterator[str]:
+def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
     """Name every key that changes how the weights are trained, and say if the learning rate jumps.
 
     Args:
-        was: Settings of the steps before the checkpoint.
-        now: Settings of the steps after it.
+        was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold
+            knows are not compared.
+        now: The same for the steps after it.
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.
     """
-    before, after = was.by_key(), now.by_key()
     changed = [
-        f"{key} = {json.dumps(before[key])} → {json.dumps(value)}"
-        for key, value in after.items()
-        if before[key] != value and (has_effect(key, was) or has_effect(key, now))
+        f"{key} = {json.dumps(was[key])} → {json.dumps(value)}"
+        for key, value in now.items()
+        if was.get(key, value) != value and (has_effect(key, was) or has_effect(key, now))
     ]
-    if changed and step < now.training.train_steps:
+    if changed and step < now["training.train_steps"]:
         yield (
-            f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}; the next steps use the new "
-            "values, set a key back to train on as before"
+            f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}. The next steps use the new "
+            "values; set a key back to train as before"
         )
         last, planned, rate = rate_at(was, max(step - 1, 0)), rate_at(was, step), rate_at(now, step)
         if abs(rate - planned) > JUMP * max(rate, planned):
             yield (
-                f"the learning rate jumps from {last:.3g} in step {step} to {rate:.3g} in step {step + 1}, where the "
-                f"schedule of the checkpoint has {planned:.3g}"
+                f"the learning rate jumps from {last:.3g} in step {step} to {rate:.3g} in step {step + 1}; the "
+                f"checkpoint's schedule has {planned:.3g} there"
             )
 
 
-def rate_at(settings: OptimizationSettings, step: int) -> float:
+def rate_at(settings: Mapping[str, Any], step: int) -> float:
     """Return the learning rate of step ``step``, counted from 0."""
-    return learning_rate(step, settings.training.train_steps, settings.optimizer.lr, settings.lr_scheduler)
+    schedule = {
+        name: settings[key] for name in SchedulerConfig.model_fields if (key := f"lr_scheduler.{name}") in settings
+    }
+    return learning_rate(step, settings["training.train_steps"], settings["optimizer.lr"], SchedulerConfig(**schedule))
 
 
-def has_effect(key: str, settings: OptimizationSettings) -> bool:
+def has_effect(key: str, settings: Mapping[str, Any]) -> bool:
     """Return False if the other settings make a key meaningless."""
-    style = settings.lr_scheduler.decay_style
+    style = settings["lr_scheduler.decay_style"]
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
-            return style != "constant"
+            return bool(style != "constant")
         case "lr_scheduler.decay_ratio":
-            return style == "wsd"
+            return bool(style == "wsd")
         case "optimizer.momentum":
-            return settings.optimizer.name == "muon"
+            return bool(settings["optimizer.name"] == "muon")
     return True
 
 

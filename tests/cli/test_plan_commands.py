@@ -308,7 +308,7 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
 
 
 def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli, tmp_path: Path) -> None:
-    """Also where the layout recomputes nothing, and Megatron-LM's convention would count a full recompute."""
+    """Even if the layout recomputes nothing, and Megatron-LM's convention would count a full recompute."""
     page = tmp_path / "scaling.html"
     command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
                "--global-batch", 64, "--limit", "recompute=none,selective", "--limit", "pp=1", "--limit", "y=1",

@@ -22,7 +22,7 @@ from fourfold.cli.app import PANELS
         ("train", "RUN.toml is missing for `train`; `fourfold train --help` describes it"),
         ("launch slurm run.toml", "--site is missing for `launch slurm`; for example fourfold launch slurm"),
         ("plan --model gpt2 --top 0", "--top 0: must be greater than or equal to 1"),
-        ("plan --model gpt2 --gpus many", "--gpus many: must be a whole number, as 8"),
+        ("plan --model gpt2 --gpus many", "--gpus many: must be a whole number, such as 8"),
         ("plan validate --leave-out rows", "--leave-out rows: must be one of 'source', 'machine'"),
         ("train run.toml more", "(more) for `train`; `fourfold train --help` shows what it takes"),
         ("train run.toml --set", "option '--set' requires an argument"),

@@ -254,7 +254,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
 @pytest.mark.slow
 def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
     """Two agents of torchrun, started by the script that fourfold writes, stand for two nodes."""
-    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=40, checkpoint__interval=2)
+    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=200, checkpoint__interval=5)
     script = tmp_path / "job.sh"
     assert cli("launch", "torchrun", path, "--nodes", 2, "--output", script)[0] == 0
     with socket.socket() as free:

@@ -13,7 +13,7 @@ from tiny_corpus import run_file
 from fourfold import heartbeat
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
-from fourfold.heartbeat import SIZE, Beat, Heartbeat
+from fourfold.heartbeat import GROUPS, SIZE, Beat, Heartbeat
 from fourfold.launch.watchdog_process import Report, awaited, describe
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
@@ -93,6 +93,15 @@ def test_the_watchdog_reads_what_each_rank_has_entered() -> None:
         memory.beat(f"loss {count} (over x)", "x of 0-1")
     beat = memory.read()
     assert beat == Beat(4, 1, 0, 5, beat.time, "loss 2 (over x)", {"y of 0-2": 0, "x of 0-1": 3})
+
+
+def test_more_groups_than_the_memory_has_room_for_are_left_out_of_the_report() -> None:
+    memory = heart()
+    names = [f"group {number}" for number in range(GROUPS + 3)]
+    for name in names:
+        memory.beat("loss (over x)", name)
+        memory.beat("loss (over x)", name)
+    assert memory.read().entered == dict.fromkeys(names[:GROUPS], 2)
 
 
 def entered(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:

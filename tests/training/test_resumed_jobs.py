@@ -15,11 +15,13 @@ from pool import Pool
 from small_jobs import ask_to_stop, at_step, checkpoints_of, make, metrics_of, train, weights_of
 from tiny_corpus import make_corpus
 
+from fourfold.checkpoints.saved_state import optimization_settings
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.training import loop
 from fourfold.training.outcome import Outcome
+from fourfold.training.resume_warnings import optimization_warnings
 
 
 def die() -> None:
@@ -237,7 +239,7 @@ def test_a_resumed_run_names_every_changed_key_of_the_optimization(
     assert warnings_in(capfd.readouterr().err) == []
     train(make(tmp_path / "one", prefix, **changes, **CHANGED))
     on_one = warnings_in(capfd.readouterr().err)
-    assert len(on_one) == 2 and "step_6: " + named + "; " in on_one[0]
+    assert len(on_one) == 2 and "step_6: " + named + ". " in on_one[0]
     on_grid = make(tmp_path / "grid", prefix, **changes, **CHANGED, parallel__x=2, parallel__z=2)
     assert [warnings_in(errors) for errors in pool.run(4, errors_of_rank, on_grid)] == [on_one, [], [], []]
 
@@ -271,3 +273,12 @@ def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_silently(
         train(make(tmp_path, prefix, training__train_steps=2))
     assert train(make(tmp_path, prefix, training__train_steps=3, **CHANGED)).steps == 3
     assert warnings_in(capfd.readouterr().err) == []
+
+
+def test_keys_that_one_version_does_not_know_are_not_compared(tmp_path: Path, prefix: str) -> None:
+    now = optimization_settings(make(tmp_path, prefix))
+    was = {**now, "optimizer.lr": 0.5, "optimizer.renamed_later": 1}
+    del was["ema.decay"], was["lr_scheduler.min_lr_ratio"]
+    changed, jump = optimization_warnings(was, now, 2, tmp_path)
+    assert f"step_2: optimizer.lr = 0.5 → {now['optimizer.lr']}. The next" in changed.replace(str(tmp_path), "step_2")
+    assert jump.startswith("the learning rate jumps from ")
