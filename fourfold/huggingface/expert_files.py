@@ -50,12 +50,14 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
         counts = tuple(parameter.shape[: 2 if parameter.ndim == 3 else 1])
         rows = range(math.prod(counts))
         found[name] = {name: rows}
-        if not hasattr(model, "base_model_prefix") or not rows:
+        if not hasattr(model, "base_model_prefix") or not counts or not rows:
             continue
         from transformers.core_model_loading import revert_weight_conversion
 
-        numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in parameter.shape[len(counts) :]))
-        parts = revert_weight_conversion(model, {name: numbers.expand(parameter.shape)})
+        inner = parameter.shape[len(counts) :]
+        numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
+        # Two columns show the order of the rows. The converters copy what they get.
+        parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
         firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
         if runs and all([*runs[theirs]] == rows_of for theirs, rows_of in firsts.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -112,6 +113,9 @@ class Parallelized(nn.Module):
         self.shards: list[LocalShard] = stage.shards()
         self._in_backward = False
         self._summed = False
+        taken = inspect.signature(self.module.forward).parameters
+        names_none = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        self._takes_use_cache = "use_cache" in taken or (names_none and hasattr(self.module, "base_model_prefix"))
         self.module.register_forward_hook(self._after_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +135,7 @@ class Parallelized(nn.Module):
             self._check_no_auxiliary_loss(kwargs.get("output_router_logits"))
             if kwargs.get("num_items_in_batch") is None:
                 kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
-        if hasattr(self.module, "config"):
+        if self._takes_use_cache:
             self._separate_documents(kwargs)
         outputs = self.module(*args, **kwargs)
         if labels is not None:
@@ -141,25 +145,29 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch the cache off where it is of no use; refuse packed documents that would attend to each other."""
+        """Switch the cache off if nothing uses it; refuse packed documents that would attend to each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        is_packed = False
-        if positions is not None:
-            again = positions[..., 1:] <= positions[..., :-1]
-            if mask is not None and mask.ndim == 2:  # positions of padding mean nothing
-                again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
-            is_packed = bool(again.any())
-        if is_packed or kwargs.get("labels") is not None or torch.is_grad_enabled():
-            kwargs.setdefault("use_cache", False)
-        if is_packed and kwargs["use_cache"]:
+        mask = mask if mask is not None and mask.ndim == 2 else None
+        if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
+            kwargs["use_cache"] = False
+        # Only a mask or a cache joins documents. Reading the positions without one would wait for the GPU in each step.
+        if positions is None or (mask is None and kwargs.get("use_cache") is False):
+            return
+        again = positions[..., 1:] <= positions[..., :-1]
+        if mask is not None:  # positions of padding mean nothing
+            again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
+        if not again.any():
+            return
+        if kwargs.get("use_cache"):
             raise UserError(
                 "use_cache = True with position_ids that begin anew lets documents attend to each other; leave it out"
             )
-        if is_packed and mask is not None and mask.ndim == 2:
+        if mask is not None:
             raise UserError(
                 "an attention_mask with position_ids that begin anew lets documents attend to each other; "
                 "leave the mask out, and set the labels of padding to -100"
             )
+        kwargs["use_cache"] = False
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
         """Refuse a router's loss, which transformers would compute from each process's own sequences."""

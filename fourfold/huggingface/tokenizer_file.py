@@ -17,7 +17,7 @@ from fourfold.data.tokenizer import HFTokenizer, begin_of
 from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
-from fourfold.huggingface.model_folder import GENERATION_FILE, PATTERNS, TOKENIZER_FILE
+from fourfold.huggingface.model_folder import GENERATION_FILE, TOKENIZER_FILE
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
@@ -25,7 +25,7 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
 
     Nothing is checked where the corpus or the model names no tokenizer.
     """
-    file = local_folder(name, PATTERNS) / TOKENIZER_FILE
+    file = local_folder(name, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
         return
     if isinstance(tokenizer, HFTokenizer) and _opened(file).get_vocab() == _opened(tokenizer.path).get_vocab():
@@ -53,7 +53,7 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
 
 def added_beyond(model: ModelConfig) -> int:
     """Count the tokens that the tokenizer of ``model.from_hf`` adds beyond the embedding."""
-    file = local_folder(str(model.from_hf), PATTERNS) / TOKENIZER_FILE
+    file = local_folder(str(model.from_hf), (TOKENIZER_FILE,)) / TOKENIZER_FILE
     return len(tokens_beyond(file, model.vocab_size)) if file.is_file() else 0
 
 

@@ -60,7 +60,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
 
 
 def _generation_settings(folder: Path, transformers: Any) -> Any:
-    """The generation_config.json of a folder, for one sequence at a time; None where there is none."""
+    """The generation_config.json of a folder, for one sequence at a time; None if there is none."""
     file = folder / GENERATION_FILE
     if not file.is_file():
         return None
@@ -72,7 +72,7 @@ def _generation_settings(folder: Path, transformers: Any) -> Any:
 
 
 def checked_device(name: str | None) -> str:
-    """The name of a device that this machine has; by default a GPU, where there is one."""
+    """The name of a device that this machine has; by default a GPU, if there is one."""
     is_there = torch.cuda.is_available()
     name = name or ("cuda" if is_there else "cpu")
     kind, _, number = name.partition(":")

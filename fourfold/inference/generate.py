@@ -130,8 +130,8 @@ def generate(
     The model's generation_config.json gives the end tokens, the texts at which to stop, and what
     ``Sampling.settings`` takes from it. Nothing else in it applies, since one sequence is streamed.
 
-    Raises ``UserError`` where ``encode_prompt`` does, for more tokens than the model has positions, and for settings
-    of the file that transformers refuses.
+    Raises ``UserError`` if ``encode_prompt`` does, for more tokens than the model has positions, and for settings of
+    the file that transformers refuses.
     """
     from fourfold.inference.loki import cache_bytes, step_bytes
 
@@ -164,7 +164,7 @@ def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
     """Call transformers' ``generate`` with these settings alone, and not those of the model."""
-    theirs = model.generation_config
+    theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(
             max_new_tokens=max_new_tokens,
@@ -181,7 +181,7 @@ def _continued(
             own,
             attention_mask=torch.ones_like(tokens),
             streamer=stream,
-            stopping_criteria=[partial(_stops, stream, settings.get("stop_strings", []))],
+            stopping_criteria=[partial(_stops, stream, texts)] if texts else [],
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"cannot generate with the settings {settings}: {first_line(error)}") from error

@@ -223,7 +223,7 @@ def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask]
 
 def _check_vocabulary(prefix: str, run: RunConfig) -> None:
     manifest = read_manifest(prefix)
-    if manifest is not None:
+    if manifest is not None and manifest.vocab_size > run.model.vocab_size:
         beyond = added_beyond(run.model) if run.model.from_hf is not None else 0
         _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size - beyond, run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Sweep:
         model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         self.config, self.weights, self.ours = model.config, model.state_dict(), model_of(self.raw, name)
         self.tokens = tokens()[:, :24]
+        self.compared = 0
+        """Changes with which transformers computes logits, and we compute them too or name what we refuse."""
         with torch.no_grad():
             self.logits = model(self.tokens).logits
 
@@ -51,13 +53,12 @@ class Sweep:
         return self.faults_of_any(keys[:half], value) + self.faults_of_any(keys[half:], value)
 
     def fault(self, change: dict[str, Any]) -> str | None:
-        """None where transformers refuses the change, or computes what we do, or we refuse it by its name."""
-        try:
-            folder, theirs = self._theirs(change)
-        except Exception:  # transformers raises anything
+        """None if transformers refuses the change, or computes what we do, or we refuse it by its name."""
+        found = self._theirs(change)
+        if found is None or not found[1].isfinite().all():
             return None
-        if not theirs.isfinite().all():
-            return None
+        folder, theirs = found
+        self.compared += 1
         ours: ModelConfig | str = self._ours(change)
         if isinstance(ours, ModelConfig):
             if ours == self.ours and folder == self.folder:
@@ -71,10 +72,8 @@ class Sweep:
         return None if any(name in ours for name in _names(change)) else f"{change} is refused by another name: {ours}"
 
     def _changes_nothing(self, change: dict[str, Any]) -> bool:
-        try:
-            return _same(self._theirs(change)[1], self.logits) and self._ours(change) == self.ours
-        except Exception:  # the same
-            return False
+        found = self._theirs(change)
+        return found is not None and _same(found[1], self.logits) and self._ours(change) == self.ours
 
     def _ours(self, change: dict[str, Any]) -> ModelConfig | str:
         try:
@@ -82,16 +81,18 @@ class Sweep:
         except UserError as error:
             return str(error)
 
-    def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor]:
-        """The folder of a model with the change, and its logits: of the same weights, where these still fit."""
-        import transformers
+    def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor] | None:
+        """The folder of a model with the change, and its logits; None if transformers refuses the change.
 
+        The model has the weights of this one if they still fit.
+        """
         text = json.dumps(self.raw | change)
         (self.folder / "config.json").write_text(text)
-        config = transformers.AutoConfig.from_pretrained(self.folder)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        folder, is_tied = self.folder, (config.tie_word_embeddings, self.config.tie_word_embeddings)
+        model = _tried(lambda: _made(self.folder))
+        if model is None:
+            return None
+        folder, is_tied = self.folder, (model.config.tie_word_embeddings, self.config.tie_word_embeddings)
         try:
             model.load_state_dict(self.weights if is_tied[0] == is_tied[1] else {})
         except RuntimeError:  # other shapes
@@ -101,7 +102,23 @@ class Sweep:
             model.save_pretrained(folder)
             (folder / "config.json").write_text(text)
         with torch.no_grad():
-            return folder, model(self.tokens).logits
+            logits = _tried(lambda: model(self.tokens).logits)
+        return None if logits is None else (folder, logits)
+
+
+def _made(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _tried(compute: Callable[[], Any]) -> Any:
+    """What transformers computes with a changed configuration; None if it raises, which it does with any error."""
+    try:
+        return compute()
+    except Exception:  # nothing narrower holds for all keys
+        return None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

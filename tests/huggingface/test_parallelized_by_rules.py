@@ -31,6 +31,33 @@ def test_a_model_of_ones_own_with_a_table_of_patterns(pool: Pool) -> None:
     assert difference(gradients, {name: p.grad for name, p in model.named_parameters()}) < 5e-6
 
 
+class WithConfig(Own):
+    """It has a configuration of its own, and no cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"layers": 2}
+
+    def forward(self, input_ids: Tensor, **unused: Tensor) -> Tensor:
+        assert not unused
+        return super().forward(input_ids)
+
+
+class Strict(WithConfig):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def config_body(rank: int, world_size: int) -> None:
+    for kind in (Strict, WithConfig):
+        model = fourfold.parallelize(kind(), Grid(ParallelConfig(x=2), "cpu"), rules=OWN_RULES)
+        assert model(torch.arange(40).view(4, 10)).shape == (4, 10, 64)
+
+
+def test_a_model_of_ones_own_with_a_config_gets_no_use_cache(pool: Pool) -> None:
+    pool.run(2, config_body)
+
+
 def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes: dict, rules: dict[str, str]) -> str:
     model = Own() if name == "own" else make(name, **changes)
     with pytest.raises(UserError) as raised:

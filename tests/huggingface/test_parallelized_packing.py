@@ -39,7 +39,12 @@ def packed_body(rank: int, world_size: int) -> tuple[float, float, float, list[s
         with pytest.raises(UserError) as caught:
             model(TOKENS, **packed, **more)
         refusals.append(str(caught.value))
+    # Training reads no position: one of the meta device has no value.
+    model._separate_documents(on_meta := {"position_ids": POSITIONS.to("meta"), "use_cache": None})
+    assert on_meta["use_cache"] is False
     with torch.no_grad():
+        model._separate_documents(inferred := {"position_ids": POSITIONS, "use_cache": None})
+        assert inferred["use_cache"] is False
         # A padded batch: positions of padding do not ascend, and that is no second document.
         mask = torch.ones_like(TOKENS)
         mask[:, :3] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_generation_ends_at_a_stop_string(tmp_path: Path) -> None:
     done = generated(load_model(tmp_path))
     assert whole.startswith(done.text) and done.text.endswith(stop)
     assert done.new_tokens < 12 and done.settings["stop_strings"] == [stop, "none"]
+
+
+def test_without_stop_strings_each_token_decodes_the_text_once(tmp_path: Path) -> None:
+    """For the streamer, and not once more to look for texts at which to stop."""
+    lengths = []
+
+    class Counted(ByteTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            lengths.append(len(ids))
+            return super().decode(ids)
+
+    model = saved(tmp_path, "LlamaConfig", **LLAMA, eos_token_id=None)
+    assert generate(model, Counted(), PROMPT, 12, Sampling()).new_tokens == 12
+    assert lengths == [*range(1, 13), 12, 12]  # the last two: the end of the stream, and the result
 
 
 def test_settings_that_transformers_refuses_are_named(tmp_path: Path) -> None:

@@ -122,6 +122,27 @@ def test_vocabulary_larger_than_the_models(prefix: str) -> None:
     opened(make(own(prefix), model={"preset": "llama-tiny", "vocab_size": 300}))
 
 
+def test_a_model_of_the_hub_is_asked_for_its_tokenizer_alone_and_only_if_the_vocabulary_is_larger(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download of the weights by every process would take hours."""
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **sizes}))
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub"), "snapshot_download", download)
+    fits, small = (make(own(prefix), model={"from_hf": "some/model", "vocab_size": size}) for size in (257, 256))
+    asked.clear()
+    opened(fits)
+    assert asked == []
+    refusal(small)
+    assert asked == [["tokenizer.json"]]
+
+
 def test_another_tokenizer(prefix: str, tmp_path: Path) -> None:
     train_bpe(["a few words"], 300, tmp_path / "tokenizer.json")
     other = str(tmp_path / "tokenizer.json")

@@ -144,7 +144,13 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     _check_count(name, layers, 1, where)
     if layers > MOST_LAYERS:
         raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
-    kinds = given.get("layer_types") if family.lists_layer_types else None
+    kinds = given.get("layer_types")
+    if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
+        # transformers reads such a file of Mistral as one of Ministral.
+        raise UserError(
+            f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
+            f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"
+        )
     if kinds is None:
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():
             _check_count(key, given[key], LAYER_NUMBERS[key], where)
@@ -232,8 +238,13 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
         raise UserError(
             f"{where}: mlp_only_layers = {layers}; the decoder here computes dense MLPs only in the first layers"
         )
-    if len(layers) == given["num_hidden_layers"]:
-        raise UserError(f"{where}: mlp_only_layers = {layers}; a mixture of experts needs a layer with experts")
+    count = given["num_hidden_layers"]
+    _check_count("num_hidden_layers", count, 1, where)
+    if len(layers) >= count:
+        raise UserError(
+            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; a mixture of experts needs a layer "
+            "with experts"
+        )
     return len(layers)
 
 

@@ -128,7 +128,8 @@ class LokiBasis:
         if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         with opened_tensors(Path(path)) as file:
-            about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
             raise UserError(f"{path} is not a basis of this version; make one with: fourfold loki calibrate")
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
