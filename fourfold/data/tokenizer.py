@@ -24,6 +24,10 @@ _USUAL_NAMES = (
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 
 
+class NoSuchToken(UserError):
+    """A tokenizer lacks a token that a corpus has, so it is another tokenizer."""
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
@@ -86,7 +90,7 @@ class HFTokenizer:
             default a document begins with its text.
 
     Raises:
-        UserError: The file is missing or not a tokenizer, or has no such token.
+        UserError: The file is missing or not a tokenizer, or has no such token (``NoSuchToken`` if it is an id).
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> None:
@@ -137,7 +141,12 @@ class HFTokenizer:
 
     def _special(self, wanted: str | int | None, option: str) -> int:
         if isinstance(wanted, int):
-            self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(wanted)])
+            name = self._tokenizer.id_to_token(wanted) if 0 <= wanted < self.vocab_size else None
+            if name is None:
+                raise NoSuchToken(
+                    f"{self.path} has no token {wanted}, the {option} of a corpus: it is another tokenizer"
+                )
+            self._tokenizer.add_special_tokens([name])
             return wanted
         found = [number for number, name in self._special_names().items() if name == wanted]
         if not found:
