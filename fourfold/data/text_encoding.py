@@ -38,6 +38,22 @@ class UnknownEncoding(UnreadableFile):
     """A text file whose encoding is neither marked nor named, or that is not in the named one."""
 
 
+class UnreadableFiles(UserError):
+    """One error for all files that cannot be read."""
+
+    def __init__(self, errors: Sequence[UnreadableFile]) -> None:
+        super().__init__(errors)  # which another process needs, to name the files of all processes
+        self.errors = errors
+
+    def __str__(self) -> str:
+        problems = [str(error) for error in self.errors[:MOST_NAMED]]
+        more = len(self.errors) - MOST_NAMED
+        problems += [f"{more} more files cannot be read"] if more > 0 else []
+        if any(isinstance(error, UnknownEncoding) for error in self.errors):
+            problems.append("name the encoding of files that are not UTF-8 with --encoding, or convert them with iconv")
+        return "; ".join(problems)
+
+
 def text_encoding(name: str) -> str:
     """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
     try:
@@ -87,15 +103,6 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
         perhaps = "; it may be UTF-16" if has_nul else ""
         raise UnknownEncoding(f"{path} is not {other} text: it would have the character {found.group()!r}{perhaps}")
     return text, f"{other} (--encoding)"
-
-
-def unreadable(errors: Sequence[UnreadableFile]) -> UserError:
-    """Return one error for all files that cannot be read."""
-    problems = [str(error) for error in errors[:MOST_NAMED]]
-    problems += [f"{len(errors) - MOST_NAMED} more files cannot be read"] if len(errors) > MOST_NAMED else []
-    if any(isinstance(error, UnknownEncoding) for error in errors):
-        problems.append("name the encoding of files that are not UTF-8 with --encoding, or convert them with iconv")
-    return UserError("; ".join(problems))
 
 
 def named_files(what: str, paths: Iterable[str | Path]) -> str:

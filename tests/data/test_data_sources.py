@@ -126,6 +126,21 @@ def test_texts_of_unknown_encodings_are_all_named(tmp_path: Path, tokenizer: dic
     assert not (tmp_path / "out" / "c.json").exists()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_texts_of_all_shards_are_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 8)
+    contents = {"a": "für".encode("latin-1"), "b": b"fine text", "c": "für".encode("latin-1"), "d": b"fine as well"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.txt").write_bytes(content.rjust(8))
+    with pytest.raises(UserError) as error:
+        prepare([f"{tmp_path}/*.txt"], tmp_path / "out" / "c", tokenizer="bytes", workers=workers)
+    named = [message.partition(" is not utf-8 text")[0] for message in str(error.value).split("; ")]
+    assert named[:2] == [f"{tmp_path}/a.txt", f"{tmp_path}/c.txt"] and named[2].startswith("name the encoding")
+    assert len(list((tmp_path / "out" / "c.parts").glob("*.npy"))) == 2, "the good shards stay"
+
+
 def test_texts_that_cannot_be_read_are_named_with_those_of_unknown_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
     (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
