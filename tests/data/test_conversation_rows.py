@@ -209,12 +209,7 @@ REFUSED = {
     ),
     "object": (CHATML, {}, {"content": {"text": "x"}}, "message 2 has no content that is text"),
     "speaker": (CHATML, {"messages": [{"from": "bing", "value": "x"}]}, {}, "message 1 is from 'bing'; human, gpt"),
-    "list of speakers": (
-        CHATML,
-        {"messages": [{"from": ["a"], "value": "x"}]},
-        {},
-        r"message 1 is from \['a'\]; human",
-    ),
+    "speakers": (CHATML, {"messages": [{"from": ["a"], "value": "x"}]}, {}, r"message 1 is from \['a'\]; human, gpt"),
     "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
     "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
 }
@@ -250,7 +245,7 @@ FORMS = {
     "pair without prompt": {"chosen": [ASK, GOOD], "rejected": [ASK, WRONG]},
     "pair of texts": {"prompt": "fox?", "chosen": "yes", "rejected": "no"},
 }
-WRONG_VALUES = [None, 5, True, 0.5, "", "x", "\ud800", [], {}, [5], {"a": 5}, [[5]], [None], {"": 5}]
+WRONG_VALUES = [None, 5, "", "\ud800", [], {}, [5], {"a": 5}]
 
 
 def variants(value: object) -> Iterator[object]:
@@ -260,15 +255,15 @@ def variants(value: object) -> Iterator[object]:
         for key, part in value.items():
             others = {name: each for name, each in value.items() if name != key}
             yield from ({**others, key: each} for each in variants(part))
-            yield from ({**others, name: part} for name in ("", "from", "tokenize", "content", "weight"))
+            yield from ({**others, name: part} for name in ("", "from", "tokenize"))
     elif isinstance(value, list):
         for number, part in enumerate(value):
             yield from ([*value[:number], each, *value[number + 1 :]] for each in variants(part))
 
 
-@pytest.mark.parametrize("template", [TOOLS + "{# custom_tools #}", MARKED], ids=["ends", "marks"])
-def test_a_value_of_a_wrong_type_is_text_or_a_sentence(template: str, tmp_path: Path) -> None:
-    folder = make_chat_tokenizer(tmp_path / "tokenizer", template)
+def test_a_value_of_a_wrong_type_is_text_or_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", TOOLS + "{# custom_tools #}")
     found = Counter[str]()
     for name, row in FORMS.items():
         kind = "preferences" if "pair" in name else "sft"
@@ -280,7 +275,7 @@ def test_a_value_of_a_wrong_type_is_text_or_a_sentence(template: str, tmp_path: 
             except UserError as error:
                 assert f"{path}, line 1: " in str(error)
                 found["refused"] += 1
-    assert found["text"] > 100 and found["refused"] > 800, found
+    assert found["text"] > 100 and found["refused"] > 500, found
 
 
 def test_pairs_follow_the_same_rules(tmp_path: Path) -> None:
