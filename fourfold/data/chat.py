@@ -119,7 +119,7 @@ class ChatTemplate:
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                other = "when others follow" if answered.startswith(prompt) else "from the prompt of generation"
+                other = "when others follow" if answered.startswith(prompt) else "than add_generation_prompt begins it"
                 raise ValueError(
                     f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
                     "identified; give --chat-template a file that marks answers with {% generation %} … "
@@ -270,7 +270,9 @@ def _weights(messages: Sequence[Message]) -> list[int | None]:
             raise ValueError(f"message {number} is not an object with role and content")
         is_answer, weight = message["role"] == "assistant", message.get("weight")
         if weight not in ((None, 0, 1) if is_answer else (None, 0)):
-            raise ValueError(f"message {number} has weight {weight!r}; an answer has 0 (not trained) or 1, others none")
+            raise ValueError(
+                f"message {number} has weight {weight!r}; only answers may have a weight, 0 (not trained) or 1"
+            )
         found.append((1 if weight is None else int(weight)) if is_answer else None)
     if all(weight is None for weight in found):
         raise ValueError("no message is the assistant's, so there is nothing to train")

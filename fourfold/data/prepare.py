@@ -82,8 +82,8 @@ def prepare(
     """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
 
     An interrupted preparation continues from OUT.parts. A corpus already made from the same unchanged files in the same
-    way is left as it is, unless `force`; any other one at OUT is replaced. OUT.json is written last: if it exists, the
-    corpus is complete.
+    way is left as it is, unless `force`. Any other corpus at OUT is replaced. OUT.json is written last: if it exists,
+    the corpus is complete.
 
     Args:
         inputs: See `list_inputs`.

@@ -1,4 +1,4 @@
-"""The encoding of a text file: UTF-8, what a byte-order mark says, or what the user names; never a guess."""
+"""The encoding of a text file: UTF-8, what a byte-order mark says, or what the user names. It is never a guess."""
 
 from __future__ import annotations
 

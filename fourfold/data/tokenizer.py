@@ -75,10 +75,10 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer.json of the Hugging Face library.
 
-    The token that ends a document is, in this order: `eod`; the `eos_token` of the tokenizer_config.json in the same
-    folder; the first special token of `eos_token_id` in generation_config.json, or else in config.json; the first
-    special token with a usual name, such as <|endoftext|> or </s>. It is always special, so text never contains it.
-    Padding is the same token.
+    The token that ends a document is the first of these that exists: `eod`, the `eos_token` of the
+    tokenizer_config.json in the same folder, the first special token of `eos_token_id` in generation_config.json, or
+    else in config.json, and the first special token with a usual name, such as <|endoftext|> or </s>. It is always
+    special, so text never contains it. Padding is the same token.
 
     The name of a special token inside a text is encoded as plain characters: a document that mentions <|endoftext|>
     must not end there. Truncation and padding of the file are switched off.
@@ -123,7 +123,7 @@ class HFTokenizer:
         self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}{begin}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text; uses all cores unless TOKENIZERS_PARALLELISM=false."""
+        """The ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -186,7 +186,7 @@ REFUSED = {
     ),
     "row": (CHATML, {"train_on": "all"}, {}, "the row has train_on, which would not be used; .* --ignore-key train_on"),
     "prompt": (CHATML, {"prompt": "fox?"}, {}, "the row has prompt, which would not be used"),
-    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; an answer has 0"),
+    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; only answers may have a weight, 0"),
     "message": (
         CHATML,
         {},
