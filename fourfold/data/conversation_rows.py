@@ -84,9 +84,10 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         _check_keys(row, used)
         return [Completion(prompt, str(answer)) for answer in answers]
-    if not all(isinstance(each, list) for each in [prompt or [], *answers]):
+    lists = [answer for answer in answers if isinstance(answer, list)]
+    if len(lists) < 2 or not isinstance(prompt or [], list):
         raise ValueError(f"a row has {_PAIRS}; this one has {_listed(row)}")
-    lists = [[*(prompt or []), *answer] for answer in answers]
+    lists = [[*(prompt or []), *answer] for answer in lists]
     asked = len(prompt) if prompt else _shared_messages(*lists)
     return [_conversation(row, messages, asked, used=used) for messages in lists]
 
