@@ -13,7 +13,7 @@ from tiny_chat import CHATML, MARKED, MISTRAL, make_chat_tokenizer, write_rows
 
 from fourfold.data.chat import ChatTemplate
 from fourfold.data.indexed import IndexedDataset
-from fourfold.data.prepare_conversations import _Rows, prepare_conversations
+from fourfold.data.prepare_conversations import RowReader, prepare_conversations
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import UserError
 
@@ -267,7 +267,7 @@ def test_a_value_of_a_wrong_type_is_text_or_a_sentence(tmp_path: Path) -> None:
     found = Counter[str]()
     for name, row in FORMS.items():
         kind = "preferences" if "pair" in name else "sft"
-        reader = _Rows(folder, load_tokenizer(folder), None, kind, ())
+        reader = RowReader(folder, load_tokenizer(folder), None, kind, ())
         for variant in variants(row):
             path = write_rows(tmp_path / "rows.jsonl", [variant])
             try:
