@@ -10,7 +10,7 @@ from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
 from fourfold.data.files import locked, temporary_folder, writing
 from fourfold.data.hub import HubDataset
-from fourfold.data.manifest import corpus_tokenizer, read_manifest
+from fourfold.data.manifest import corpus_tokenizer, open_as_made, read_manifest
 from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare import prepare
 from fourfold.data.shuffled_documents import ShuffledDocuments
@@ -111,12 +111,11 @@ def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
         return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     prefix = data.train[0].path
     manifest = read_manifest(prefix)
-    made_with = None if manifest is None else corpus_tokenizer(prefix)
-    if data.tokenizer is None:
-        return made_with
-    ends = () if manifest is None or data.tokenizer == "bytes" else (manifest.eod_id, manifest.bos_id)
-    tokenizer = load_tokenizer(data.tokenizer, *ends)
-    if made_with is not None and made_with.fingerprint != tokenizer.fingerprint:
+    if manifest is None:
+        return None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    made_with = corpus_tokenizer(prefix)
+    tokenizer = made_with if data.tokenizer is None else open_as_made(data.tokenizer, manifest)
+    if tokenizer is None:
         raise UserError(
             f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; "
             "leave it out to use the corpus's own, or prepare the corpus again"

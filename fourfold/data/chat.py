@@ -86,7 +86,7 @@ class ChatTemplate:
         template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
         weights = _weights(messages)
         messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]
-        text = self._render(messages, options)
+        text = _encodable(self._render(messages, options))
         self._check_used(messages, options, text, template)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
@@ -119,7 +119,7 @@ class ChatTemplate:
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                other = "when others follow" if answered.startswith(prompt) else "from the prompt of generation"
+                other = "when others follow" if answered.startswith(prompt) else "than add_generation_prompt begins it"
                 raise ValueError(
                     f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
                     "identified; give --chat-template a file that marks answers with {% generation %} … "
@@ -164,8 +164,10 @@ class ChatTemplate:
             kept["content"] = [_part(content)]
         elif not isinstance(content, str) and not (content is None and kept.get("tool_calls")):
             raise ValueError(f"message {number} has no content that is text or a list of text parts")
-        if kept.get("tool_calls"):
-            kept["tool_calls"] = [self._call(number, call) for call in kept["tool_calls"]]
+        if calls := kept.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError(f"message {number} has tool_calls that are not a list")
+            kept["tool_calls"] = [self._call(number, call) for call in calls]
         return kept
 
     def _call(self, number: int, call: Any) -> Any:
@@ -244,9 +246,18 @@ def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """A prompt and its completion, each tokenized by itself as at inference, as one document."""
-    asked, answered = tokenizer.encode_batch([prompt, completion])
+    asked, answered = tokenizer.encode_batch([_encodable(prompt), _encodable(completion)])
     ids = as_document([*asked, *answered], tokenizer)
     return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(begin_of(tokenizer)) + len(asked)
+
+
+def _encodable(text: str) -> str:
+    """Return the text. Raises ValueError if JSON escapes made half a character of it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text has half a character (a lone surrogate), which no tokenizer takes") from None
+    return text
 
 
 def _weights(messages: Sequence[Message]) -> list[int | None]:
@@ -259,7 +270,9 @@ def _weights(messages: Sequence[Message]) -> list[int | None]:
             raise ValueError(f"message {number} is not an object with role and content")
         is_answer, weight = message["role"] == "assistant", message.get("weight")
         if weight not in ((None, 0, 1) if is_answer else (None, 0)):
-            raise ValueError(f"message {number} has weight {weight!r}; an answer has 0 (not trained) or 1, others none")
+            raise ValueError(
+                f"message {number} has weight {weight!r}; only answers may have a weight, 0 (not trained) or 1"
+            )
         found.append((1 if weight is None else int(weight)) if is_answer else None)
     if all(weight is None for weight in found):
         raise ValueError("no message is the assistant's, so there is nothing to train")

@@ -66,7 +66,9 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         _check_keys(row, ["prompt", "completion"])
         return [Completion(prompt, completion)]
     elif isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
-        asked = "\n".join(filter(None, [row["instruction"], row.get("input")]))
+        if not isinstance(more := row.get("input", ""), str):
+            raise ValueError(f"input is a {type(more).__name__}, not text")
+        asked = "\n".join(filter(None, [row["instruction"], more]))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         found = _conversation(row, turns, used=["instruction", "input", "output", "text", "system"])
     else:
@@ -82,9 +84,10 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         _check_keys(row, used)
         return [Completion(prompt, str(answer)) for answer in answers]
-    lists = [[*(prompt or []), *answer] for answer in answers if isinstance(answer, list)]
-    if len(lists) < 2 or not isinstance(prompt, list | None):
+    lists = [answer for answer in answers if isinstance(answer, list)]
+    if len(lists) < 2 or not isinstance(prompt or [], list):
         raise ValueError(f"a row has {_PAIRS}; this one has {_listed(row)}")
+    lists = [[*(prompt or []), *answer] for answer in lists]
     asked = len(prompt) if prompt else _shared_messages(*lists)
     return [_conversation(row, messages, asked, used=used) for messages in lists]
 
@@ -111,9 +114,10 @@ def _message(number: int, message: Any) -> Any:
     """A message of ShareGPT, from and value, as role and content."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
-    role = _SPEAKERS.get(message["from"], message["from"])
+    speaker = message["from"]
+    role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
     if role not in _ROLES:
-        raise ValueError(f"message {number} is from {role!r}; {', '.join([*_SPEAKERS, *_ROLES])} are known")
+        raise ValueError(f"message {number} is from {speaker!r}; {', '.join([*_SPEAKERS, *_ROLES])} are known")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {"role": role, "content": message.get("value"), **others}
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fourfold.data.files import is_file_name, write_whole
 from fourfold.data.indexed import token_dtype
-from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
+from fourfold.data.tokenizer import HFTokenizer, NoSuchToken, Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
@@ -156,7 +156,20 @@ def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
     if manifest is None:
         raise UserError(f"{manifest_path(prefix)} does not exist, so the tokenizer of this corpus is unknown")
     name = "bytes" if manifest.tokenizer == "bytes" else Path(prefix).parent / manifest.tokenizer
-    tokenizer = load_tokenizer(name, manifest.eod_id, manifest.bos_id)
-    if tokenizer.fingerprint != manifest.fingerprint:
+    tokenizer = open_as_made(name, manifest)
+    if tokenizer is None:
         raise UserError(f"{name} is not the tokenizer that made {prefix}.bin; prepare the corpus again")
     return tokenizer
+
+
+def open_as_made(name: str | Path, manifest: Manifest) -> Tokenizer | None:
+    """Open a tokenizer with the corpus's own tokens that end and begin a document.
+
+    Returns None if another tokenizer made the corpus. Raises UserError if there is no tokenizer.
+    """
+    try:
+        ends = () if str(name) == "bytes" else (manifest.eod_id, manifest.bos_id)
+        tokenizer = load_tokenizer(name, *ends)
+    except NoSuchToken:
+        return None
+    return tokenizer if tokenizer.fingerprint == manifest.fingerprint else None

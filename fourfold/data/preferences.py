@@ -20,8 +20,8 @@ class PreferencePairs:
     """Windows of `seq_length` + 1 tokens, each one answer with its prompt; what is left is padding, never trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in an
-    order of its own, drawn from `seed`. Answers that do not fit are cut at their end; pairs of which a prompt leaves no
-    room for its answer are left out.
+    order of its own, drawn from `seed`. Answers that do not fit are cut at their end. A pair is left out if a prompt
+    leaves no room for its answer.
 
     Raises UserError if the two corpora do not belong together, or no pair is left.
     """

@@ -17,7 +17,7 @@ from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
 from fourfold.data.shards import cut, decodings, digest
 from fourfold.data.sources import TEXT_SUFFIXES, InputFile, left_out, list_inputs, read_documents
-from fourfold.data.text_encoding import UnreadableFile, named_files, text_encoding, unreadable
+from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles, named_files, text_encoding
 from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
@@ -82,8 +82,8 @@ def prepare(
     """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
 
     An interrupted preparation continues from OUT.parts. A corpus already made from the same unchanged files in the same
-    way is left as it is, unless `force`; any other one at OUT is replaced. OUT.json is written last: if it exists, the
-    corpus is complete.
+    way is left as it is, unless `force`. Any other corpus at OUT is replaced. OUT.json is written last: if it exists,
+    the corpus is complete.
 
     Args:
         inputs: See `list_inputs`.
@@ -274,7 +274,7 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
                 failed.append(error)
             advance(file.size)
         if failed:
-            raise unreadable(failed)
+            raise UnreadableFiles(failed)
 
     with show_progress("train tokenizer", total) as advance:
         train_bpe(texts(advance), vocab_size, path)

@@ -64,7 +64,7 @@ def prepare_conversations(
     check_fraction(validation_fraction)
     files = list_inputs(names)
     loaded = load_tokenizer(tokenizer, eos_token, bos_token)
-    reader = _Rows(tokenizer, loaded, chat_template, format, ignored_keys)
+    reader = RowReader(tokenizer, loaded, chat_template, format, ignored_keys)
     with unfinished(prefix):
         splits = {"train": Split(prefix, trained=0)}
         if validation_fraction:
@@ -107,7 +107,7 @@ def prepare_conversations(
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False, notes=notes)
 
 
-class _Rows:
+class RowReader:
     """Reads rows of either format; the template is loaded when the first conversation needs it."""
 
     def __init__(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.sources import InputFile, read_documents
-from fourfold.data.text_encoding import UnreadableFile, unreadable
+from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 
@@ -159,7 +159,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
         except UnreadableFile as error:  # the others too, so that one message names all
             failed.append(error)
     if failed:
-        raise unreadable(failed)
+        raise UnreadableFiles(failed)
     if texts:
         yield texts
 

@@ -1,4 +1,4 @@
-"""The encoding of a text file: UTF-8, what a byte-order mark says, or what the user names; never a guess."""
+"""The encoding of a text file: UTF-8, what a byte-order mark says, or what the user names. It is never a guess."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _MARKS = {  # UTF-32 first: its little-endian mark begins with UTF-16's
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
 _NUL_SHARE = 0.25  # half of the bytes of English in UTF-16 are NUL
 _SAMPLE = 1 << 16  # bytes that detection looks at
+_WITHOUT_NUL = "remove them, or leave the file out"
 _CONTEXT = 12  # characters shown before and after the first one that is not ASCII
 _CONTROL = re.compile("[\0\x80-\x84\x86-\x9f]")
 """Characters that no text has. Latin-1 makes them of the bytes of another encoding."""
@@ -36,6 +37,22 @@ class UnreadableFile(UserError):
 
 class UnknownEncoding(UnreadableFile):
     """A text file whose encoding is neither marked nor named, or that is not in the named one."""
+
+
+class UnreadableFiles(UserError):
+    """One error for all files that cannot be read."""
+
+    def __init__(self, errors: Sequence[UnreadableFile]) -> None:
+        super().__init__(errors)  # which another process needs, to name the files of all processes
+        self.errors = errors
+
+    def __str__(self) -> str:
+        problems = [str(error) for error in self.errors[:MOST_NAMED]]
+        more = len(self.errors) - MOST_NAMED
+        problems += [f"{more} more files cannot be read"] if more > 0 else []
+        if any(isinstance(error, UnknownEncoding) for error in self.errors):
+            problems.append("name the encoding of files that are not UTF-8 with --encoding, or convert them with iconv")
+        return "; ".join(problems)
 
 
 def text_encoding(name: str) -> str:
@@ -52,8 +69,8 @@ def text_encoding(name: str) -> str:
 def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[str, str | None]:
     """Decode the content of a text file.
 
-    A byte-order mark decides. A file without one is UTF-8 if it can be, and UTF-16 or UTF-32 if its NUL bytes are
-    those of such text. Only another file is decoded as `named`.
+    A byte-order mark decides. A file without one is UTF-8 if it can be, and UTF-16 or UTF-32 if as many of its bytes
+    are NUL as in such text. Only another file is decoded as `named`.
 
     Returns:
         The text, and how it was decoded, for a report; None for UTF-8.
@@ -73,7 +90,7 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
                 raise UnknownEncoding(f"{path} is not {promise} (byte {error.start})") from error
         else:
             if "\0" in text:
-                raise UnknownEncoding(f"{path} has NUL bytes, so it is not text; remove them, or leave the file out")
+                raise UnknownEncoding(f"{path} has NUL bytes, so it is not text; {_WITHOUT_NUL}")
             how = "byte-order mark" if mark else "found by its NUL bytes"
             return text, None if certain in (UTF_8, "utf-8-sig") else f"{certain} ({how})"
     other = named or UTF_8
@@ -84,18 +101,11 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
         where = f"byte {error.start}{_readings(content, error.start)}"
         raise UnknownEncoding(f"{path} {neither} text ({where})") from error
     if (found := _CONTROL.search(text)) is not None:
-        perhaps = "; it may be UTF-16" if has_nul else ""
-        raise UnknownEncoding(f"{path} is not {other} text: it would have the character {found.group()!r}{perhaps}")
+        if has_nul:
+            wide = "if it is UTF-16, name utf-16-le or utf-16-be with --encoding"
+            raise UnknownEncoding(f"{path} has NUL bytes, so it is not {other} text; {_WITHOUT_NUL}; {wide}")
+        raise UnknownEncoding(f"{path} is not {other} text: it would have the character {found.group()!r}")
     return text, f"{other} (--encoding)"
-
-
-def unreadable(errors: Sequence[UnreadableFile]) -> UserError:
-    """Return one error for all files that cannot be read."""
-    problems = [str(error) for error in errors[:MOST_NAMED]]
-    problems += [f"{len(errors) - MOST_NAMED} more files cannot be read"] if len(errors) > MOST_NAMED else []
-    if any(isinstance(error, UnknownEncoding) for error in errors):
-        problems.append("name the encoding of files that are not UTF-8 with --encoding, or convert them with iconv")
-    return UserError("; ".join(problems))
 
 
 def named_files(what: str, paths: Iterable[str | Path]) -> str:

@@ -3,13 +3,15 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 
 from fourfold.data.progress import show_progress
 from fourfold.data.shards import Shard, is_done, tokenize
+from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.errors import UserError
 from fourfold.processes import end_with_parent
 
@@ -18,30 +20,49 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`, with at most `workers` processes; a single one is this process.
 
     Raises UserError for input that cannot be read, or when a process was killed; the shards completed by then remain.
+    Files that cannot be read are named together, after the other shards.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
-    workers = min(workers, len(missing))
     with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
-        if workers <= 1:
-            for shard in missing:
-                tokenize(shard, folder)
-                advance(shard.bytes)
-            return
-        # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
-            running = {pool.submit(tokenize, shard, folder): shard for shard in missing}
-            try:
-                for future in as_completed(running):
-                    future.result()
-                    advance(running[future].bytes)
-            except BrokenProcessPool as error:
-                raise UserError(
-                    f"a tokenizing process ended early, probably out of memory; what is finished stays in {folder}, so"
-                    ' try fewer workers (in a script of yours without `if __name__ == "__main__":`, workers=1)'
-                ) from error
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        failed = _tokenize(missing, folder, min(workers, len(missing)), advance)
+    if failed:
+        raise UnreadableFiles(sorted(failed, key=str))
+
+
+def _tokenize(
+    shards: Sequence[Shard], folder: Path, workers: int, advance: Callable[[int], None]
+) -> list[UnreadableFile]:
+    failed: list[UnreadableFile] = []
+    if workers <= 1:
+        for shard in shards:
+            failed += _unreadable(partial(tokenize, shard, folder))
+            advance(shard.bytes)
+        return failed
+    # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
+        try:
+            for future in as_completed(running):
+                failed += _unreadable(future.result)
+                advance(running[future].bytes)
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"a tokenizing process ended early, probably out of memory; what is finished stays in {folder}, so"
+                ' try fewer workers (in a script of yours without `if __name__ == "__main__":`, workers=1)'
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return failed
+
+
+def _unreadable(finish: Callable[[], None]) -> list[UnreadableFile]:
+    """Finish a shard, and return its files that cannot be read."""
+    try:
+        finish()
+    except UnreadableFiles as error:
+        return list(error.errors)
+    return []
 
 
 def _start_worker() -> None:

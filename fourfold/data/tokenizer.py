@@ -24,6 +24,10 @@ _USUAL_NAMES = (
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 
 
+class NoSuchToken(UserError):
+    """A tokenizer lacks a token that a corpus has, so it is another tokenizer."""
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
@@ -71,10 +75,10 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer.json of the Hugging Face library.
 
-    The token that ends a document is, in this order: `eod`; the `eos_token` of the tokenizer_config.json in the same
-    folder; the first special token of `eos_token_id` in generation_config.json, or else in config.json; the first
-    special token with a usual name, such as <|endoftext|> or </s>. It is always special, so text never contains it.
-    Padding is the same token.
+    The token that ends a document is the first of these that exists: `eod`, the `eos_token` of the
+    tokenizer_config.json in the same folder, the first special token of `eos_token_id` in generation_config.json, or
+    else in config.json, and the first special token with a usual name, such as <|endoftext|> or </s>. It is always
+    special, so text never contains it. Padding is the same token.
 
     The name of a special token inside a text is encoded as plain characters: a document that mentions <|endoftext|>
     must not end there. Truncation and padding of the file are switched off.
@@ -86,7 +90,7 @@ class HFTokenizer:
             default a document begins with its text.
 
     Raises:
-        UserError: The file is missing or not a tokenizer, or has no such token.
+        UserError: The file is missing or not a tokenizer, or has no such token (``NoSuchToken`` if it is an id).
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> None:
@@ -119,7 +123,7 @@ class HFTokenizer:
         self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}{begin}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text; uses all cores unless TOKENIZERS_PARALLELISM=false."""
+        """The ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -137,7 +141,12 @@ class HFTokenizer:
 
     def _special(self, wanted: str | int | None, option: str) -> int:
         if isinstance(wanted, int):
-            self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(wanted)])
+            name = self._tokenizer.id_to_token(wanted) if 0 <= wanted < self.vocab_size else None
+            if name is None:
+                raise NoSuchToken(
+                    f"{self.path} has no token {wanted}, the {option} of a corpus: it is another tokenizer"
+                )
+            self._tokenizer.add_special_tokens([name])
             return wanted
         found = [number for number, name in self._special_names().items() if name == wanted]
         if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from fourfold.data.tokenizer import load_tokenizer
+from fourfold.data.tokenizer import NoSuchToken, load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -88,14 +89,15 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """Return the token from which the first token of a text is predicted.
 
-    The beginning-of-text token, or else the end-of-text token. A corpus does not record the former, but the original
-    model may.
+    The beginning-of-text token, or else the end-of-text token. A corpus records the former only if its documents begin
+    with it. Otherwise the original model may name it.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)
     if begin is None and source is not None and (source / TOKENIZER_FILE).is_file():
-        original = load_tokenizer(source, tokenizer.eod_id)
-        begin = original.bos_id if original.fingerprint == tokenizer.fingerprint else None
+        with suppress(NoSuchToken):
+            original = load_tokenizer(source, tokenizer.eod_id)
+            begin = original.bos_id if original.fingerprint == tokenizer.fingerprint else None
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(

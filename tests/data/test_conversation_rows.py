@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from tiny_chat import CHATML, MARKED, MISTRAL, make_chat_tokenizer, write_rows
 
 from fourfold.data.chat import ChatTemplate
 from fourfold.data.indexed import IndexedDataset
-from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.prepare_conversations import RowReader, prepare_conversations
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import UserError
 
 CALLS = CHATML.replace(
@@ -183,7 +186,7 @@ REFUSED = {
     ),
     "row": (CHATML, {"train_on": "all"}, {}, "the row has train_on, which would not be used; .* --ignore-key train_on"),
     "prompt": (CHATML, {"prompt": "fox?"}, {}, "the row has prompt, which would not be used"),
-    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; an answer has 0"),
+    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; only answers may have a weight, 0"),
     "message": (
         CHATML,
         {},
@@ -206,6 +209,9 @@ REFUSED = {
     ),
     "object": (CHATML, {}, {"content": {"text": "x"}}, "message 2 has no content that is text"),
     "speaker": (CHATML, {"messages": [{"from": "bing", "value": "x"}]}, {}, "message 1 is from 'bing'; human, gpt"),
+    "speakers": (CHATML, {"messages": [{"from": ["a"], "value": "x"}]}, {}, r"message 1 is from \['a'\]; human, gpt"),
+    "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
+    "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
 }
 
 
@@ -220,6 +226,56 @@ def test_what_a_row_says_and_would_be_dropped_is_refused(name: str, tmp_path: Pa
             rendered(tmp_path, template, row, ignored_keys=[name if name == "tools" else "train_on"])[1]
             == "yes<|im_end|>"
         )
+
+
+CALL = calling({"x": 1}, content="", weight=1)
+WHOLE = {
+    "messages": [{"role": "system", "content": "Be."}, ASK, CALL, {"role": "tool", "name": "f", "content": PART}, GOOD],
+    "tools": [TOOL],
+    "chat_template_kwargs": {"custom_tools": 1},
+    "id": 1,
+}
+FORMS = {
+    "messages": WHOLE,
+    "conversations": {"conversations": SHAREGPT, "system": "Be."},
+    "instruction": {"instruction": "Which?", "input": "fox?", "output": "yes", "text": "…", "system": "Be."},
+    "completion": {"prompt": [ASK], "completion": [GOOD]},
+    "text": {"prompt": "fox?", "completion": "yes"},
+    "pair": {"prompt": [ASK], "chosen": [GOOD], "rejected": [WRONG]},
+    "pair without prompt": {"chosen": [ASK, GOOD], "rejected": [ASK, WRONG]},
+    "pair of texts": {"prompt": "fox?", "chosen": "yes", "rejected": "no"},
+}
+WRONG_VALUES = [None, 5, "", "\ud800", [], {}, [5], {"a": 5}]
+
+
+def variants(value: object) -> Iterator[object]:
+    """The value with each of its parts, at any depth, replaced by values of other types, or under another name."""
+    yield from WRONG_VALUES
+    if isinstance(value, dict):
+        for key, part in value.items():
+            others = {name: each for name, each in value.items() if name != key}
+            yield from ({**others, key: each} for each in variants(part))
+            yield from ({**others, name: part} for name in ("", "from", "tokenize"))
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from ([*value[:number], each, *value[number + 1 :]] for each in variants(part))
+
+
+def test_a_value_of_a_wrong_type_is_text_or_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", TOOLS + "{# custom_tools #}")
+    found = Counter[str]()
+    for name, row in FORMS.items():
+        kind = "preferences" if "pair" in name else "sft"
+        reader = RowReader(folder, load_tokenizer(folder), None, kind, ())
+        for variant in variants(row):
+            path = write_rows(tmp_path / "rows.jsonl", [variant])
+            try:
+                found["text"] += len(list(reader.read(str(path))))
+            except UserError as error:
+                assert f"{path}, line 1: " in str(error)
+                found["refused"] += 1
+    assert found["text"] > 100 and found["refused"] > 500, found
 
 
 def test_pairs_follow_the_same_rules(tmp_path: Path) -> None:

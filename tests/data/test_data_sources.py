@@ -126,6 +126,21 @@ def test_texts_of_unknown_encodings_are_all_named(tmp_path: Path, tokenizer: dic
     assert not (tmp_path / "out" / "c.json").exists()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_texts_of_all_shards_are_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 8)
+    contents = {"a": "für".encode("latin-1"), "b": b"fine text", "c": "für".encode("latin-1"), "d": b"fine as well"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.txt").write_bytes(content.rjust(8))
+    with pytest.raises(UserError) as error:
+        prepare([f"{tmp_path}/*.txt"], tmp_path / "out" / "c", tokenizer="bytes", workers=workers)
+    named = [message.partition(" is not utf-8 text")[0] for message in str(error.value).split("; ")]
+    assert named[:2] == [f"{tmp_path}/a.txt", f"{tmp_path}/c.txt"] and named[2].startswith("name the encoding")
+    assert len(list((tmp_path / "out" / "c.parts").glob("*.npy"))) == 2, "the good shards stay"
+
+
 def test_texts_that_cannot_be_read_are_named_with_those_of_unknown_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
     (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
@@ -165,9 +180,13 @@ def test_every_file_is_decoded_by_its_own_encoding(tmp_path: Path, encoding: str
 @pytest.mark.parametrize(
     ("content", "encoding", "says"),
     [
-        (b"some\0bytes", None, r"is not utf-8 text: it would have the character '\\x00'; it may be UTF-16"),
-        (b"some\0bytes", "latin-1", r"is not iso8859-1 text: it would have the character '\\x00'; it may be UTF-16"),
-        (b"\0" * 1000, None, "is not utf-8 text: it would have the character"),
+        (b"some\0bytes", None, "has NUL bytes, so it is not utf-8 text; remove them, or leave the file out; if"),
+        (
+            b"some\0bytes",
+            "latin-1",
+            "has NUL bytes, so it is not iso8859-1 text; remove them, or leave",
+        ),
+        (b"\0" * 1000, None, "has NUL bytes, so it is not utf-8 text"),
         ("a\0b".encode("utf-16"), "latin-1", "has NUL bytes, so it is not text"),
         ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
         ("für".encode("latin-1"), "utf-16", r"is neither utf-8 nor utf-16 text \(byte \d"),

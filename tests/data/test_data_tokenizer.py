@@ -15,7 +15,7 @@ from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.data.stream import Position, cut
-from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, NoSuchToken, load_tokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.huggingface.tokenizer_file import write_tokenizer as write_exported
 
@@ -181,6 +181,22 @@ def test_an_exported_tokenizer_begins_texts_as_the_corpus_does(tmp_path: Path) -
         assert about == {"bos_token_id": begin[0] if begin else None, "eos_token_id": 1}
         [ids] = HFTokenizer(folder).encode_batch([TEXT])
         assert transformers.AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"] == [*begin, *ids]
+
+
+@pytest.mark.parametrize(("key", "option"), [("eod_id", "eos_token"), ("bos_id", "bos_token")])
+@pytest.mark.parametrize("number", [400, 1 << 70, -1])
+def test_a_tokenizer_without_the_tokens_of_the_corpus_did_not_make_it(
+    tmp_path: Path, key: str, option: str, number: int
+) -> None:
+    folder = write_tokenizer(tmp_path / "t", ["<bos>", "<eos>"], [])
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=folder, bos_token="<bos>")
+    with pytest.raises(NoSuchToken, match=f"has no token {number}, the {option} of a corpus"):
+        load_tokenizer(folder, **{key[:3]: number})
+    about = json.loads((tmp_path / "c.json").read_text())
+    (tmp_path / "c.json").write_text(json.dumps({**about, key: number}))
+    with pytest.raises(UserError, match=r"c-tokenizer\.json is not the tokenizer that made"):
+        corpus_tokenizer(tmp_path / "c")
 
 
 def test_refusals(tmp_path: Path) -> None:

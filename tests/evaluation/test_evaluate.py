@@ -17,12 +17,15 @@ from tiny_huggingface import make_model
 from tiny_task import Uniform, make_task
 
 from fourfold.checkpoints.saved_weights import SavedWeights
+from fourfold.data.manifest import corpus_tokenizer
+from fourfold.data.prepare import prepare
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.evaluation.evaluate import EvaluationRequest, run_evaluation
+from fourfold.evaluation.evaluate import EvaluationRequest, prefix_token, run_evaluation
 from fourfold.evaluation.perplexity import rolling_windows
-from fourfold.memorization.scored_model import find_model
+from fourfold.huggingface.model_folder import SOURCE_FOLDER
+from fourfold.memorization.scored_model import ScoredModel, find_model
 from fourfold.models.transformer import Transformer
 
 TEXT = "What is not read is not known; what is read twice is known by heart. Ünd so weiter. " * 3
@@ -186,6 +189,22 @@ def test_a_folder_and_its_import_have_the_same_numbers_with_a_token_before_a_tex
     nats = by_hand_of(saved, tokens, plain.bos_id, 16)
     for record in found:
         assert record["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
+
+
+def test_the_token_before_a_text_is_the_corpus_s_own_or_that_of_the_original_model(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "checkpoint" / SOURCE_FOLDER, bos=True)
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    original = HFTokenizer(source)
+    plain, begun = tmp_path / "plain", tmp_path / "begun"
+    prepare([tmp_path / "a.txt"], plain, tokenizer=source, workers=1)
+    prepare([tmp_path / "a.txt"], begun, tokenizer=source, bos_token="<s>", workers=1)
+    alone, imported = ScoredModel("m"), ScoredModel("m", tmp_path / "checkpoint")
+    assert original.bos_id != original.eod_id
+    assert prefix_token(corpus_tokenizer(plain), alone) == original.eod_id
+    assert prefix_token(corpus_tokenizer(plain), imported) == original.bos_id
+    assert prefix_token(corpus_tokenizer(begun), alone) == original.bos_id
+    larger = SimpleNamespace(bos_id=None, eod_id=original.vocab_size, fingerprint="of another tokenizer")
+    assert prefix_token(larger, imported) == original.vocab_size
 
 
 def test_a_tokenizer_without_an_end_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tiny_corpus import make_corpus
 
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
+from fourfold.data.prepare import prepare
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Axis
@@ -164,6 +165,20 @@ def test_a_corpus_whose_tokenizer_changed(tmp_path: Path) -> None:
     opened(make(own(prefix), model=wide))
     train_bpe(["quite other words and letters"], 290, f"{prefix}-tokenizer.json")
     assert "is not the tokenizer that made" in refusal(make(own(prefix), model=wide))
+
+
+def test_a_smaller_tokenizer_without_the_end_of_the_corpus(tmp_path: Path) -> None:
+    for name, size in (("large", 300), ("small", 257)):
+        train_bpe(["a few words"], size, tmp_path / f"{name}.json")
+    content = json.loads((tmp_path / "large.json").read_text())
+    last = max(content["model"]["vocab"].values()) + 1
+    content["added_tokens"].append({**content["added_tokens"][0], "id": last, "content": "<end>"})
+    (tmp_path / "large.json").write_text(json.dumps(content))
+    (tmp_path / "a.txt").write_text("a few words")
+    prefix = str(tmp_path / "c")
+    prepare([tmp_path / "a.txt"], prefix, tokenizer=tmp_path / "large.json", eos_token="<end>")
+    run = make(own(prefix, tokenizer=str(tmp_path / "small.json")), model={"preset": "llama-tiny", "vocab_size": 400})
+    assert "is not the tokenizer that made" in refusal(run)
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
