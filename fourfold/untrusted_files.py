@@ -41,8 +41,9 @@ def regular(file: Path) -> Path:
 def check_model_folder(folder: Path) -> None:
     """Check every file of a model's folder that could be read.
 
-    Raises ``UserError`` for a link that leads out of the folder (an export would publish what it leads to), and for a
-    named pipe. Links of the Hub's cache lead to the ``blobs`` of the same repository.
+    Raises ``UserError`` for a link that leads out of the folder (an export would publish what it leads to), for a named
+    pipe, and for an index that names files elsewhere. Links of the Hub's cache lead to the ``blobs`` of the same
+    repository.
     """
     root = Path(os.path.realpath(folder))
     allowed = [root, *(place.parent / "blobs" for place in (root, *root.parents) if place.name == "snapshots")]
@@ -55,5 +56,18 @@ def check_model_folder(folder: Path) -> None:
             if not any(target.is_relative_to(place) for place in allowed):
                 raise UserError(f"{file} is a link to {target}, outside the model's folder; put the file in its place")
             regular(file)
+            if file.name.endswith(".index.json"):
+                _check_index(file)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _check_index(index: Path) -> None:
+    """Raise ``UserError`` for an index of tensors with a path in place of a file's name."""
+    try:
+        listed = dict(parse_json(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        return  # whoever needs the index says that it is damaged
+    for tensor, file in listed.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
+            raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

@@ -25,9 +25,10 @@ LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 
 _OPTIMIZATION: dict[str, Any] = {
     "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
+    "data": {"mask_documents"},
     **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
 }
-"""Sections of the run file whose changes a resumed run warns of; of [training] only these keys."""
+"""Sections and keys of the run file whose changes a resumed run warns of."""
 
 
 class RecentSteps(Strict):

@@ -118,6 +118,8 @@ def _message(number: int, message: Any) -> Any:
     role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
     if role not in _ROLES:
         raise ValueError(f"message {number} is from {speaker!r}; {', '.join([*_SPEAKERS, *_ROLES])} are known")
+    if "content" in message:
+        raise ValueError(f"message {number} has from and content; the text of from is in value")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {"role": role, "content": message.get("value"), **others}
 
@@ -127,7 +129,8 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
     if unused:
         key = ", ".join(unused)
         raise ValueError(
-            f"the row has {key}, which would not be used; remove it, or drop it with --ignore-key {unused[0]}"
+            f"the row has {key}, which would not be used; remove it, or drop it with "
+            + " ".join(f"--ignore-key {name}" for name in unused)
         )
 
 

@@ -136,7 +136,9 @@ class RowReader:
                 for part in self._parts(row, self._ignored):
                     ids, trained = self._encode(part)
                     if not trained.any():
-                        raise ValueError("nothing of the conversation is trained; its answers may be empty")
+                        raise ValueError(
+                            "no token of the conversation is trained: its answers are empty or have weight 0; remove the row"
+                        )
                     documents.append((ids, trained, _text_bytes(part)))
             except ValueError as error:
                 raise UserError(f"{where}: {error}") from error

@@ -31,7 +31,10 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
             f"[masks] is not that of the steps before the checkpoint {checkpoint}, which were trained on other tokens; "
             "give the run another name to train all steps alike"
         )
-    if saved.optimization is not None:
+    if saved.optimization is None:
+        if not saved.weights_only:
+            _warn(f"{checkpoint} does not record the run's optimization, so a change of its keys cannot be named")
+    else:
         for warning in optimization_warnings(saved.optimization, optimization_settings(run), saved.step, checkpoint):
             _warn(warning)
 

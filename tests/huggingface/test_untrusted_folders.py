@@ -96,6 +96,8 @@ def test_an_index_names_files_of_its_own_folder(folder: Path, name: str) -> None
     first = changed_index(folder, name.format(folder=folder))
     (folder / first).rename(folder.parent / "secret.safetensors")
     assert "not the name of a file in the same folder" in refusal(folder)
+    with pytest.raises(UserError, match="not the name of a file in the same folder"):
+        load_model(folder)
 
 
 def test_small_files_that_are_not_json_are_not_copied(folder: Path) -> None:
