@@ -137,7 +137,8 @@ class RowReader:
                     ids, trained = self._encode(part)
                     if not trained.any():
                         raise ValueError(
-                            "no token of the conversation is trained: its answers are empty or have weight 0; remove the row"
+                            "no token of the conversation is trained: its answers are empty or have weight 0; "
+                            "remove the row"
                         )
                     documents.append((ids, trained, _text_bytes(part)))
             except ValueError as error:
