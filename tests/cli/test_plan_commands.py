@@ -320,7 +320,7 @@ def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli, tmp_path: Path)
         assert point["model_pflops"] == pytest.approx(rate) and point["megatron_pflops"] > 1.3 * rate
         for shown in (out, page.read_text(encoding="utf-8")):
             assert re.search(rf"\b{rate:,.1f}\b", shown) and "Megatron" not in shown
-            assert "Model PFLOP/s are those of MFU" in shown
+            assert "Model PFLOP/s count the same FLOPs as MFU" in shown
 
 
 @pytest.mark.slow

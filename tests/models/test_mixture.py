@@ -163,7 +163,7 @@ def test_parameters_are_counted() -> None:
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
         ({"mlp": "gelu"}, "experts are gated MLPs without biases"),
         ({"first_k_dense_replace": 2}, "leaves none of num_hidden_layers = 2 with experts"),
-        ({"shared_expert_gate": True}, "needs a width of it, for example shared_expert_intermediate_size = "),
+        ({"shared_expert_gate": True}, "needs shared_expert_intermediate_size, for example "),
         ({"num_experts": 0, "router_bias": True}, "router_bias has no meaning with num_experts = 0"),
     ],
 )

@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"needs training.precision = 'bf16'"):
         tiny_run(SIXTEENS, training={"float8": "rowwise"})
     with pytest.raises(
-        UserError, match=r"num_attention_heads × head_dim / x = 8 must be a multiple of 16 on every rank, as 16"
+        UserError, match=r"num_attention_heads × head_dim / x = 8 must be a multiple of 16 on every rank, such as 16"
     ):
         check_layout(bf16_run({"x": 8}, "rowwise"))
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
