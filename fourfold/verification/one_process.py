@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,9 +29,6 @@ from fourfold.verification.reference_labels import document_ends, kept_tokens, p
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 Parameters = Mapping[str, Tensor]
-Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""(parameters by our names, tokens [B, S], positions [B, S], documents [B, S] that attention must not leave, false
-[B, S] for padding) → logits [B, S, V]."""
 
 
 class Figures(NamedTuple):
@@ -57,6 +54,15 @@ class Sequences:
     """With [dpo]: the log-probability that its reference gives the kept tokens of each sequence."""
     is_data_BS: Tensor | None
     """False for padding; None: there is no padding."""
+
+    def part(self, rows: slice) -> Sequences:
+        """Return some of the sequences."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
+
+
+Logits = Callable[[Parameters, Sequences], Tensor]
+"""(parameters by our names, sequences) → logits [B, S, V]. Attention must not leave a document, if there are any."""
 
 
 class Reference:
@@ -85,7 +91,7 @@ class Reference:
         with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
             for first in range(0, len(batch.tokens_BS), size):
                 rows = slice(first, first + size)
-                part = self._loss(batch, rows) / kept
+                part = self._loss(batch.part(rows)) / kept
                 (part + self.router_losses.of(self.logits, batch, rows)).backward()
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
@@ -106,20 +112,17 @@ class Reference:
     def weights(self) -> dict[str, Tensor]:
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 
-    def _loss(self, batch: Sequences, rows: slice) -> Tensor:
-        """The sum of the losses of some sequences."""
-        documents_BS = None if batch.documents_BS is None else batch.documents_BS[rows]
-        parameters = {**self.frozen, **self.trained}
-        is_data_BS = None if batch.is_data_BS is None else batch.is_data_BS[rows]
-        logits_BSV = self.logits(parameters, batch.tokens_BS[rows], batch.positions_BS[rows], documents_BS, is_data_BS)
-        kept_BS = batch.kept_BS[rows]
+    def _loss(self, batch: Sequences) -> Tensor:
+        """Return the sum of the losses of the sequences."""
+        logits_BSV = self.logits({**self.frozen, **self.trained}, batch)
+        kept_BS = batch.kept_BS
         if batch.reference_B is not None:
             log_probs_BSV = logits_BSV.log_softmax(-1)
-            log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[rows, :, None])[..., 0]
-            gains_B = (log_probs_BS * kept_BS).sum(1) - batch.reference_B[rows].to(log_probs_BS.dtype)
+            log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
+            gains_B = (log_probs_BS * kept_BS).sum(1) - batch.reference_B.to(log_probs_BS.dtype)
             margins_P = self.run.dpo.beta * (gains_B[0::2] - gains_B[1::2])
             return (1 + (-margins_P).exp()).log().sum()
-        return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[rows][kept_BS], reduction="sum")
+        return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _sequences(self, step: int) -> Sequences:
         size, samples = self.run.training.global_batch_size, RandomSamples(self.run)
@@ -155,17 +158,10 @@ class PlainLogits:
             if isinstance(block.mlp, Mixture):
                 block.mlp.gate.register_forward_hook(partial(self._note, int(layer)))
 
-    def __call__(
-        self,
-        parameters: Parameters,
-        tokens_BS: Tensor,
-        positions_BS: Tensor,
-        documents_BS: Tensor | None,
-        is_data_BS: Tensor | None,
-    ) -> Tensor:
-        document_ends_BE = None if documents_BS is None else document_ends(documents_BS)
-        inputs = (tokens_BS, None, positions_BS, document_ends_BE)
-        out: Tensor = functional_call(self.model, dict(parameters), inputs, {"is_data_BS": is_data_BS})
+    def __call__(self, parameters: Parameters, batch: Sequences) -> Tensor:
+        document_ends_BE = None if batch.documents_BS is None else document_ends(batch.documents_BS)
+        inputs = (batch.tokens_BS, None, batch.positions_BS, document_ends_BE)
+        out: Tensor = functional_call(self.model, dict(parameters), inputs, {"is_data_BS": batch.is_data_BS})
         return out
 
     def _note(self, layer: int, router: nn.Module, inputs: tuple[Tensor, ...], routing: Routing) -> None:

@@ -14,7 +14,7 @@ from fourfold.huggingface.architectures.config_json import FULL, SLIDING, config
 from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.expert_files import in_modules
 from fourfold.huggingface.weight_names import name_map
-from fourfold.verification.one_process import Logits, Parameters
+from fourfold.verification.one_process import Logits, Parameters, Sequences
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
@@ -45,18 +45,13 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         knows_kinds = FAMILIES[config["model_type"]].lists_layer_types
         return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
 
-    def logits(
-        parameters: Parameters,
-        tokens_BS: Tensor,
-        positions_BS: Tensor,
-        documents_BS: Tensor | None,
-        is_data_BS: Tensor | None,
-    ) -> Tensor:
-        # Padding comes last, so that no token of the data sees it: is_data_BS changes no logit that counts.
+    def logits(parameters: Parameters, batch: Sequences) -> Tensor:
+        # Padding comes last, so no token of the data sees it, and its mask changes no logit that counts.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
-        mask = None if documents_BS is None else masks(documents_BS, next(iter(theirs.values())).dtype)
-        inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask}
+        dtype = next(iter(theirs.values())).dtype
+        mask = None if batch.documents_BS is None else masks(batch.documents_BS, dtype)
+        inputs = {"input_ids": batch.tokens_BS, "position_ids": batch.positions_BS, "attention_mask": mask}
         out: Tensor = functional_call(model, theirs, (), inputs).logits
         return out
 
