@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fourfold.data.loader import MicroBatch
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
@@ -51,7 +52,8 @@ class Comparison:
                 f"no label of the random samples of step {step + 1} counts, so there is nothing to compare; give a "
                 "larger training.global_batch_size or seq_length"
             )
-        validation = job.evaluate(micro_batches) if step == 0 else None
+        if step == 0:
+            self._validate(job, micro_batches)
         loss = job.forward_backward(micro_batches, kept)
         scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
         with_gradients = [shard for shard in job.trained if shard.grad is not None]
@@ -64,8 +66,6 @@ class Comparison:
         if gradients is not None and weights is not None:
             one, exact = self._references_step(job, step)
             self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
-            if validation is not None:
-                self._add("validation", [deviation("loss", validation, one.loss, exact.loss)])
             self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
             self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
@@ -96,6 +96,12 @@ class Comparison:
             self._add("resumed", [deviation("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
             self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
         self._compare_averages("resumed", job)
+
+    def _validate(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
+        loss = job.evaluate(micro_batches)
+        if self.references:
+            one, exact = (reference.evaluate(0) for reference in self.references)
+            self._add("validation", [deviation("loss", loss, one, exact)])
 
     def _compare_averages(self, quantity: str, job: Job) -> None:
         if job.average is not None and (averages := self._whole(job.trained, job.average.averages)) is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -80,18 +81,21 @@ class Reference:
         self.averages: dict[str, Tensor] = {}
         """Moving averages of the trained weights, where the run has them."""
 
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Return the mean loss of the step's random samples as validation computes it: experts take all their rows."""
+        batch = self._sequences(step)
+        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+            return self._loss(batch) / self._units(batch)
+
     def step(self, step: int, max_grad_norm: float) -> Figures:
         """Train one step on its random samples."""
-        batch = self._sequences(step)
-        kept, size = (
-            batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2,
-            self.run.training.micro_batch_size,
-        )
+        batch, size = self._sequences(step), self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
-        with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
+        with self._precision():
             for first in range(0, len(batch.tokens_BS), size):
                 rows = slice(first, first + size)
-                part = self._loss(batch.part(rows)) / kept
+                part = self._loss(batch.part(rows)) / self._units(batch)
                 (part + self.router_losses.of(self.logits, batch, rows)).backward()
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
@@ -111,6 +115,13 @@ class Reference:
 
     def weights(self) -> dict[str, Tensor]:
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        return InFloat64() if self.dtype == torch.float64 else nullcontext()
+
+    def _units(self, batch: Sequences) -> Tensor | int:
+        """Return what the loss is a mean of: the kept labels, or the pairs of [dpo]."""
+        return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences) -> Tensor:
         """Return the sum of the losses of the sequences."""
@@ -163,6 +174,13 @@ class PlainLogits:
         inputs = (batch.tokens_BS, None, batch.positions_BS, document_ends_BE)
         out: Tensor = functional_call(self.model, dict(parameters), inputs, {"is_data_BS": batch.is_data_BS})
         return out
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Compute as validation does, as long as the block lasts."""
+        self.model.eval()
+        yield
+        self.model.train()
 
     def _note(self, layer: int, router: nn.Module, inputs: tuple[Tensor, ...], routing: Routing) -> None:
         self.routings[layer] = routing

@@ -37,8 +37,9 @@ ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
 differently on any two machines."""
 
-LION_EPS = 1e-4
-"""Lion's sign is linear below eps, and rounding noise is far below this: without it, noise changes whole signs."""
+LION_EPS = 1e-2
+"""Lion's sign is linear below eps. With a small eps rounding noise changes whole signs. Near the size of the gradients it
+hides the noise of most entries, and chance decides what the few others show of one process."""
 
 WARMUP_STEPS = 2
 """The fewest in which a warm-up shows."""
