@@ -38,8 +38,8 @@ ADAM_EPS = 1e-3
 differently on any two machines."""
 
 LION_EPS = 1e-2
-"""Lion's sign is linear below eps. With a small eps rounding noise changes whole signs. Near the size of the gradients it
-hides the noise of most entries, and chance decides what the few others show of one process."""
+"""Lion's sign is linear below eps. With a small eps rounding noise changes whole signs. With an eps near the size of
+gradients most entries are at ±1, where no noise shows, and chance decides how much the few others show."""
 
 WARMUP_STEPS = 2
 """The fewest in which a warm-up shows."""
