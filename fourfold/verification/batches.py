@@ -73,7 +73,8 @@ class RandomSamples:
 
         All labels count in the first sequence of a batch, and one in twenty in the last. One micro-batch of a batch has
         no label, and one only in the last eighth of its sequences: there a rank of cp or x has none, and a mean over
-        its own tokens would divide by zero. Every step these are other micro-batches, so that no rank goes unseen.
+        its own tokens would divide by zero. Every step these are other micro-batches, so that no rank goes unseen. In a
+        batch of two or three micro-batches one has all its labels, so that no step is without.
         """
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
@@ -84,6 +85,8 @@ class RandomSamples:
             found[micro_batch == (step + 2) % count] = np.arange(self.seq_length) >= self.seq_length * 7 // 8
         if count > 1:
             found[micro_batch == (step + 1) % count] = False
+        if count in (2, 3):
+            found[micro_batch == step % count] = True
         if self.is_padded:
             found &= np.arange(1, self.seq_length + 1) < self.data_tokens(numbers)[:, None]
         return found
