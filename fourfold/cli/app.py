@@ -28,7 +28,6 @@ from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
-from fourfold.cli.serve import serve
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
@@ -52,7 +51,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "evaluate": evaluate,
         "audit": audit,
     },
-    "Use": {"generate": generate, "serve": serve, "export-hf": export_hf, "loki": loki},
+    "Use": {"generate": generate, "export-hf": export_hf, "loki": loki},
 }
 """The commands, in the order in which a project needs them."""
 

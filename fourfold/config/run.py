@@ -189,10 +189,9 @@ class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
     wandb: bool = Field(False, description="Also record the run in Weights & Biases (needs the extra `wandb`).")
-    mlflow: bool = Field(False, description="Also record the run in MLflow (needs the extra `mlflow`).")
     trackio: bool = Field(False, description="Also record the run in Trackio (needs the extra `trackio`).")
     project: str = Field(
-        "fourfold", min_length=1, max_length=128, description="Project, or experiment, of the run in these three."
+        "fourfold", min_length=1, max_length=128, description="Project of the run in Weights & Biases and Trackio."
     )
     machine: PathText | None = Field(
         None,
