@@ -127,7 +127,8 @@ class TrainingConfig(Strict):
     tuned_products: Literal["off", "cached", "measured"] = Field(
         "off",
         description="Memory layouts of the blocks' matrix products. cached: those that `fourfold machine "
-        "tune-matmul` found to be faster on this machine; measured: it also runs at the start, for sizes that it has not measured.",
+        "tune-matmul` found to be faster on this machine; measured: it also runs at the start, for sizes that it has "
+        "not measured.",
     )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
