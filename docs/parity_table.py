@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
+from low_precision import PrecisionError, precision_error  # noqa: E402
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_families import FAMILIES  # noqa: E402
@@ -40,7 +41,6 @@ from tuned_products import parity_on_cpu  # noqa: E402
 from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
 from fourfold.run_file.load import load_run  # noqa: E402
 from fourfold.verification.comparison import Against  # noqa: E402
-from fourfold.verification.low_precision import PrecisionError, precision_error  # noqa: E402
 from fourfold.verification.parity_report import ParityReport  # noqa: E402
 
 RUN_FILE = HERE.parent / "examples" / "parity.toml"

@@ -1,40 +1,36 @@
-"""Score the planner on the measured rows that come with fourfold; write docs/planner_validation.md and the constants
-that fourfold ships:
+"""Score the planner on the measured rows that come with fourfold, in ten minutes: python docs/planner_validation.py
 
-python docs/planner_validation.py
-
-or, in seconds, what it says of mixtures of experts, to which nothing is fitted, and of the rows:
-
-python docs/planner_validation.py mixtures
+It writes the page planner_validation.md, which git ignores, planner_figures.json with the tables that other pages
+quote, and the constants that fourfold ships.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import sys
 from pathlib import Path
 
 from validation_page.cells import percent
+from validation_page.error_intervals import order_factor
 from validation_page.every_row import every_row_section, rows_section
 from validation_page.known_sources import within_section
 from validation_page.left_out_rows import all_left_out, dense, intervals, intervals_section, left_out_section
-from validation_page.mixture_rows import mixtures_left_out, mixtures_section
+from validation_page.mixture_rows import mixtures_section
 from validation_page.published_figures import constants_section, published_section
 
-from fourfold.planning.calibration.error_intervals import order_factor
 from fourfold.planning.calibration.fit import Calibration, to_toml
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, errors_of, fit_rows
 
 HERE = Path(__file__).parent
+FIGURES = HERE / "planner_figures.json"
+QUOTED = ("A source that nothing was fitted to", "Intervals", "Published figures")
+"""Sections whose tables other pages quote."""
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
 
 
 def main() -> None:
     rows, skipped = read_rows([measured_table()])
-    if sys.argv[1:] == ["mixtures"]:
-        update_mixtures(rows, skipped)
-        return
     calibration = fit_rows(rows)
     left_out = all_left_out(rows)
     SHIPPED.write_text(
@@ -46,21 +42,24 @@ def main() -> None:
         + f"factor = {order_factor(dense(left_out['source'])):.3f}\n",
         encoding="utf-8",
     )
-    (HERE / "planner_validation.md").write_text(page(rows, skipped, calibration, left_out), encoding="utf-8")
+    text = page(rows, skipped, calibration, left_out)
+    (HERE / "planner_validation.md").write_text(text, encoding="utf-8")
+    FIGURES.write_text(json.dumps(tables_in(text), indent=1) + "\n", encoding="utf-8")
     for by, scored in left_out.items():
         print(f"{by} left out: mean {percent(errors_of(dense(scored))['mean_abs_error'])}")
 
 
-def update_mixtures(rows: list[Row], skipped: dict[str, int]) -> None:
-    """Replace the sections of the page that follow from the rows and the shipped constants."""
-    path = HERE / "planner_validation.md"
-    text = path.read_text(encoding="utf-8")
-    left_out = mixtures_left_out(rows)
-    for section in (introduction(rows), mixtures_section(rows, left_out), rows_section(skipped)):
-        text = re.sub(
-            rf"{re.escape(section[0])}\n.*?(?=\n## |\Z)", lambda _, new=section: "\n".join(new), text, flags=re.DOTALL
-        )
-    path.write_text(text, encoding="utf-8")
+def tables_in(text: str) -> list[dict[str, list[str] | list[list[str]]]]:
+    """The tables of the sections that are ``QUOTED``: columns and rows."""
+    found = []
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        if section.partition("\n")[0] in QUOTED:
+            for table in re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE):
+                columns, _, *rows = (
+                    [each.strip() for each in line.strip("|").split("|")] for line in table.splitlines()
+                )
+                found.append({"columns": columns, "rows": rows})
+    return found
 
 
 def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, left_out: dict[str, list[Scored]]) -> str:

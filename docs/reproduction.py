@@ -1,9 +1,9 @@
 """Write docs/reproduction.md from reproduction_page.md.in: python docs/reproduction.py
 
-A mark {{page.md; cells; column}} of the template becomes the cell of another page's table, in the row that begins with
-these cells; {{share; …}} shows it as a percentage. {{plan; name}} is a prediction that is made now, {{gaps; mask; key}}
-a figure of figures/mask_gaps.json, {{law; k; S}} the drop law, {{said; page.md; pattern}} a number in a page's text,
-{{runs}} the table of slingshot_runs.csv.
+A mark {{page.md; cells; column}} of the template becomes the cell of a table of another page, or of
+planner_figures.json, in the row that begins with these cells; {{share; …}} shows it as a percentage. {{plan; name}} is
+a prediction that is made now, {{gaps; mask; key}} a figure of figures/mask_gaps.json, {{law; k; S}} the drop law,
+{{said; page.md; pattern}} a number in a page's text, {{runs}} the table of slingshot_runs.csv.
 """
 
 from __future__ import annotations
@@ -58,9 +58,15 @@ def value_of(mark: list[str]) -> str:
 
 def cell(path: Path, beginning: list[str], column: str) -> str:
     """One cell of the only table that has such a row and such a column."""
-    found = []
-    for table in re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.MULTILINE):
-        header, *rows = ([each.strip() for each in line.strip("|").split("|")] for line in table.splitlines())
+    text, found = path.read_text(encoding="utf-8"), []
+    if path.suffix == ".json":
+        tables = [[table["columns"], *table["rows"]] for table in json.loads(text)]
+    else:
+        tables = [
+            [[each.strip() for each in line.strip("|").split("|")] for line in table.splitlines()]
+            for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+        ]
+    for header, *rows in tables:
         if column in header:
             found += [row[header.index(column)] for row in rows if row[: len(beginning)] == beginning]
     assert len(found) == 1, f"{path.name}: {len(found)} cells for {beginning} in column {column}"
@@ -118,7 +124,7 @@ def planned() -> dict[str, str]:
     stages = [sum(stage.values()) - stage["reserve"] for stage in of_175b[2].stages]
     steps = 20e12 / (3072 * 2048)
     as_run, best = (
-        float(cell(HERE / "planner_validation.md", ["frontier-1t", "frontier"], column).split(":")[0])
+        float(cell(HERE / "planner_figures.json", ["frontier-1t", "frontier"], column).split(":")[0])
         for column in ("as run", "best")
     )
     overlapped, exposed = axonn_with_overlap(True), axonn_with_overlap(False)
@@ -140,7 +146,7 @@ def planned() -> dict[str, str]:
 
 
 def axonn_with_overlap(overlap: bool) -> Prediction:
-    """GPT-80B on 8,192 GCDs in the layout of docs/planner_validation.md, with AxoNN's overlap or without any."""
+    """GPT-80B on 8,192 GCDs in the layout of planner_figures.json, with AxoNN's overlap or without any."""
     machine = load_machine("frontier")
     switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
     layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch": 2}

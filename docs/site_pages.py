@@ -23,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     for path in sorted((ROOT / "examples").rglob("*.*")):
-        if path.suffix in (".toml", ".py", ".json", ".yaml"):
+        if path.suffix in (".toml", ".py", ".json", ".yaml", ".sh"):
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 

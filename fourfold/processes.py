@@ -135,10 +135,10 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     )
 
 
-def end_with_starter(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that started it ends; without effect but on Linux."""
+def end_with_starter() -> None:
+    """Have the kernel kill this process when the thread that started it ends; without effect but on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_parent() -> None:

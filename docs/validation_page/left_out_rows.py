@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.calibration.error_intervals import KINDS, MIN_COMPARED, NEAR, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.calibration.score import KEYS, Scored, errors_of, predict_left_out, predict_rows, summary
 from fourfold.planning.cost.memory import CACHED, UNUSABLE
 from validation_page.cells import number, percent, table
+from validation_page.error_intervals import KINDS, MIN_COMPARED, NEAR, coverage, interval_of, order_factor
 from validation_page.memory_rows import allocator_share, memory_rows, misfits
 
 

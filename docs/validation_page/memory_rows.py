@@ -6,12 +6,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from fourfold.planning.calibration.memory_cases import CAPACITIES, FitCases, memory_cases
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import CACHED, SPREAD, UNUSABLE, normal_share, peak_memory, runtime_bytes
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from validation_page.cells import percent, table
+from validation_page.memory_cases import CAPACITIES, FitCases, memory_cases
 
 NOISE_OF_MEMORY = 0.12
 """Standard deviation of one measured memory row around its prediction."""

@@ -42,7 +42,7 @@ def published_section(calibration: Calibration) -> list[str]:
         "deviation of 1.6 %, and products on Perlmutter, repeats among them, of 1.1 % (the same logs). All devices",
         "wait for the slowest, which the planner counts (`spread` in the machine files). Nobody has published",
         "collectives of 32,768 GCDs, nor how long their ranks wait for each other's network. Your own runs on these",
-        "machines correct the constants (`fourfold calibrate --from`).",
+        "machines correct the constants (`fourfold machine calibrate --from`).",
         "",
         "AxoNN's code differs from what is predicted here in three ways (axonn-ai/axonn, `intra_layer` and",
         "`communication.py`). The larger sums, of q, k, v and up, are over its inner ranks, which are neighbors;",

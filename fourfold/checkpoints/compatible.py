@@ -59,7 +59,8 @@ def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> 
 def check_has_model(path: Path, state: CheckpointState) -> None:
     """Raise ``UserError`` for a checkpoint of adapters without the model that they belong to."""
     if state.lora is not None:
-        raise UserError(f"{path} has LoRA adapters only; `fourfold export-hf {path} OUT --merge` makes a model of it")
+        command = f"fourfold checkpoint export-hf {path} OUT --merge"
+        raise UserError(f"{path} has LoRA adapters only; `{command}` makes a model of it")
 
 
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:

@@ -23,12 +23,12 @@ from fourfold.cli.generate import generate
 from fourfold.cli.import_hf import import_hf
 from fourfold.cli.launch import launch
 from fourfold.cli.loki import loki
+from fourfold.cli.machine import machine
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
-from fourfold.cli.serve import serve
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
@@ -42,19 +42,22 @@ if TYPE_CHECKING:
     from typer._click import Context
 
 PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Plan": {"plan": plan, "trace": trace, "tune": tune, "tune-matmul": tune_matmul, "calibrate": calibrate},
-    "Prepare": {"doctor": doctor, "prepare": prepare, "masks": masks, "import-hf": import_hf},
+    "Plan": {"plan": plan, "trace": trace, "tune": tune},
+    "Prepare": {"machine": machine, "prepare": prepare, "masks": masks},
     "Train": {"train": train, "launch": launch},
-    "Inspect": {
-        "report": report,
-        "parity": parity,
-        "checkpoint": checkpoint,
-        "evaluate": evaluate,
-        "audit": audit,
-    },
-    "Use": {"generate": generate, "serve": serve, "export-hf": export_hf, "loki": loki},
+    "Inspect": {"report": report, "parity": parity, "evaluate": evaluate, "audit": audit},
+    "Use": {"checkpoint": checkpoint, "generate": generate, "loki": loki},
 }
 """The commands, in the order in which a project needs them."""
+
+EARLIER: dict[str, Callable[..., None]] = {
+    "doctor": doctor,
+    "calibrate": calibrate,
+    "tune-matmul": tune_matmul,
+    "import-hf": import_hf,
+    "export-hf": export_hf,
+}
+"""Commands of ``machine`` and ``checkpoint`` that scripts may still call by these names; no help lists them."""
 
 
 class InOrder(TyperGroup):
@@ -77,6 +80,8 @@ for panel, commands in PANELS.items():
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
             app.command(name, rich_help_panel=panel)(command)
+for name, command in EARLIER.items():
+    app.command(name, hidden=True)(command)
 
 
 @app.callback(invoke_without_command=True)

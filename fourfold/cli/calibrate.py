@@ -1,4 +1,4 @@
-"""fourfold calibrate"""
+"""fourfold machine calibrate"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def calibrate(
     minute; start it with srun or torchrun on two or more nodes to measure the network too. With --from it fits the
     planner's constants to measured steps, and prints the error on rows that were held out of the fit.
 
-    Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
+    Example: fourfold machine calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
     from fourfold.data.files import write_output
     from fourfold.planning.machines.machine import load_machine

@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.export_hf import export_hf
+from fourfold.cli.import_hf import import_hf
 from fourfold.cli.working import working
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Check what a run has saved.")
+checkpoint = typer.Typer(no_args_is_help=True, help="Check checkpoints, and convert them from and to Hugging Face.")
+checkpoint.command("import-hf")(import_hf)
+checkpoint.command("export-hf")(export_hf)
 
 
 @checkpoint.command()

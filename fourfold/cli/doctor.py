@@ -1,4 +1,4 @@
-"""fourfold doctor"""
+"""fourfold machine doctor"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fourfold export-hf"""
+"""fourfold checkpoint export-hf"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fourfold import-hf"""
+"""fourfold checkpoint import-hf"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fourfold.cli.options import SITES, Overrides, RunFile, complete_site
 if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
 
-launch = typer.Typer(no_args_is_help=True, help="Write the script or manifest that starts a run on a cluster.")
+launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
 
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job; their GPUs must be those of the grid.")]
 Output = Annotated[
@@ -73,57 +73,6 @@ def slurm(
     )
     run = load_run(run_file, overrides)
     _write(slurm_script(str(run_file), run, load_site(site), job), run, output)
-
-
-@launch.command()
-def torchrun(
-    run_file: RunFile,
-    nodes: Nodes = 1,
-    output: Output = None,
-    setup: Setup = None,
-    save_seconds: SaveSeconds = 300,
-    max_crashes: Annotated[int, typer.Option(min=0, help="Times that torchrun starts the processes again.")] = 3,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Write a shell script that starts torchrun, to be run on every node.
-
-    Example: fourfold launch torchrun RUN.toml --nodes 2 --output job.sh, and on both nodes: bash job.sh node0
-    """
-    from fourfold.launch.job_scripts.torchrun_script import torchrun_script
-    from fourfold.run_file.load import load_run
-
-    run = load_run(run_file, overrides)
-    where = None if setup is None else str(setup)
-    _write(torchrun_script(str(run_file), run, nodes, where, save_seconds, max_crashes, overrides), run, output)
-
-
-@launch.command()
-def kubernetes(
-    run_file: RunFile,
-    image: Annotated[str, typer.Option(help="Container image in which `fourfold` and torchrun are found.")],
-    claim: Annotated[str, typer.Option(help="Persistent volume claim that holds the corpora and the checkpoints.")],
-    nodes: Nodes = 1,
-    folder: Annotated[
-        str, typer.Option(help="Where the claim is mounted; the run file's relative paths begin here.")
-    ] = "/workspace",
-    gpu: Annotated[str, typer.Option(help="The cluster's resource for GPUs, as amd.com/gpu.")] = "nvidia.com/gpu",
-    output: Output = None,
-    save_seconds: SaveSeconds = 300,
-    max_crashes: Annotated[int, typer.Option(min=0, help="Times that a node's processes, and pods, start again.")] = 3,
-    overrides: Overrides = [],  # noqa: B006
-) -> None:
-    """Write a manifest for `kubectl apply`: an indexed Job with one pod for each node.
-
-    It needs no operator. The run file goes with it, in a ConfigMap.
-
-    Example: fourfold launch kubernetes RUN.toml --nodes 2 --image registry/fourfold --claim training --output job.yaml
-    """
-    from fourfold.launch.job_scripts.kubernetes_manifest import KubernetesJob, kubernetes_manifest
-    from fourfold.run_file.load import load_run
-
-    run = load_run(run_file, overrides)
-    job = KubernetesJob(nodes, image, claim, folder, gpu, save_seconds, max_crashes, overrides)
-    _write(kubernetes_manifest(run_file.read_text(encoding="utf-8"), run, job), run, output)
 
 
 def _write(script: str, run: RunConfig, output: Path | None) -> None:

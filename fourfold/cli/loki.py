@@ -43,8 +43,6 @@ def calibrate(
         Literal["pre", "post", "both"],
         typer.Option(help="Keys before or after their rotary embedding; both: the better one for each layer."),
     ] = "both",
-    report: Annotated[Path | None, typer.Option(metavar="RANKS.html", help="Write the ranks as an HTML page.")] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="RANKS.png", help="Draw them (needs matplotlib).")] = None,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
@@ -55,27 +53,19 @@ def calibrate(
     Prints how many components explain 90 % of the variance in each layer. Calibrate on text of the kind and length that
     you will generate from; a few tens of thousands of tokens are enough.
 
-    Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors --report ranks.html
+    Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors
     """
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
-    from fourfold.reports.loki_report import import_matplotlib, write_rank_picture, write_rank_report
     from fourfold.reports.terminal import rank_table
 
-    for file in filter(None, (out, report, picture)):
-        _check_writable(file)
-    if picture is not None:
-        import_matplotlib()
+    _check_writable(out)
     with as_huggingface(model) as names:
         opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
         kinds = ("pre", "post") if basis == "both" else (basis,)
         found = find_basis(opened, windows, kinds, _progress("calibrating"))
     found.save(out)
     record = {"basis": str(out), "model": model, **found.record()}
-    if report is not None:
-        write_rank_report(record, report)
-    if picture is not None:
-        write_rank_picture(record, picture)
     show(record, as_json, rank_table)
 
 

@@ -74,13 +74,13 @@ def tune(
 ) -> None:
     """Find the fastest layout of a run by real trials of a few steps, in the order that the planner predicts.
 
-    Writes into its folder: best.toml (the run file), tune.html, machine.toml (the calibration), and the trials. The
-    same command continues a search that was interrupted.
+    Writes into its folder: best.toml (the run file), machine.toml (the calibration), tune.json, and the trials.
+    The same command continues a search that was interrupted.
 
     Example: fourfold tune RUN.toml --trials 12 --space pp=1,2 --machine mine.toml
     """
     from fourfold.launch.job_scripts.slurm_script import SlurmJob
-    from fourfold.reports.tune_report import tune_tables, write_tune_report
+    from fourfold.reports.tune_report import tune_tables
     from fourfold.tuning.start_search import search_for
     from fourfold.tuning.tune_record import finish
     from fourfold.tuning.tuner import Settings
@@ -112,5 +112,4 @@ def tune(
         typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
         raise typer.Exit(ended_by(signal.SIGINT)) from None
     result = finish(search, base, end)
-    write_tune_report(search.folder / "tune.html", result)
     show(result.record(), as_json, lambda _: tune_tables(result))

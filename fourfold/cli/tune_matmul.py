@@ -1,4 +1,4 @@
-"""fourfold tune-matmul"""
+"""fourfold machine tune-matmul"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ValidationConfig(Strict):
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780): float32, cut over the grid as they are.
 
-    It is saved with them, validated beside them, and written by `fourfold export-hf --ema`
+    It is saved with them, validated beside them, and written by `fourfold checkpoint export-hf --ema`
     ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 

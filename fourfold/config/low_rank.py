@@ -12,8 +12,8 @@ from fourfold.config.strict import Strict
 class LoRAConfig(Strict):
     """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's type, without optimizer states.
 
-    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold export-hf` writes them as peft reads them,
-    or merged into the model ([huggingface.md](huggingface.md#lora)).
+    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold checkpoint export-hf` writes
+    them as peft reads them, or merged into the model ([huggingface.md](huggingface.md#lora)).
     """
 
     rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")

@@ -126,8 +126,9 @@ class TrainingConfig(Strict):
     )
     tuned_products: Literal["off", "cached", "measured"] = Field(
         "off",
-        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold tune-matmul` found to "
-        "be faster on this machine; measured: it also runs at the start, for sizes that it has not measured.",
+        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold machine "
+        "tune-matmul` found to be faster on this machine; measured: it also runs at the start, for sizes that it has "
+        "not measured.",
     )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
@@ -189,15 +190,14 @@ class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
     wandb: bool = Field(False, description="Also record the run in Weights & Biases (needs the extra `wandb`).")
-    mlflow: bool = Field(False, description="Also record the run in MLflow (needs the extra `mlflow`).")
     trackio: bool = Field(False, description="Also record the run in Trackio (needs the extra `trackio`).")
     project: str = Field(
-        "fourfold", min_length=1, max_length=128, description="Project, or experiment, of the run in these three."
+        "fourfold", min_length=1, max_length=128, description="Project of the run in Weights & Biases and Trackio."
     )
     machine: PathText | None = Field(
         None,
         description="A machine of the planner, or a machine file: after ten steps, the prediction for it is shown "
-        "beside the measurement. On a CPU only with a file that `fourfold calibrate` has written.",
+        "beside the measurement. On a CPU only with a file that `fourfold machine calibrate` has written.",
     )
 
 

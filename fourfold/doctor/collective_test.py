@@ -23,7 +23,7 @@ REPETITIONS = 5
 BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 ADVICE = (
     "look at the findings above; NCCL_DEBUG=INFO (or TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo) says more when "
-    "`fourfold doctor` is started again"
+    "`fourfold machine doctor` is started again"
 )
 
 

@@ -68,7 +68,7 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
         if request.overrides and option == "--model":
             raise UserError(
                 f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; import it with "
-                "`fourfold import-hf` to audit it on a grid"
+                "`fourfold checkpoint import-hf` to audit it on a grid"
             )
         return ScoredModel(name)
     checkpoint = newest_checkpoint(path)

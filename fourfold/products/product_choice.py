@@ -37,7 +37,7 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
         if len(layers) < len(sizes):
             print(
                 f"warning: {len(sizes) - len(layers)} of the {len(sizes)} sizes of this run's products are not in this "
-                "machine's table, and are computed as stored; `fourfold tune-matmul` measures them",
+                "machine's table, and are computed as stored; `fourfold machine tune-matmul` measures them",
                 file=sys.stderr,
             )
     tuned = {(each.outputs, each.inputs): layer.layout for each, layer in layers.items()}

@@ -1,4 +1,4 @@
-"""`fourfold tune-matmul`: the products of a run file measured on this machine, as a record."""
+"""`fourfold machine tune-matmul`: the products of a run file measured on this machine, as a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of `fourfold doctor` for the terminal."""
+"""Lines of `fourfold machine doctor` for the terminal."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""Reports of Loki's calibration and evaluation: the page, the picture, and the rows of the terminal's tables."""
+"""Rows of the terminal's tables of Loki's calibration and evaluation."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
-
-from fourfold.data.files import write_output
-from fourfold.errors import UserError
-from fourfold.extras import import_extra
-from fourfold.reports import html
-from fourfold.reports.heatmap import heat_map
 
 Record = Mapping[str, Any]
 Rows = list[list[str]]
@@ -35,51 +27,6 @@ def rank_rows(record: Record) -> Rows:
         row += [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
         rows.append([*row, *([record["best"][layer]] if record["recall"] else [])])
     return rows
-
-
-def write_rank_report(record: Record, path: Path) -> None:
-    """Write the page of one calibration. Raises ``UserError`` when it cannot be written."""
-    maps = [
-        heat_map(title, ranks, row_label="layer", column_label="KV head", limits=(0, record["head_dim"]))
-        for title, ranks in _maps(record)
-    ]
-    facts = {
-        "model": record["model"],
-        "calibrated on": f"{record['tokens']:,} tokens, windows of {record['seq_length']:,}",
-        "dims of a head": record["head_dim"],
-        **{f"mean Rank@90, {KINDS[kind]}": f"{mean:.1f}" for kind, mean in record["mean_rank"].items()},
-    }
-    sections = [
-        html.facts(facts),
-        html.charts(maps),
-        "<h2>Layers</h2>",
-        html.table(rank_header(record), rank_rows(record)),
-    ]
-    write_output(path, html.page("Ranks of the keys", record["model"], sections))
-
-
-def import_matplotlib() -> ModuleType:
-    """Import the matplotlib library, or raise ``UserError``."""
-    return import_extra("matplotlib", "plots", "--picture (unlike --report) needs")
-
-
-def write_rank_picture(record: Record, path: Path) -> None:
-    """Write the heat maps as a PNG, or in the format of the file's suffix. Raises ``UserError`` without matplotlib."""
-    import_matplotlib().use("Agg")
-    from matplotlib import pyplot
-
-    maps = _maps(record)
-    figure, axes = pyplot.subplots(1, len(maps), figsize=(5 * len(maps), 4), squeeze=False, layout="constrained")
-    for axis, (title, ranks) in zip(axes[0], maps, strict=True):
-        image = axis.imshow(ranks, aspect="auto", vmin=0, vmax=record["head_dim"], cmap="Blues")
-        axis.set(title=title, xlabel="KV head", ylabel="layer")
-    figure.colorbar(image, ax=axes[0].tolist(), label="Rank@90")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write the picture {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
 
 
 PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity", "recall", "captured mass")
@@ -140,7 +87,3 @@ def task_rows(tasks: Record) -> Rows:
         for task, found in tasks.items()
         for metric, value in found.get("full", {}).items()
     ]
-
-
-def _maps(record: Record) -> list[tuple[str, Sequence[Sequence[float]]]]:
-    return [(f"Rank@90, {KINDS[kind]}, dims", ranks) for kind, ranks in record["ranks"].items()]

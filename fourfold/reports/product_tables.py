@@ -1,4 +1,4 @@
-"""The table of tuned products, as `fourfold tune-matmul` prints it."""
+"""The table of tuned products, as `fourfold machine tune-matmul` prints it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Charts of many layouts: a scatter, and parallel coordinates."""
+"""A scatter chart of many layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fourfold.reports.chart import chart, empty_chart
-from fourfold.reports.numbers import format_number
 
 
 @dataclass(frozen=True)
@@ -68,50 +67,3 @@ def scatter(
         "series": series,
     }
     return chart(title, option, height=height, zoom="xy")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line through all coordinates: a number or word of each; `text` appears under the pointer."""
-
-    values: Sequence[str | float]
-    text: str
-    color: str = "--s0"
-    opacity: float = 0.6
-    width: float = 1.5
-    dashed: bool = False
-
-
-def parallel_coordinates(title: str, names: Sequence[str], paths: Sequence[Line], *, height: int = 360) -> str:
-    """Draw a vertical axis for each of `names`, with its values evenly spaced in order, and a line for each path.
-
-    Later paths are drawn on top. Dragging along an axis selects the paths that pass there.
-    """
-    if len(names) < 2 or not paths:
-        return empty_chart(title, "nothing to compare")
-    axes = []
-    places: list[dict[str | float, int]] = []
-    for dim, name in enumerate(names):
-        among = sorted({path.values[dim] for path in paths}, key=lambda value: (isinstance(value, str), value))
-        places.append({value: place for place, value in enumerate(among)})
-        labels = [value if isinstance(value, str) else format_number(value, 4) for value in among]
-        axes.append({"dim": dim, "name": name, "type": "category", "data": labels, "boundaryGap": len(among) == 1})
-    data = [
-        {
-            "value": [place[value] for place, value in zip(places, path.values, strict=True)],
-            "text": path.text,
-            "lineStyle": {
-                "color": path.color,
-                "opacity": path.opacity,
-                "width": path.width,
-                "type": "dashed" if path.dashed else "solid",
-            },
-        }
-        for path in paths
-    ]
-    option = {
-        "parallelAxis": axes,
-        "parallel": {},
-        "series": [{"type": "parallel", "data": data, "name": title, "emphasis": {"lineStyle": {"width": 4}}}],
-    }
-    return chart(title, option, height=height)

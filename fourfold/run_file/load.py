@@ -57,6 +57,9 @@ ELSEWHERE = {
 }
 """Names that other frameworks have for the same keys."""
 
+REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set metrics.wandb or metrics.trackio"}
+"""Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
+
 CLOSE_SPELLING = 0.75
 """Similarity above which a key counts as a misspelling: 0.9 for seq_lenght and seq_length, 0.71 for streaming and
 train."""
@@ -97,7 +100,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
     """Validate a run given as nested tables. A mistake is blamed on the override that sets its key, else on `where`."""
-    table = dict(table)
+    table = _without_removed(table)
     if isinstance(table.get("model"), dict):
         table["model"] = with_preset(from_huggingface(table["model"]))
     try:
@@ -114,6 +117,15 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
     if run.model.from_hf is not None:
         check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
     return run
+
+
+def _without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table without the keys of removed features that are off: older run folders have them."""
+    kept = dict(table)
+    for section, key in REMOVED:
+        if isinstance(kept.get(section), dict) and kept[section].get(key) is False:
+            kept[section] = {name: value for name, value in kept[section].items() if name != key}
+    return kept
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -162,6 +174,8 @@ def _shortened(value: Any) -> str:
 def _nearest(location: tuple[int | str, ...]) -> str:
     """Suggest a key for an unknown one: its name here, the sections that have it, a close spelling, or all keys."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
+    if (removed := REMOVED.get((".".join(sections), name))) is not None:
+        return removed
     if name in ELSEWHERE:
         return f"here it is called {ELSEWHERE[name]}"
     models = {other: section_of(field.annotation) for other, field in RunConfig.model_fields.items()}

@@ -1,9 +1,8 @@
-"""The clients of experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""The clients of experiment trackers behind one small interface: TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +12,6 @@ from fourfold.data.files import write_whole
 from fourfold.run_file.dump import to_toml
 
 Numbers = Mapping[str, float]
-
-_LONGEST_VALUE = 5000  # characters; MLflow refuses values above 6,000
-_PARAMETERS_AT_ONCE = 100  # MLflow's limit of one request
 
 
 @dataclass(frozen=True)
@@ -108,47 +104,6 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-class MLflow:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names; the project is its experiment.
-
-    Parameters cannot change there: those of a resumed run that differ are tags, ``from_step_N.KEY``.
-    """
-
-    def __init__(self, tracked: TrackedRun, first_step: int) -> None:
-        from mlflow.entities import Metric, Param, RunTag
-        from mlflow.tracking import MlflowClient
-
-        self._metric, self._client = Metric, MlflowClient()
-        id_file = tracked.id_file("mlflow")
-        known = _known_id(id_file, first_step)
-        parameters = {key: str(value)[:_LONGEST_VALUE] for key, value in _flat(tracked.run.model_dump(mode="json"))}
-        tags = {f"machine.{key}": str(value)[:_LONGEST_VALUE] for key, value in tracked.machine().items()}
-        if known is None:
-            experiment = self._client.get_experiment_by_name(tracked.project)
-            number = self._client.create_experiment(tracked.project) if experiment is None else experiment.experiment_id
-            self._id: str = self._client.create_run(number, run_name=tracked.run.name).info.run_id
-            write_whole(id_file, self._id.encode())
-        else:
-            self._id = known
-            self._client.update_run(known, status="RUNNING")
-            begun_with = self._client.get_run(known).data.params
-            changed = {key: value for key, value in parameters.items() if begun_with.get(key) != value}
-            tags |= {f"from_step_{first_step + 1}.{key}": value for key, value in changed.items()}
-            parameters = {}
-        items = [Param(key, value) for key, value in parameters.items()]
-        for begin in range(0, len(items), _PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._id, params=items[begin : begin + _PARAMETERS_AT_ONCE])
-        self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        now = int(time.time() * 1000)
-        metrics = [self._metric(key, float(value), now, step) for key, value in numbers.items()]
-        self._client.log_batch(self._id, metrics=metrics)
-
-    def finish(self, failed: bool) -> None:
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-
 class Trackio:
     """A run of Trackio, in the folder that TRACKIO_DIR names, or the Space of TRACKIO_SPACE_ID."""
 
@@ -173,7 +128,6 @@ class Trackio:
 CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
     "trackio": Trackio,
 }
 """The clients by their keys in [metrics], which are also the names of their libraries and extras."""
@@ -182,12 +136,3 @@ CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
 def _known_id(file: Path, first_step: int) -> str | None:
     """The tracker's id of a run that goes on; None for one that begins, or was not tracked until now."""
     return file.read_text(errors="replace").strip() if first_step and file.is_file() else None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of nested tables, as ``section.key``, with its value."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -210,7 +210,6 @@ def sampler_of(method: Method, seed: int) -> optuna.samplers.BaseSampler:
 def import_optuna() -> Any:
     """Import Optuna, and have it print warnings only."""
     optuna = import_extra("optuna", "tune", "a search needs")
-    import_extra("sklearn", "tune", "a search needs")  # at its end
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

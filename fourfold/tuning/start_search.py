@@ -79,7 +79,7 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
     name = given or run.metrics.machine or (None if on_gpu else "laptop")
     if name is None:
         raise UserError(
-            "--machine is missing: a machine of the planner, or a file that `fourfold calibrate` writes, whose "
+            "--machine is missing: a machine of the planner, or a file that `fourfold machine calibrate` writes, whose "
             "predictions order the trials"
         )
     return name

@@ -1,4 +1,4 @@
-"""The result of a search: its trials, the best layout and the calibration, which are written, and what mattered."""
+"""The result of a search: its trials, the best layout and the calibration, which are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
-from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.machine_fit import FittedMachine, fit_machine
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.machines.write import machine_toml
@@ -24,7 +23,6 @@ from fourfold.training.metrics import METRICS_FILE
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.propose import Proposal, p_out, posterior_of
 from fourfold.tuning.result import Result, Trial
-from fourfold.tuning.sensitivity import Sensitivity, sensitivity, surrogate
 from fourfold.tuning.trial_run import RUN_FOLDER
 from fourfold.tuning.tuner import TRIALS, Search, best_of
 
@@ -72,8 +70,8 @@ class TuneRecord:
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
     the order of layouts."""
-    planner: Sensitivity
-    trees: Sensitivity | None
+    held_out_error: float | None
+    """The mean error of the calibrated planner on trials that were held out of its fit; None without such trials."""
     files: dict[str, str]
 
     def record(self) -> dict[str, Any]:
@@ -121,8 +119,6 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    calibrated = np.log(candidates.but_with(constants_for(fitted.machine)).seconds)
-    held_out, grown = fitted.held_out["mean_abs_error"], surrogate(candidates, trials)
     # The planner's own margin of memory.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
@@ -144,8 +140,7 @@ def _record(
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
         error_before=_error_of_order(candidates, done),
-        planner=sensitivity(candidates, calibrated, best, len(done), held_out),
-        trees=None if grown is None else sensitivity(candidates, grown[0], best, grown[1], grown[2]),
+        held_out_error=fitted.held_out["mean_abs_error"],
         files=files,
     )
 

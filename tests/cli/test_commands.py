@@ -15,6 +15,7 @@ from tiny_corpus import run_file
 
 from fourfold import __version__
 from fourfold.__main__ import main
+from fourfold.cli.app import PANELS
 from fourfold.training.job import Job
 from fourfold.training.outcome import Outcome
 from fourfold.verification.parity_report import ParityReport
@@ -27,11 +28,10 @@ COMMANDS = (
     "report",
     "masks",
     "audit",
-    "import-hf",
-    "export-hf",
     "generate",
-    "doctor",
+    "machine",
     "launch",
+    "checkpoint",
 )
 
 
@@ -61,6 +61,18 @@ def test_help(cli: Cli) -> None:
         assert f"Usage: fourfold {command} " in page
         assert "--help" in page
     assert cli("--version") == (0, f"fourfold {__version__}\n", "")
+
+
+def test_commands_keep_their_earlier_names(cli: Cli) -> None:
+    """Scripts that call them still work; the help lists them in their groups alone."""
+    names = [name for commands in PANELS.values() for name in commands]
+    assert len(names) == 15
+    groups = {"machine": ["doctor", "calibrate", "tune-matmul"], "checkpoint": ["import-hf", "export-hf"]}
+    for group, earlier in groups.items():
+        assert group in names and not set(earlier) & set(names)
+        for name in earlier:
+            pages = [cli(*words, "--help")[1].partition("╭")[2] for words in ((name,), (group, name))]
+            assert pages[0] and pages[0] == pages[1]
 
 
 @pytest.mark.parametrize("columns", [80, 100])

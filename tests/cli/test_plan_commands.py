@@ -1,4 +1,4 @@
-"""fourfold plan and fourfold calibrate as a user types them."""
+"""fourfold plan and fourfold machine calibrate as a user types them."""
 
 from __future__ import annotations
 

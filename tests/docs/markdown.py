@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+GENERATED = REPOSITORY / "docs" / "planner_validation.md"
+"""A page that git ignores, and that is only there where docs/planner_validation.py has run."""
+TRACKED = (page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page != GENERATED)
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *TRACKED]
 
 
 class Block(NamedTuple):

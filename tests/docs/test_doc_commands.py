@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import os
 import re
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -20,7 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 from markdown import PAGES, REPOSITORY, Block, blocks_of
-from patience import PATIENCE, wait_until
+from patience import PATIENCE
 
 from fourfold.cli.app import app
 from fourfold.config.run import RunConfig
@@ -29,9 +26,6 @@ from fourfold.run_file.load import load_run, make_run
 NOT_RUN = "# not run by the tests"
 LONG_BLOCK = "# takes "
 """Begins a block that only a slow test runs."""
-SERVER = "# serves"
-"""Begins a block that is stopped after the blocks that follow it."""
-PORT = 8000
 
 PROGRAMS_ELSEWHERE = ("README.md", "api.md", "parallelize.md", "reliability.md")
 """Pages whose Python is run by tests of its own (test_doc_loop.py, test_doc_api.py, and below)."""
@@ -51,7 +45,7 @@ def is_run(block: Block) -> bool:
 
 
 def is_quick(block: Block) -> bool:
-    return is_run(block) and not block.text.startswith((LONG_BLOCK, SERVER))
+    return is_run(block) and not block.text.startswith(LONG_BLOCK)
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
@@ -117,26 +111,20 @@ def run_page(page: Path, workplace: Path, chosen: Callable[[Block], bool]) -> No
         pytest.importorskip(NEEDS[page.name])
     if page.name in STARTS_EMPTY:
         shutil.rmtree(workplace / "text")
-    with contextlib.ExitStack() as servers:
-        port = free_port()
-        for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
-            name = re.match(r"# (\w+\.toml)$", block.text, re.MULTILINE)
-            if block.language == "toml" and name:
-                content = block.text
-                for old, new in CHEAPER.items():
-                    content = content.replace(old, new)
-                (workplace / name[1]).write_text(content, encoding="utf-8")
-            text = block.text.replace(str(PORT), str(port))
-            if block.language == "python" and page.name not in PROGRAMS_ELSEWHERE:
-                run_block([sys.executable, "-c", text], workplace)
-            if not chosen(block):
-                continue
-            if block.text.startswith(SERVER):
-                servers.enter_context(serving(text, port, workplace))
-                continue
-            printed = run_block(["bash", "-euo", "pipefail", "-c", text], workplace)
-            if after.language == "text" and "trace" in block.text:
-                check_printed(printed, after.text)
+    for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
+        name = re.match(r"# (\w+\.toml)$", block.text, re.MULTILINE)
+        if block.language == "toml" and name:
+            content = block.text
+            for old, new in CHEAPER.items():
+                content = content.replace(old, new)
+            (workplace / name[1]).write_text(content, encoding="utf-8")
+        if block.language == "python" and page.name not in PROGRAMS_ELSEWHERE:
+            run_block([sys.executable, "-c", block.text], workplace)
+        if not chosen(block):
+            continue
+        printed = run_block(["bash", "-euo", "pipefail", "-c", block.text], workplace)
+        if after.language == "text" and "trace" in block.text:
+            check_printed(printed, after.text)
 
 
 def run_block(command: list[str], workplace: Path) -> str:
@@ -172,39 +160,6 @@ def check_printed(printed: str, shown: str) -> None:
         expected.pop()
         words = words[: len(expected)]
     assert words == expected
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextlib.contextmanager
-def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
-    """A block that runs until it is stopped, from when its port answers."""
-    with (workplace / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            ["bash", "-c", text],
-            cwd=workplace,
-            env=environment_in(workplace),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until(lambda: accepts(port) or server.poll() is not None)
-        assert server.poll() is None, (workplace / "server.log").read_text(encoding="utf-8")
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.killpg(server.pid, signal.SIGTERM)
-        server.wait(PATIENCE)
 
 
 @pytest.mark.slow

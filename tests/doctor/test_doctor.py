@@ -1,4 +1,4 @@
-"""fourfold doctor: the whole on this machine, and each judgment on figures of good and bad ones."""
+"""fourfold machine doctor: the whole on this machine, and each judgment on figures of good and bad ones."""
 
 from __future__ import annotations
 

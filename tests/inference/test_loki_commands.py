@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli, Result
-from report_pages import points, without_scripts
 from tiny_corpus import WORDS, make_corpus, run_file
 from tiny_huggingface import make_model
 
@@ -58,35 +57,18 @@ def refused(result: Result) -> str:
 
 
 def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
-    out, page = tmp_path / "basis.safetensors", tmp_path / "ranks.html"
+    out = tmp_path / "basis.safetensors"
     arguments = ("loki", "calibrate", "--model", model, "--text", text, "--out", out, "--seq-len", 64)
-    code, output, errors = cli(*arguments, "--report", page, "--tokens", 1000)
+    code, output, errors = cli(*arguments, "--tokens", 1000)
     assert (code, errors) == (0, "")
     assert "mean of all heads, post-rotary" in output
     assert f"Written: {out}" in output.replace("\n", "")
-    html = page.read_text()
-    assert "http" not in without_scripts(html).replace("http-equiv", "")
     record = json.loads(cli(*arguments, "--tokens", 1000, "--json")[1])
-    for kind, title in (
-        ("pre", "Rank@90, before rotary embedding, dims"),
-        ("post", "Rank@90, after rotary embedding, dims"),
-    ):
-        (cells,) = points(html, title).values()
-        assert cells == [
-            [h, layer, rank] for layer, heads in enumerate(record["ranks"][kind]) for h, rank in enumerate(heads)
-        ]
+    assert list(record["ranks"]) == ["pre", "post"]
     code, output, _ = cli(*arguments, "--basis", "post", "--json")
     record = json.loads(output)
     assert (code, list(record["ranks"]), record["best"]) == (0, ["post"], ["post", "post"])
     assert all(1 <= rank <= 8 for heads in record["ranks"]["post"] for rank in heads)
-
-
-def test_a_picture(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "ranks.png"
-    arguments = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "b", "--seq-len", 64)
-    assert cli(*arguments, "--picture", picture)[0] == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_evaluate(cli: Cli, model: Path, text: Path, basis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +205,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         (("generate", "--model", model, "--prompt", "a\udcff"), "is not UTF-8"),
         (("generate", "--model", small, "--tokenizer", "bytes", "--prompt", "\u00ff"), "the model knows 100 tokens"),
         ((*calibrate[:-1], tmp_path / "no" / "x"), "there is no folder"),
-        ((*calibrate, "--report", tmp_path), "it is a folder"),
+        ((*calibrate[:-1], tmp_path), "it is a folder"),
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments

@@ -200,14 +200,12 @@ def test_refusals(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], message:
     assert not (tmp_path / "job.sh").exists()
 
 
-@pytest.mark.parametrize("options", [("slurm", "--site", "generic", "--nodes", 1), ("torchrun",),
-                                     ("kubernetes", "--image", "i", "--claim", "c")])  # fmt: skip
-def test_a_job_without_checkpoints_is_warned_of(cli: Cli, tmp_path: Path, options: tuple[object, ...]) -> None:
-    path = run_file(tmp_path, "/nowhere/corpus")
-    code, script, errors = cli("launch", options[0], path, *options[1:], "--set", "checkpoint.interval=0")
+def test_a_job_without_checkpoints_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+    words = ("launch", "slurm", run_file(tmp_path, "/nowhere/corpus"), "--site", "generic", "--nodes", 1)
+    code, script, errors = cli(*words, "--set", "checkpoint.interval=0")
     assert code == 0 and script and "warning: checkpoint.interval = 0" in errors and errors.count("\n") == 1
     advice = errors.split("for example ")[1].split()
-    assert cli("launch", options[0], path, *options[1:], *advice)[::2] == (0, "")
+    assert cli(*words, *advice)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("time", ["10", "10:00", "01:00:00", "1-00", "1-00:30", "1-02:03:04"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -12,7 +13,6 @@ import pytest
 from planner_rows import HEADER, row_text
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import (
     kind_of_extrapolation,
@@ -20,7 +20,6 @@ from fourfold.planning.calibration.machine_constants import (
     shipped_interval,
     shipped_order_factor,
 )
-from fourfold.planning.calibration.memory_cases import memory_cases
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
 from fourfold.planning.calibration.validation import validate
@@ -31,8 +30,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
 import planner_validation as page_maker  # noqa: E402 (the folder of its scripts is on the path from here on)
+from validation_page.error_intervals import KINDS, coverage, interval_of, order_factor  # noqa: E402
 from validation_page.every_row import every_row_section  # noqa: E402
 from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
+from validation_page.memory_cases import memory_cases  # noqa: E402
 from validation_page.mixture_rows import mixtures_left_out, mixtures_section  # noqa: E402
 
 
@@ -143,38 +144,45 @@ def same_text(found: list[str], expected: list[str]) -> None:
     assert values[0] == pytest.approx(values[1], rel=0.02, abs=0.11)
 
 
-def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
-    """Each row's errors with the shipped constants and without any, and its memory, are the page's."""
-    page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
+def test_the_page_has_every_row() -> None:
     rows, _ = read_rows([measured_table()])
-    lines = every_row_section(shipped(), rows, predict_rows(rows, shipped()))
-    cells = {tuple(line.split(" | ")[:3]): line.split(" | ") for line in lines if line.startswith("|")}
-    shown = [line.split(" | ") for line in page[page.index("## Every row") :].splitlines() if line.startswith("|")]
-    assert [tuple(row[:3]) for row in shown] == list(cells)
-    same_text(["|".join(row[5:]) for row in shown], ["|".join(cells[tuple(row[:3])][5:]) for row in shown])
-
-
-def test_the_page_shows_every_mixture() -> None:
-    page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
-    rows, _ = read_rows([measured_table()])
+    scored = predict_rows(rows, shipped())
+    lines = every_row_section(shipped(), rows, scored)
+    cells = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
+    assert len(cells) == len(scored)
     lines = mixtures_section(rows, mixtures_left_out(rows))
-    begin = page.index(lines[0])
-    same_text(page[begin : page.index("\n## ", begin)].splitlines(), lines[:-1])
+    assert sum(row.mixture for row in rows) > 0 and any(line.startswith("| ") for line in lines)
+
+
+def test_the_planner_page_quotes_the_figures() -> None:
+    page = (DOCS / "planner.md").read_text(encoding="utf-8")
+    figures = json.loads(page_maker.FIGURES.read_text(encoding="utf-8"))
+    for left_out, table in zip(("source", "machine"), figures[:2], strict=True):
+        assert table["columns"][0] == f"{left_out} left out"
+        (everything,) = (row for row in table["rows"] if row[0].startswith("all "))
+        assert f"| the {left_out}, {' | '.join(everything)} |" in page
+    (spans,) = (table for table in figures if table["columns"][0] == "extrapolation")
+    assert all(f"| {' | '.join(row)} |" in page for row in spans["rows"])
+    assert f"within {shipped_order_factor():.2f} in 90 % of cases" in page
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_script_makes() -> None:
+def test_the_figures_are_what_the_script_makes() -> None:
     rows, skipped = read_rows([measured_table()])
     left_out = all_left_out(rows)
-    made = page_maker.page(rows, skipped, fit_rows(rows), left_out)
-    same_text(made.splitlines(), (DOCS / "planner_validation.md").read_text(encoding="utf-8").splitlines())
+    made = page_maker.tables_in(page_maker.page(rows, skipped, fit_rows(rows), left_out))
+    stored = json.loads(page_maker.FIGURES.read_text(encoding="utf-8"))
+    lines = ["\n".join(map(str, (table["columns"], *table["rows"]))).splitlines() for tables in (made, stored)
+             for table in tables]  # fmt: skip
+    for found, expected in zip(lines[: len(made)], lines[len(made) :], strict=True):
+        same_text(found, expected)
     for kind, interval in intervals(left_out).items():
         machine = load_machine("dgx-a100" if kind == "known machine" else "frontier")
         assert shipped_interval(machine) == pytest.approx(interval, abs=0.01)
 
 
 def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:
-    """On devices that measured runs do and do not fit (docs/planner_validation.md)."""
+    """On devices that measured runs do and do not fit."""
     cases = memory_cases(read_rows([measured_table()])[0])
     precision, recall = cases.refused(0.5)
     assert len(cases.fits) > 700 and precision > 0.9 and recall > 0.9

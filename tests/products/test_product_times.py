@@ -1,4 +1,4 @@
-"""The choice among measured layouts, its table, and `fourfold tune-matmul`."""
+"""The choice among measured layouts, its table, and `fourfold machine tune-matmul`."""
 
 from __future__ import annotations
 

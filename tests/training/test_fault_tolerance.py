@@ -38,6 +38,7 @@ from fourfold.training.bad_steps import read_bad_steps
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
+REPOSITORY = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
 
 
@@ -252,25 +253,24 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
 
 
 @pytest.mark.slow
-def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
-    """Two agents of torchrun, started by the script that fourfold writes, stand for two nodes."""
+def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start) -> None:
+    """Two agents of torchrun, started by the template for clusters, stand for two nodes."""
     path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=200, checkpoint__interval=5)
-    script = tmp_path / "job.sh"
-    assert cli("launch", "torchrun", path, "--nodes", 2, "--output", script)[0] == 0
+    script = REPOSITORY / "examples" / "clusters" / "torchrun.sh"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script.write_text(script.read_text().replace(":29500", f":{port}"))
-    environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    agents = [start(path, ["bash", str(script), "127.0.0.1"], environ)]
+    environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PORT": str(port)}
+    words = ["bash", str(script), "127.0.0.1", "2", "1"]
+    agents = [start(path, words, environ)]
     wait_until(lambda: listens(port), agents[0])  # the first agent is the one where all agents meet
-    agents.append(start(path, ["bash", str(script), "127.0.0.1"], environ))
+    agents.append(start(path, words, environ))
     wait_for_steps(path, 3, agents[0])
     second = children_of(agents[1].pid)
     agents[1].kill()  # its rank ends with it
     agents[1].communicate(timeout=PATIENCE)
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in second)
-    agents[1] = start(path, ["bash", str(script), "127.0.0.1"], environ)
+    agents[1] = start(path, words, environ)
     for agent in agents:
         _, errors = agent.communicate(timeout=PATIENCE)
         assert agent.returncode == 0, errors

@@ -113,20 +113,6 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def of_mlflow(run: RunConfig) -> Tracked:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient()
-    experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
-    (only,) = client.search_runs([experiment.experiment_id])
-    assert only.info.status == "FINISHED"
-    history = client.get_metric_history(only.info.run_id, "loss")
-    losses = [(metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.timestamp)]
-    machine = {key.removeprefix("machine."): tag for key, tag in only.data.tags.items()}
-    return Tracked(experiment.name, only.info.run_name, losses, only.data.params, machine)
-
-
 def of_trackio(run: RunConfig) -> Tracked:
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -141,7 +127,6 @@ def of_trackio(run: RunConfig) -> Tracked:
 READERS: dict[str, Callable[[RunConfig], Tracked]] = {
     "tensorboard": of_tensorboard,
     "wandb": of_wandb,
-    "mlflow": of_mlflow,
     "trackio": of_trackio,
 }
 
@@ -152,7 +137,6 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
 ) -> None:
     """Steps after the last checkpoint come twice; TensorBoard hides the first time, the others show both."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported, in this test only
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)
@@ -172,22 +156,10 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     assert float(tracked.machine["memory_gib"]) > 0
 
 
-def test_a_run_that_begins_anew_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    run = run_tracked_by("mlflow", tmp_path)
-    track(run, {1: 4.0})
-    track(run, {1: 3.0})
-    other_grid = run.model_copy(update={"parallel": run.parallel.model_copy(update={"dp": 2})})
-    track(other_grid, {2: 2.0}, first_step=1)
-    client = MlflowClient()
-    second, first = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-    assert (first.data.metrics["loss"], second.data.metrics["loss"]) == (4.0, 2.0)
-    assert second.data.params["parallel.dp"] == "1"
-    assert second.data.tags["from_step_2.parallel.dp"] == "2"
-    assert not any(key.startswith("from_step") for key in first.data.tags)
+def test_a_run_file_of_a_version_that_had_mlflow_loads_if_it_was_off(tmp_path: Path) -> None:
+    load_run(run_file(tmp_path, "corpus", metrics__mlflow=False))
+    with pytest.raises(UserError, match=r"unknown key 'metrics.mlflow'; fourfold does not record runs in MLflow; set"):
+        load_run(run_file(tmp_path, "corpus", metrics__mlflow=True))
 
 
 def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Path) -> None:

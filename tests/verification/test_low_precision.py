@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 from tuned_products import forced_layouts
 
 from fourfold.config.run import ParallelConfig, RunConfig
-from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
 
 SIXTEENS = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 192, "num_hidden_layers": 4}
 """All sizes are multiples of 16 on every rank, as float8 needs them."""

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
+from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import ParallelConfig, RunConfig, Schedule
 from fourfold.errors import UserError
-from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
 from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
 

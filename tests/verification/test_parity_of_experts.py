@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from layouts_of_experts import BIAS, LOSSES
+from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
 from tiny_runs import DEEPSEEK, MIXTURE, tiny_run
 
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.errors import UserError
-from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
 from fourfold.verification.parity import resharded
 
 

@@ -1,1 +1,1 @@
-"""Writes the job scripts of batch systems: for each system a module and its template; sites are data."""
+"""Writes the job scripts of batch systems; sites are data."""

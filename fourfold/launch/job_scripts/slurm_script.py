@@ -6,11 +6,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
-from fourfold.launch.job_scripts.template import fill, source_line, train_words
 
 WAIT_SECONDS = 120
 """Seconds that the other processes have after a job's first process has ended; rank 0 writes the report in this
@@ -59,7 +59,8 @@ def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> st
         "requeue": "",
     } | _given(job.sbatch, "--sbatch")
     srun = placement | site.srun | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)} | _given(job.srun, "--srun")
-    command = shlex.join(train_words(run_file, job.overrides))
+    words = ["fourfold", "train", one_line(run_file, "the run file's path")]
+    command = shlex.join(words + [word for text in job.overrides for word in ("--set", one_line(text, "--set"))])
     parts = {
         "SITE": site.name,
         "SBATCH": "\n".join(f"#SBATCH {_directive(name, value)}" for name, value in sbatch.items()),
@@ -68,7 +69,8 @@ def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> st
         "COMMAND": f"{one_line(job.wrapper, '--wrapper')} {command}" if job.wrapper else command,
         "MAX_CRASHES": str(job.max_crashes),
     }
-    return fill("slurm.sh", parts)
+    template = files("fourfold.launch.job_scripts").joinpath("slurm.sh").read_text(encoding="utf-8")
+    return re.sub(r"@([A-Z_]+)@", lambda place: parts[place[1]], template)
 
 
 def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
@@ -133,7 +135,10 @@ def _setup(site: Site, job: SlurmJob) -> str:
     """The user's setup, then the site's commands and variables; these keep what the setup has set."""
     lines = []
     if job.setup is not None:
-        lines += ["# Your modules and environment", "# shellcheck source=/dev/null", source_line(job.setup), ""]
+        path = shlex.quote(one_line(job.setup, "--setup"))
+        # Without a slash bash would search PATH for it.
+        source = f". {path if '/' in path else f'./{path}'}"
+        lines += ["# Your modules and environment", "# shellcheck source=/dev/null", source, ""]
     variables = site.environment | (site.environment_of_several_nodes if job.nodes > 1 else {})
     if site.commands or variables:
         lines += [f"# Conventions of {site.name}", *site.commands]

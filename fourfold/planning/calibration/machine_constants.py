@@ -22,7 +22,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def shipped() -> Calibration:
-    """The calibration that comes with fourfold, fitted to the rows that do too (docs/planner_validation.md)."""
+    """The calibration that comes with fourfold, fitted to the rows that do too (docs/planner_validation.py)."""
     return from_table(_table()["constants"])
 
 
@@ -56,7 +56,7 @@ def constants_for(machine: Machine) -> Constants:
 
 
 def is_calibrated(machine: Machine) -> bool:
-    """True where ``fourfold calibrate`` measured or fitted the machine's constants."""
+    """True where ``fourfold machine calibrate`` measured or fitted the machine's constants."""
     return bool(machine.efficiency)
 
 

@@ -30,12 +30,12 @@ UNUSABLE = 0.06
 and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.14
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.md)."""
+the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py)."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
 """Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
-counted. The ratios of measured to predicted bytes of other programs deviate more (docs/planner_validation.md)."""
+counted. The ratios of measured to predicted bytes of other programs deviate more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:

@@ -70,7 +70,7 @@ class Machine(Cases):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """Factors on the priors of ``constants.Constants``, by name, that ``fourfold calibrate`` has fitted."""
+    """Factors on the priors of ``constants.Constants``, by name, that ``fourfold machine calibrate`` has fitted."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
     """Smallest and largest value of each feature among the calibrated rows; outside is extrapolation."""
 

@@ -23,7 +23,7 @@ def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     if machine.efficiency:
         lines += [
             "",
-            "# Factors on the priors of planning/machines/constants.py, fitted by `fourfold calibrate`.",
+            "# Factors on the priors of planning/machines/constants.py, fitted by `fourfold machine calibrate`.",
             "[efficiency]",
         ]
         lines += [f"{name} = {value:.4f}" for name, value in machine.efficiency]

@@ -38,7 +38,7 @@ from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
-"""Ratio of two step times that counts as a tie: the planner's error is larger by far (docs/planner_validation.md)."""
+"""Ratio of two step times that counts as a tie: the planner's error is larger by far (docs/planner_figures.json)."""
 HOPELESS = 0.9
 """Layouts that are as likely as this to run out of memory do so in any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
