@@ -1,7 +1,7 @@
 """OUT.json, beside OUT.bin and OUT.idx: the description of a prepared corpus and of how its tokens were made."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +48,8 @@ class Manifest:
     """Tokens of answers, for conversations."""
     bos_id: int | None = None
     """The token that begins every document; None if documents begin with their text."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know of how the input was read, besides the files that were left out."""
 
 
 _MANIFEST = TypeAdapter(Manifest)

@@ -111,13 +111,13 @@ def prepare(
     encoding = None if encoding is None else text_encoding(encoding)
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
-    if not force and (finished := _finished(prefix, request)) is not None:
-        return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
     assert wanted is not None, "_checked refuses neither"
-    train, validation, notes = _make(request, prefix, wanted, ends, workers or available_cores(), force)
+    finished = None if force else _finished(prefix, request)
+    train, validation = finished or _make(request, prefix, wanted, ends, workers or available_cores(), force)
     files = _files(prefix, train, validation, canaries)
-    return PrepareSummary(train, validation, files, time.monotonic() - began, reused=False, notes=notes)
+    notes = (*train.notes, *notes_on(names, None))
+    return PrepareSummary(train, validation, files, time.monotonic() - began, finished is not None, notes)
 
 
 def _make(
@@ -127,8 +127,8 @@ def _make(
     ends: tuple[str | None, str | None],
     workers: int,
     force: bool,
-) -> tuple[Manifest, Manifest | None, tuple[str, ...]]:
-    """Make the corpus; `tokenizer` may be the size of one to train. Returns the manifests, and notes for the user."""
+) -> tuple[Manifest, Manifest | None]:
+    """Make the corpus; `tokenizer` may be the size of one to train."""
     if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
         kinds = " and ".join(TEXT_SUFFIXES)
         raise UserError(f"--encoding {request.encoding} is for {kinds} files, and the input has none")
@@ -151,10 +151,13 @@ def _make(
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
-        train, validation = _publish(splits, prefix, request, loaded)
-        decoded = [named_files(f"read as {how}", paths) for how, paths in decodings(shards, parts).items()]
+        decoded = decodings(shards, parts)
+        notes = [named_files(f"read as {how}", paths) for how, paths in decoded.items()] + notes_on([], loaded)
+        if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
+            notes.append(f"--encoding {request.encoding} applied to no file: all are UTF-8, or have a byte-order mark")
+        made = _publish(splits, prefix, request, loaded, notes)
         _remove_all_but(parts, set())
-    return train, validation, (*decoded, *notes_on(request.inputs, loaded))
+    return made
 
 
 def _checked(
@@ -189,8 +192,7 @@ def _checked(
 
 def notes_on(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
     """Return what a user should know: files that were left out, and a beginning-of-text token that was."""
-    others = left_out(inputs)
-    notes = [named_files("left out, of a kind that is not read", others)] if others else []
+    notes = [named_files(f"left out, {why}", paths) for why, paths in left_out(inputs).items()]
     if isinstance(tokenizer, HFTokenizer) and tokenizer.usually_begins and not tokenizer.begins_documents:
         notes.append(
             "documents begin without the token that this tokenizer begins texts with; --bos-token auto adds it"
@@ -293,7 +295,7 @@ def _check_filled(splits: dict[str, Split], request: _Request) -> None:
 
 
 def _publish(
-    splits: dict[str, Split], prefix: Path, request: _Request, tokenizer: Tokenizer
+    splits: dict[str, Split], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
     """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
     _withdraw(prefix)
@@ -310,6 +312,7 @@ def _publish(
         validation_fraction=request.validation_fraction,
         seed=request.seed,
         request=request.digest(),
+        notes=notes,
     )
 
 

@@ -48,10 +48,14 @@ class InputFile:
     mtime_ns: int
 
 
-def left_out(inputs: Iterable[str | Path]) -> list[Path]:
-    """List the files that folders and globs of `inputs` hold and ``list_inputs`` does not read; hidden ones are not."""
-    found = [path for item in inputs for path in _matching(str(item)) if path.is_file()]
-    return [path for path in found if not _is_input(path)]
+def left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
+    """List what folders and globs of `inputs` hold and ``list_inputs`` does not read, by reason. Hidden names are not."""
+    found: dict[str, list[Path]] = {}
+    for path in (path for item in inputs for path in _matching(str(item))):
+        if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
+            why = "of a kind that is not read" if path.is_file() else "not a file (a pipe, a device, or such a link)"
+            found.setdefault(why, []).append(path)
+    return found
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
@@ -299,12 +303,16 @@ def _expand(item: str) -> list[Path]:
 
 
 def _matching(item: str) -> list[Path]:
-    """List what a folder (searched recursively, hidden names left out), a file or a glob names, sorted."""
-    path = Path(item)
-    if path.is_dir():
-        files = sorted(path.rglob("*"))
-        return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(item, recursive=True))]
+    """List what a folder (searched recursively, hidden names left out), a file, or a glob of them names, sorted."""
+    named = [item] if Path(item).exists() else sorted(glob.glob(item, recursive=True))
+    return list(dict.fromkeys(file for name in named for file in _within(Path(name))))
+
+
+def _within(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.rglob("*"))
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
 
 
 def _is_input(path: Path) -> bool:

@@ -25,10 +25,12 @@ _MARKS = {  # UTF-32 first: its little-endian mark begins with UTF-16's
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
 _NUL_SHARE = 0.25  # half of the bytes of English in UTF-16 are NUL
 _SAMPLE = 1 << 16  # bytes that detection looks at
-_WITHOUT_NUL = "remove them, or leave the file out"
+_WITHOUT = "remove such characters, or leave the file out"
+_WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
+_CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
 _CONTEXT = 12  # characters shown before and after the first one that is not ASCII
-_CONTROL = re.compile("[\0\x80-\x84\x86-\x9f]")
-"""Characters that no text has. Latin-1 makes them of the bytes of another encoding."""
+_CONTROL = re.compile("[\0-\x08\x0e-\x19\x1b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+"""Characters that a wrong encoding makes: control characters, but for whitespace and the ends of files, and halves."""
 
 
 class UnreadableFile(UserError):
@@ -36,7 +38,7 @@ class UnreadableFile(UserError):
 
 
 class UnknownEncoding(UnreadableFile):
-    """A text file whose encoding is neither marked nor named, or that is not in the named one."""
+    """A text file whose encoding is neither marked nor named, or that is not in the named one. Naming one may help."""
 
 
 class UnreadableFiles(UserError):
@@ -51,61 +53,81 @@ class UnreadableFiles(UserError):
         more = len(self.errors) - MOST_NAMED
         problems += [f"{more} more files cannot be read"] if more > 0 else []
         if any(isinstance(error, UnknownEncoding) for error in self.errors):
-            problems.append("name the encoding of files that are not UTF-8 with --encoding, or convert them with iconv")
+            problems.append(
+                "name the encoding of files that are not UTF-8 with --encoding, or, if they have several encodings, "
+                f"convert each to UTF-8 with {_CONVERT}"
+            )
         return "; ".join(problems)
 
 
 def text_encoding(name: str) -> str:
     """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
     try:
-        b"x".decode(name, errors="replace")
-        return codecs.lookup(name).name
-    except LookupError:
-        raise UserError(
-            f"--encoding {name} is not a text encoding of Python; latin-1, cp1252, shift_jis and utf-16 are some"
-        ) from None
+        found = codecs.lookup(name).name
+        if b"x".decode(name, errors="replace"):  # punycode is for the names of hosts
+            return found
+    except (LookupError, UnicodeError):
+        pass
+    raise UserError(f"--encoding {name} is not a text encoding of Python; latin-1, cp1252 and shift_jis are some")
 
 
 def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[str, str | None]:
     """Decode the content of a text file.
 
     A byte-order mark decides. A file without one is UTF-8 if it can be, and UTF-16 or UTF-32 if as many of its bytes
-    are NUL as in such text. Only another file is decoded as `named`.
+    are NUL as in such text. Another file is decoded as `named`. So is a file of ASCII bytes if `named` writes all text
+    in such bytes, as iso2022_jp does.
 
     Returns:
         The text, and how it was decoded, for a report; None for UTF-8.
 
     Raises:
-        UnknownEncoding: The text cannot be decoded, or not as text.
+        UnreadableFile: The text cannot be decoded, or has control characters that a text in another encoding has.
     """
     mark = next((mark for mark in _MARKS if content.startswith(mark)), None)
-    has_nul = b"\0" in content
-    certain = _MARKS[mark] if mark else _wide_encoding(content) if has_nul else UTF_8
-    if certain is not None:
-        try:
-            text = content.decode(certain)
-        except UnicodeDecodeError as error:
-            if mark:
-                promise = f"{certain} text, which its byte-order mark promises"
-                raise UnknownEncoding(f"{path} is not {promise} (byte {error.start})") from error
-        else:
-            if "\0" in text:
-                raise UnknownEncoding(f"{path} has NUL bytes, so it is not text; {_WITHOUT_NUL}")
-            how = "byte-order mark" if mark else "found by its NUL bytes"
-            return text, None if certain in (UTF_8, "utf-8-sig") else f"{certain} ({how})"
-    other = named or UTF_8
+    certain = _MARKS[mark] if mark else _wide_encoding(content) if b"\0" in content else UTF_8
+    if certain is None or (mark is None and named and content.isascii() and _is_seven_bit(named)):
+        return _as_named(path, content, named or UTF_8)
     try:
-        text = content.decode(other)
+        text = content.decode(certain)
     except UnicodeDecodeError as error:
-        neither = f"is not {other}" if other == UTF_8 else f"is neither {UTF_8} nor {other}"
-        where = f"byte {error.start}{_readings(content, error.start)}"
-        raise UnknownEncoding(f"{path} {neither} text ({where})") from error
+        if mark is None:
+            return _as_named(path, content, named or UTF_8)
+        promise = f"{path} is not {certain} text, which its byte-order mark promises (byte {error.start})"
+        remedy = f"drop the damaged bytes with iconv -c -f {certain} -t utf-8 FILE > NEW.txt"
+        if mark == codecs.BOM_UTF8:
+            remedy = "remove the mark with tail -c +4 FILE > NEW.txt, and name the encoding of NEW.txt with --encoding"
+        raise UnreadableFile(f"{promise}; {remedy}, or leave the file out") from error
+    if "\0" in text:
+        raise UnreadableFile(f"{path} has NUL bytes, so it is not text; {_WITHOUT}")
+    if (start := content.find(b"\x1b")) >= 0 and "\x1b" in text:
+        readings = "" if mark else _readings(content, start, _WITH_ESC)
+        kind = UnknownEncoding if readings else UnreadableFile
+        raise kind(f"{path} has the control character ESC (byte {start}{readings}); {_WITHOUT}")
+    how = None if "utf-8" in certain else f"{certain} ({'byte-order mark' if mark else 'found by its NUL bytes'})"
+    return text, how
+
+
+def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[str, str | None]:
+    if encoding in ("utf-16", "utf-32"):
+        wide = f"{encoding}-le or {encoding}-be"
+        raise UnknownEncoding(f"{path} has no byte-order mark, so --encoding {encoding} is not enough; name {wide}")
+    try:
+        text = content.decode(encoding).removeprefix("\ufeff")
+    except UnicodeError as error:
+        start = error.start if isinstance(error, UnicodeDecodeError) else 0
+        if content.isascii():
+            apart = f"prepare it apart from {encoding} text, without --encoding"
+            raise UnreadableFile(f"{path} is {UTF_8} text and not {encoding} (byte {start}); {apart}") from error
+        neither = f"is not {encoding}" if encoding == UTF_8 else f"is neither {UTF_8} nor {encoding}"
+        raise UnknownEncoding(f"{path} {neither} text (byte {start}{_readings(content, start)})") from error
     if (found := _CONTROL.search(text)) is not None:
-        if has_nul:
+        if b"\0" in content:
             wide = "if it is UTF-16, name utf-16-le or utf-16-be with --encoding"
-            raise UnknownEncoding(f"{path} has NUL bytes, so it is not {other} text; {_WITHOUT_NUL}; {wide}")
-        raise UnknownEncoding(f"{path} is not {other} text: it would have the character {found.group()!r}")
-    return text, f"{other} (--encoding)"
+            raise UnknownEncoding(f"{path} has NUL bytes, so it is not {encoding} text; {_WITHOUT}; {wide}")
+        raise UnknownEncoding(f"{path} is not {encoding} text: it would have the character {found.group()!r}")
+    is_utf_8 = content.isascii() and text == content.decode()
+    return text, None if is_utf_8 else f"{encoding} (--encoding)"
 
 
 def named_files(what: str, paths: Iterable[str | Path]) -> str:
@@ -113,6 +135,14 @@ def named_files(what: str, paths: Iterable[str | Path]) -> str:
     each = [str(path) for path in paths]
     more = f" and {len(each) - MOST_NAMED} more" if len(each) > MOST_NAMED else ""
     return f"{what}: {', '.join(each[:MOST_NAMED])}{more}"
+
+
+def _is_seven_bit(encoding: str) -> bool:
+    """Return whether an encoding writes all text in ASCII bytes."""
+    try:
+        return "日本".encode(encoding).isascii()
+    except UnicodeError:
+        return False
 
 
 def _wide_encoding(content: bytes | bytearray) -> str | None:
@@ -124,13 +154,13 @@ def _wide_encoding(content: bytes | bytearray) -> str | None:
     return None if best is None else codecs.lookup(best.encoding).name
 
 
-def _readings(content: bytes | bytearray, start: int) -> str:
+def _readings(content: bytes | bytearray, start: int, names: Sequence[str] = ()) -> str:
     """The text around the first byte that is not ASCII, in the encodings that it may be in, for the user to choose."""
     begin, end = max(content.rfind(b"\n", 0, start) + 1, start - _CONTEXT), start + _CONTEXT
     sample = content[max(0, start - _SAMPLE // 2) : start + _SAMPLE // 2]
-    names = [match.encoding for match in charset_normalizer.from_bytes(sample) if match.encoding not in _WIDE]
+    found = () if names else charset_normalizer.from_bytes(sample)
     shown: dict[str, str] = {}
-    for name in ["cp1252", *names]:
+    for name in names or ["cp1252", *(match.encoding for match in found if match.encoding not in _WIDE)]:
         try:
             content.decode(name)
             text = content[begin:end].decode(name, errors="ignore").split("\n")[0].strip()
@@ -138,5 +168,11 @@ def _readings(content: bytes | bytearray, start: int) -> str:
             continue
         if text.isprintable():
             shown.setdefault(text, name)
-    readings = [f'"{text}" in {name}' for text, name in list(shown.items())[:3]]
+    readings = [f'"{text}" in {_common_name(name)}' for text, name in list(shown.items())[:3]]
     return f": {' or '.join(readings)}" if readings else ""
+
+
+def _common_name(encoding: str) -> str:
+    """Return the name by which iconv knows an encoding too."""
+    name = {"mac_roman": "macintosh", "latin_1": "latin1"}.get(encoding, encoding.replace("iso2022", "iso_2022"))
+    return name.replace("_", "-")

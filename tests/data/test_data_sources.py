@@ -1,7 +1,12 @@
 """Documents out of every kind of file, and one sentence for each that cannot be read."""
 
+import codecs
 import gzip
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
@@ -174,22 +179,98 @@ def test_every_file_is_decoded_by_its_own_encoding(tmp_path: Path, encoding: str
         f"read as {WIDE[encoding]}: {tmp_path}/b.txt",
         f"read as iso8859-1 (--encoding): {tmp_path}/c.txt",
     )
-    assert prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1).reused
+    again = prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1)
+    assert again.reused and again.notes == summary.notes
+
+
+def texts_of(folder: Path, **options: object) -> tuple[list[str], tuple[str, ...]]:
+    """The text of each document of a corpus made of the text files in a folder, and what `prepare` says of them."""
+    summary = prepare([f"{folder}/*.txt"], folder / "c", tokenizer="bytes", workers=1, **options)
+    corpus = IndexedDataset(folder / "c")
+    text = bytes(token if token < 256 else 0 for token in corpus.read(0, corpus.tokens).tolist()).decode()
+    return text.split("\0")[:-1], summary.notes
+
+
+@pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr", "hz", "utf-7", "unicode-escape"])
+def test_an_encoding_of_ascii_bytes_that_is_named_is_used(tmp_path: Path, encoding: str) -> None:
+    """Its bytes are valid UTF-8 as well. A file that is not ASCII is UTF-8, and a mark decides as always."""
+    (tmp_path / "a.txt").write_bytes("ein 日本 +1-".encode(encoding))
+    (tmp_path / "b.txt").write_text("größer", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "d.txt").write_bytes("größer".encode("utf-16"))
+    texts, notes = texts_of(tmp_path, encoding=encoding)
+    assert texts == ["ein 日本 +1-", "größer", "plain", "größer"]
+    assert notes == (
+        f"read as {encoding} (--encoding): {tmp_path}/a.txt",
+        f"read as utf-16 (byte-order mark): {tmp_path}/d.txt",
+    )
+    (tmp_path / "a.txt").unlink()
+    assert texts_of(tmp_path, encoding=encoding)[1] == (
+        f"read as utf-16 (byte-order mark): {tmp_path}/d.txt",
+        f"--encoding {encoding} applied to no file: all are UTF-8, or have a byte-order mark",
+    )
+
+
+def test_a_mark_in_the_named_encoding_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffgrößer 日".encode("gb18030"))
+    assert texts_of(tmp_path, encoding="gb18030")[0] == ["größer 日"]
+
+
+def refusal(folder: Path, **options: object) -> str:
+    with pytest.raises(UserError) as error:
+        texts_of(folder, **options)
+    return str(error.value)
+
+
+def run_advice(message: str, command: str, file: Path) -> None:
+    """Run the command of a message on a file, and put its output in the file's place."""
+    assert command in message
+    new = file.with_name("NEW")
+    subprocess.run(command.replace("FILE", str(file)).replace("NEW.txt", str(new)), shell=True, check=False)
+    new.replace(file)
+
+
+@pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
+def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: Path) -> None:
+    damaged = {"a.txt": "größer".encode("utf-16") + b"x", "b.txt": codecs.BOM_UTF8 + "größer".encode("latin-1")}
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path)
+    assert "files that are not UTF-8" not in message, "the mark decides whatever --encoding says"
+    run_advice(message, "iconv -c -f utf-16 -t utf-8 FILE > NEW.txt", tmp_path / "a.txt")
+    run_advice(message, "tail -c +4 FILE > NEW.txt", tmp_path / "b.txt")
+    assert texts_of(tmp_path, encoding="latin-1")[0] == ["größer", "größer"]
+
+    texts = {"cp1252": "Das wäre größer.", "cp932": "こんにちは世界", "iso-2022-jp-2": "日本"}
+    for number, (name, text) in enumerate(texts.items()):
+        (tmp_path / f"{'abc'[number]}.txt").write_bytes(text.encode(name))
+    message = refusal(tmp_path)
+    for name, file in zip(texts, "abc", strict=True):
+        assert re.search(rf'{file}\.txt [^;]*" in {name}\b', message), message
+        command = f"iconv -f {name} -t UTF-8 FILE > NEW.txt"
+        run_advice(message.replace("ENCODING", name), command, tmp_path / f"{file}.txt")
+    assert texts_of(tmp_path)[0] == list(texts.values())
 
 
 @pytest.mark.parametrize(
     ("content", "encoding", "says"),
     [
-        (b"some\0bytes", None, "has NUL bytes, so it is not utf-8 text; remove them, or leave the file out; if"),
-        (
-            b"some\0bytes",
-            "latin-1",
-            "has NUL bytes, so it is not iso8859-1 text; remove them, or leave",
-        ),
+        (b"some\0bytes", None, "has NUL bytes, so it is not utf-8 text; remove such characters, or leave the file out"),
+        (b"some\0bytes", "latin-1", "has NUL bytes, so it is not iso8859-1 text; remove such characters, or leave"),
         (b"\0" * 1000, None, "has NUL bytes, so it is not utf-8 text"),
         ("a\0b".encode("utf-16"), "latin-1", "has NUL bytes, so it is not text"),
         ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
-        ("für".encode("latin-1"), "utf-16", r"is neither utf-8 nor utf-16 text \(byte \d"),
+        ("für".encode("latin-1"), "utf-16-le", r"is neither utf-8 nor utf-16-le text \(byte \d"),
+        ("日本".encode("utf-16-be"), "utf-16", "has no byte-order mark, so --encoding utf-16 .* name utf-16-le or"),
+        ("日本".encode("iso2022_jp"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-jp-2\)'),
+        ("日本".encode("iso2022_kr"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-kr\)'),
+        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); remove such characters, or leave .* out$"),
+        ("\x1b[31mred".encode("utf-16"), "latin-1", r"has the control character ESC \(byte 2\); remove such"),
+        (b"\x1b[31mred", "iso2022_jp", r"is not iso2022_jp text: it would have the character '\\x1b'"),
+        (b"f\xfcr \x07", "latin-1", r"is not iso8859-1 text: it would have the character '\\x07'"),
+        (b"1 ~ 2", "hz", r"is utf-8 text and not hz \(byte 2\); prepare it apart from hz text, without --encoding$"),
+        (b"1+1=2", "utf-7", r"is utf-8 text and not utf-7 \(byte 1\); prepare it apart from"),
+        (b"+2AA-", "utf-7", r"is not utf-7 text: it would have the character '\\ud800'"),
         ("für".encode("latin-1"), "utf-8", r"is not utf-8 text \(byte 1"),
         (b"\xef\xbb\xbff\xfcr", "latin-1", "is not utf-8-sig text, which its byte-order mark promises"),
     ],
@@ -202,7 +283,7 @@ def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: st
 
 def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
-    for name in ("latin-99", "hex"):
+    for name in ("latin-99", "hex", "idna", "undefined", "punycode"):
         with pytest.raises(UserError, match=f"--encoding {name} is not a text encoding of Python; latin-1, cp1252"):
             prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding=name)
     with pytest.raises(
@@ -218,9 +299,24 @@ def test_files_of_other_kinds_are_named_as_left_out(tmp_path: Path) -> None:
     summary = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
     names = f"{tmp_path}/in/notes.md, {tmp_path}/in/sub/page.html"
     assert summary.notes == (f"left out, of a kind that is not read: {names}",)
-    summary = prepare([f"{tmp_path}/in/*"], tmp_path / "d", tokenizer="bytes", workers=1)
-    assert summary.notes == (f"left out, of a kind that is not read: {tmp_path}/in/notes.md",)
+    again = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
+    assert again.reused and again.notes == summary.notes
+    for pattern in ("*", "**"):
+        globbed = prepare([f"{tmp_path}/in/{pattern}"], tmp_path / "d", tokenizer="bytes", workers=1)
+        assert globbed.notes == summary.notes and globbed.train.documents == summary.train.documents == 2
     assert prepare([tmp_path / "in" / "a.txt"], tmp_path / "e", tokenizer="bytes", workers=1).notes == ()
+
+
+def test_what_is_no_file_is_named_as_left_out(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "in" / "pipe.txt")
+    (tmp_path / "in" / "broken.txt").symlink_to("nothing")
+    (tmp_path / "in" / "linked").symlink_to("sub")
+    for _ in range(2):
+        notes = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1).notes
+        names = ", ".join(f"{tmp_path}/in/{name}" for name in ("broken.txt", "linked", "pipe.txt"))
+        assert notes == (f"left out, not a file (a pipe, a device, or such a link): {names}",)
 
 
 def test_several_keys_of_the_text(tmp_path: Path) -> None:
