@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from fourfold.data.prepare import PrepareSummary
 
 
-_TEXT = "Options of --format text"
+_of_text = partial(typer.Option, rich_help_panel="Options of --format text")
+"""An option that other formats refuse."""
 
 
 def prepare(
@@ -33,11 +35,7 @@ def prepare(
     ] = None,
     train_tokenizer: Annotated[
         int | None,
-        typer.Option(
-            metavar="VOCAB",
-            help="Train a byte-level BPE tokenizer of this size on the input instead.",
-            rich_help_panel=_TEXT,
-        ),
+        _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],
@@ -54,20 +52,12 @@ def prepare(
         list[str] | None,
         typer.Option(help="With sft and preferences: a key of rows or messages to drop. Others are refused."),
     ] = None,
-    text_key: Annotated[
-        str, typer.Option(help="The key, or column, that holds the text; several with commas.", rich_help_panel=_TEXT)
-    ] = "text",
+    text_key: Annotated[str, _of_text(help="The key, or column, that holds the text; several with commas.")] = "text",
     encoding: Annotated[
         str | None,
-        typer.Option(
-            help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark.",
-            rich_help_panel=_TEXT,
-        ),
+        _of_text(help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark."),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Processes, one per core by default. The result is the same.", rich_help_panel=_TEXT),
-    ] = None,
+    workers: Annotated[int | None, _of_text(help="Processes, one per core by default. The result is the same.")] = None,
     eos_token: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
@@ -80,36 +70,19 @@ def prepare(
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
     ] = 0.0,
     canaries: Annotated[
-        int | None,
-        typer.Option(
-            help="Documents to plant for each number of --repeats, as an audit's probes.", rich_help_panel=_TEXT
-        ),
+        int | None, _of_text(help="Documents to plant for each number of --repeats, as an audit's probes.")
     ] = None,
     repeats: Annotated[
-        str,
-        typer.Option(
-            help="How many times canaries are planted; those planted 0 times are the control.", rich_help_panel=_TEXT
-        ),
+        str, _of_text(help="How many times canaries are planted; those planted 0 times are the control.")
     ] = "0,1,4,16",
-    canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.", rich_help_panel=_TEXT)] = 100,
-    canary_noise: Annotated[
-        float, typer.Option(help="Share of each copy's tokens that are replaced at random.", rich_help_panel=_TEXT)
-    ] = 0.0,
-    canary_shift: Annotated[
-        int, typer.Option(help="Cut up to this many tokens off the start of each copy.", rich_help_panel=_TEXT)
-    ] = 0,
+    canary_tokens: Annotated[int, _of_text(help="Tokens of a canary.")] = 100,
+    canary_noise: Annotated[float, _of_text(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
+    canary_shift: Annotated[int, _of_text(help="Cut up to this many tokens off the start of each copy.")] = 0,
     canaries_from: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE.jsonl|random",
-            help="Texts of the canaries. Default: taken from the input.",
-            rich_help_panel=_TEXT,
-        ),
+        _of_text(metavar="FILE.jsonl|random", help="Texts of the canaries. Default: taken from the input."),
     ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Build the corpus again, even if it is complete.", rich_help_panel=_TEXT),
-    ] = False,
+    force: Annotated[bool, _of_text("--force", help="Build the corpus again, even if it is complete.")] = False,
 ) -> None:
     """Tokenize text into a corpus to train on.
 

@@ -1,5 +1,6 @@
 """Tokenizes a conversation by the chat template of a model, and marks the tokens of the assistant."""
 
+import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -67,6 +68,11 @@ class ChatTemplate:
         )
 
     @property
+    def _taken(self) -> set[str]:
+        """Names that transformers or we give a value to."""
+        return {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+
+    @property
     def source(self) -> str:
         """The text of the template, or of all of them."""
         found = self._tokenizer.chat_template
@@ -83,6 +89,9 @@ class ChatTemplate:
             options: Variables of the template, such as tools.
         """
         options = options or {}
+        if taken := options.keys() & self._taken:
+            name = min(taken)
+            raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}")
         template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
         weights = _weights(messages)
         messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]

@@ -17,7 +17,9 @@ HARMLESS = (
 )
 """Keys that describe where a row is from; so do all that end with "_id"."""
 
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
+_CALLS = "function_call"
+_SPEAKERS = {"human": "user", "gpt": "assistant", _CALLS: "assistant", "observation": "tool"}
+"""Roles by their names in ShareGPT's rows, with LLaMA-Factory's names for tools."""
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONS = ("tools", "chat_template_kwargs")
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -102,8 +104,12 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
             raise ValueError(f"tools is text that is not JSON ({error})") from error
     if not isinstance(tools or [], list) or not isinstance(more, dict):
         raise ValueError("tools is a list of functions, and chat_template_kwargs an object")
+    if "tools" in more:
+        raise ValueError("chat_template_kwargs has tools; write them as tools of the row")
     if not isinstance(messages, list):
         raise ValueError("messages is not a list of messages")
+    if tools and "conversations" in used:
+        tools = [_function(tool) if isinstance(tool, dict) and "name" in tool else tool for tool in tools]
     messages = [_message(number, message) for number, message in enumerate(messages, start=1)]
     if "system" in used and row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -111,17 +117,37 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
 
 
 def _message(number: int, message: Any) -> Any:
-    """A message of ShareGPT, from and value, as role and content."""
+    """A message of ShareGPT, from and value, as role and content, or as tool calls."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     speaker = message["from"]
     role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
     if role not in _ROLES:
-        raise ValueError(f"message {number} is from {speaker!r}; {', '.join([*_SPEAKERS, *_ROLES])} are known")
+        raise ValueError(
+            f"message {number} is from {speaker!r}; rename it: {', '.join([*_SPEAKERS, *_ROLES])} are read"
+        )
     if "content" in message:
         raise ValueError(f"message {number} has from and content; the text of from is in value")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if speaker == _CALLS:
+        return {"role": role, "tool_calls": _calls(number, message.get("value")), **others}
     return {"role": role, "content": message.get("value"), **others}
+
+
+def _calls(number: int, value: Any) -> list[dict[str, Any]]:
+    """Return the tool calls in the value of a message from function_call: one, or several in a list."""
+    try:
+        calls = parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise ValueError(f"message {number} is from {_CALLS}, so its value is JSON with a name and arguments")
+    return [_function(call) for call in calls]
+
+
+def _function(described: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": described}
 
 
 def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:

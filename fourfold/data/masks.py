@@ -114,7 +114,7 @@ def _imported(name: str) -> LossMask:
     module, colon, function = name.partition(":")
     try:
         found: LossMask | None = getattr(importlib.import_module(module), function) if colon else None
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, OSError) as error:
         raise UserError(f"masks.functions: '{name}' cannot be imported: {error}") from error
     if found is None or not callable(found):
         raise UserError(f"masks.functions: '{name}' is not a function; write it as 'module:function'")
@@ -125,7 +125,10 @@ def _checked(name: str, mask: LossMask) -> LossMask:
     """Wrap a user's mask to check what it returns."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
-        kept = mask(windows)
+        try:
+            kept = mask(windows)
+        except OSError as error:  # otherwise a file of ours would be blamed
+            raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:
             found = f"{kept.dtype} {kept.shape}" if isinstance(kept, np.ndarray) else type(kept).__name__

@@ -49,7 +49,7 @@ class InputFile:
 
 
 def left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
-    """List what folders and globs of `inputs` hold and ``list_inputs`` does not read, by reason. Hidden names are not."""
+    """List by reason what is in folders and globs of `inputs`, is not hidden, and is not read by ``list_inputs``."""
     found: dict[str, list[Path]] = {}
     for path in (path for item in inputs for path in _matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):

@@ -119,8 +119,8 @@ class HFTokenizer:
             raise UserError(f"bos_token {OWN}: {self.path.parent} names no bos_token; name one of {self._specials()}")
         self.usually_begins = own_bos is not None and self._tokenizer.encode("").ids[:1] == [own_bos]
         self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
-        begin = f"\nbos {self.bos_id}" if self.begins_documents else ""
-        self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}{begin}".encode()).hexdigest()
+        self._digest = hashlib.sha256(content)
+        self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
@@ -129,6 +129,16 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens left out."""
         return self._tokenizer.decode(list(ids))
+
+    def has_ids_of(self, fingerprint: str) -> bool:
+        """Return whether this file gave the ids of a text of that fingerprint, whichever token ends documents there."""
+        ends = (self.eod_id, *range(self.vocab_size))
+        return any(self._fingerprint(end, bos) == fingerprint for bos in {None, self.bos_id} for end in ends)
+
+    def _fingerprint(self, eod: int, bos: int | None) -> str:
+        digest = self._digest.copy()
+        digest.update(f"\neod {eod}".encode() + (b"" if bos is None else f"\nbos {bos}".encode()))
+        return digest.hexdigest()
 
     def _special_names(self) -> dict[int, str]:
         added = self._tokenizer.get_added_tokens_decoder()

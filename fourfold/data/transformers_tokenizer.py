@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,20 @@ class TransformersTokenizer:
         self._name = name
 
     @cached_property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of its tokenizer.json, as `fourfold prepare` records it; None where it has none."""
+    def file(self) -> HFTokenizer | None:
+        """Its tokenizer.json, as `fourfold prepare` opens it; None if it has none."""
         from transformers.utils.hub import cached_file
 
         try:
             file = cached_file(self._name, "tokenizer.json")
-            return None if file is None else HFTokenizer(file).fingerprint
+            return None if file is None else HFTokenizer(file)
         except (OSError, UserError):  # a tokenizer of another kind
             return None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of its tokenizer.json; None if it has none."""
+        return None if self.file is None else self.file.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -51,6 +56,17 @@ class TransformersTokenizer:
 
 
 AnyTokenizer = Tokenizer | TransformersTokenizer
+
+
+@lru_cache(maxsize=8)
+def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
+    """Return whether a tokenizer may have given the ids of a text of that fingerprint, whichever token ends it."""
+    ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
+    return (
+        ours is None
+        or ours.fingerprint == fingerprint
+        or (isinstance(ours, HFTokenizer) and ours.has_ids_of(fingerprint))
+    )
 
 
 NO_CORPORA = (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.canaries import Canaries
 from fourfold.data.sources import read_json_lines
-from fourfold.data.transformers_tokenizer import AnyTokenizer
+from fourfold.data.transformers_tokenizer import AnyTokenizer, has_ids_of
 from fourfold.errors import UserError
 
 Tokens = NDArray[np.int64]
@@ -106,9 +106,10 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
             raise UserError(f'{where} has "tokens" that are not a list of token ids; give whole numbers')
         made_with = row.get("tokenizer")
-        if tokenizer is not None and made_with is not None and tokenizer.fingerprint not in (None, made_with):
+        if tokenizer is not None and made_with is not None and not has_ids_of(tokenizer, str(made_with)):
             raise UserError(
-                f"{where} was tokenized with another tokenizer than the model's; prepare the canaries with it"
+                f"{where} was tokenized with another tokenizer than the model's; name that one with --tokenizer, or "
+                "prepare the canaries with the model's"
             )
         return np.array(tokens, dtype=np.int64)
     if not isinstance(text, str):

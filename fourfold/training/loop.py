@@ -23,7 +23,7 @@ from fourfold.errors import UserError
 from fourfold.heartbeat import begin_step
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.import_model import load_pretrained
-from fourfold.huggingface.model_folder import PATTERNS, SOURCE_FOLDER, keep_small_files
+from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_small_files
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import device_of, imported
 from fourfold.launch.stop_signals import StopRequest
@@ -102,7 +102,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                     warn_of_changes(corpora, checkpoint, run)
                 if run.model.from_hf is not None:
                     with writing(run_dir / SOURCE_FOLDER):
-                        keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
+                        keep_small_files(local_folder(run.model.from_hf, SMALL_FILES), run_dir / SOURCE_FOLDER)
         if run.dpo.beta:
             install_reference(job, corpora, run_dir, checkpoint if first_step else None)
         checkpointer = Checkpointer(

@@ -132,6 +132,30 @@ ROWS = {
         said({"role": "system", "content": "Be."}, ASK, GOOD),
         "yes<|im_end|>",
     ),
+    "ShareGPT with tools": (
+        TOOLS,
+        {
+            "conversations": [
+                SHAREGPT[0],
+                {"from": "function_call", "value": '{"name": "jump", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "3"},
+                {"from": "function_call", "value": json.dumps([{"name": "jump", "arguments": {}}] * 2)},
+                {"from": "tool", "value": "4"},
+                SHAREGPT[1],
+            ],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+        f"<tools>[{json.dumps(TOOL)}]</tools>"
+        + said(
+            ASK,
+            {"role": "assistant", "content": '<call>{"x": 1}</call>'},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "<call>{}</call>" * 2},
+            {"role": "tool", "content": "4"},
+            GOOD,
+        ),
+        '<call>{"x": 1}</call><|im_end|><call>{}</call><call>{}</call><|im_end|>yes<|im_end|>',
+    ),
     "Alpaca": (
         CHATML,
         {"instruction": "Which?", "input": "fox?", "output": "yes", "text": "…"},
@@ -208,8 +232,40 @@ REFUSED = {
         "message 2 has a part of type image_url",
     ),
     "object": (CHATML, {}, {"content": {"text": "x"}}, "message 2 has no content that is text"),
-    "speaker": (CHATML, {"messages": [{"from": "bing", "value": "x"}]}, {}, "message 1 is from 'bing'; human, gpt"),
-    "speakers": (CHATML, {"messages": [{"from": ["a"], "value": "x"}]}, {}, r"message 1 is from \['a'\]; human, gpt"),
+    "speaker": (
+        CHATML,
+        {"messages": [{"from": "bing", "value": "x"}]},
+        {},
+        "message 1 is from 'bing'; rename it: human",
+    ),
+    "speakers": (
+        CHATML,
+        {"messages": [{"from": ["a"], "value": "x"}]},
+        {},
+        r"message 1 is from \['a'\]; rename it: hum",
+    ),
+    "call": (
+        CALLS,
+        {"messages": [{"from": "function_call", "value": "f(1)"}]},
+        {},
+        "message 1 is from function_call, so",
+    ),
+    "calls of no name": (CALLS, {"messages": [{"from": "function_call", "value": [{}]}]}, {}, "message 1 is from func"),
+    "tools twice": (
+        TOOLS,
+        {"chat_template_kwargs": {"tools": [TOOL]}},
+        {},
+        "chat_template_kwargs has tools; write them",
+    ),
+    **{
+        f"{name} as a variable": (
+            f"{CHATML}{{# {name} #}}",
+            {"chat_template_kwargs": {name: True}},
+            {},
+            f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}",
+        )
+        for name in ("tokenize", "add_generation_prompt", "chat_template", "continue_final_message", "messages")
+    },
     "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
     "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
 }

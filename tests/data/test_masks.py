@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,10 @@ def broken(windows: Windows) -> np.ndarray:
     return windows.tokens
 
 
+def fills_the_disk(windows: Windows) -> np.ndarray:
+    raise OSError(errno.ENOSPC, "No space left on device", "cache.npy")
+
+
 def test_masks_of_the_run_file() -> None:
     config = MasksConfig(
         goldfish=GoldfishConfig(strategy="hash"),
@@ -83,6 +89,12 @@ def test_functions_that_are_none(name: str, message: str) -> None:
 def test_a_function_that_returns_no_mask() -> None:
     masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:broken"]), None, 32, 4)
     with pytest.raises(UserError, match=r"broken' returned int64 \(1, 3\); a mask is bool \(1, 2\)"):
+        labels_of(windows_of([1, 2, 3]), masks)
+
+
+def test_a_full_disk_in_a_function_is_not_blamed_on_a_file_of_ours() -> None:
+    masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:fills_the_disk"]), None, 32, 4)
+    with pytest.raises(UserError, match=r"masks\.functions: '.*fills_the_disk' failed: .*No space left .* 'cache.npy'"):
         labels_of(windows_of([1, 2, 3]), masks)
 
 

@@ -80,6 +80,36 @@ def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str
         assert message in errors
 
 
+def test_canaries_of_a_corpus_whose_documents_end_with_another_token(
+    hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
+) -> None:
+    """The ids of the text are the same. A tokenizer of other ids is refused, and the one of the ledger can be named."""
+    transformers = pytest.importorskip("transformers")
+    folder, texts = hugging_face
+    (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text} {text}") for text in texts))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "eos_token": "<|endoftext|>"})
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert "<pad>" in (tmp_path / "model" / "tokenizer.json").read_text()
+    for name, eos in (("own", None), ("other", "<pad>")):
+        canaries = Canaries(4, (0, 2), length=30)
+        prepare([tmp_path / "text.jsonl"], tmp_path / name, tokenizer=tmp_path / "model", eos_token=eos, workers=1,
+                canaries=canaries)  # fmt: skip
+    sizes = ("--suffix", 10, "--prefix", 10, "--json")
+    records = []
+    for name in ("own", "other"):
+        ledger = ledger_path(tmp_path / name)
+        code, output, errors = cli("audit", "--model", tmp_path / "model", "--documents", ledger, *sizes)
+        assert code == 0, errors
+        records.append(json.loads(output))
+    assert records[0] == records[1]
+    code, output, errors = cli("audit", "--model", folder, "--documents", ledger_path(tmp_path / "other"), *sizes)
+    assert (code, output) == (2, "") and "name that one with --tokenizer" in errors
+    named = ("--tokenizer", tmp_path / "model")
+    assert cli("audit", "--model", folder, "--documents", ledger_path(tmp_path / "other"), *named, *sizes)[0] == 0
+
+
 def test_a_model_that_is_not_a_number_does_not_pass(
     hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
 ) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import exit_code
 from small_jobs import checkpoints_of, make, metrics_of, train, weights_of
+from tiny_corpus import run_file
+from tiny_huggingface import make_model
 
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
@@ -21,6 +24,26 @@ from fourfold.training.job import Job
 from fourfold.training.optimizer import learning_rate
 from fourfold.training.outcome import Outcome
 from fourfold.training.run_folder import open_run_folder
+
+
+def test_a_resumed_run_asks_the_hub_for_no_weights(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "hf", "llama", vocab_size=257)
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub"), "snapshot_download", download)
+    changes = {"model__preset": None, "model__from_hf": "some/model", "checkpoint__interval": 1}
+    for steps in (1, 2):
+        path = run_file(tmp_path, prefix, training__train_steps=steps, **changes)
+        assert exit_code("train", path) == 0
+        assert ("*.safetensors" in asked) == (steps == 1)
+        asked.clear()
+    assert (tmp_path / "runs" / "run" / "huggingface" / "config.json").is_file()
 
 
 def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> None:

@@ -147,18 +147,23 @@ def test_a_torn_line_does_not_keep_a_run_from_starting(tmp_path: Path, prefix: s
     ]
 
 
-@pytest.mark.parametrize("skips", ["5", '"2"', "null", "[2.5]", "[[2]]", "[true]"])
+DAMAGED = {
+    f'{{"step": 2, "skips": {skips}}}': f": skips = {skips} must be a list of steps, such as [2]"
+    for skips in ("5", '"2"', "null", "[2.5]", "[[2]]", "[true]")
+} | {f'{{"step": {step}, "skips": [2]}}': ' is not an object with an integer "step"' for step in ("true", "2.0", '"2"')}
+
+
+@pytest.mark.parametrize("line", DAMAGED)
 def test_a_damaged_record_of_bad_steps_is_named_before_the_first_step(
-    cli: Cli, tmp_path: Path, prefix: str, skips: str
+    cli: Cli, tmp_path: Path, prefix: str, line: str
 ) -> None:
     path = run(tmp_path, prefix, 2)
     record = tmp_path / "runs" / "run" / BAD_STEPS_FILE
     record.parent.mkdir(parents=True)
-    record.write_text(f'{{"step": 3, "action": "skip"}}\n{{"step": 2, "skips": {skips}}}\n')
+    record.write_text(f'{{"step": 3, "action": "skip"}}\n{line}\n')
     code, _, errors = cli("train", path)
     assert code == 2
-    expected = f"skips = {skips} must be a list of steps, such as [2]: fix or delete that line."
-    assert errors.splitlines()[-1] == f"fourfold: {record}, line 2: {expected}"
+    assert errors.splitlines()[-1] == f"fourfold: {record}, line 2{DAMAGED[line]}: fix or delete that line."
     assert steps_taken(record.parent) == 0
 
 
