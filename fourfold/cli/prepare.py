@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -99,6 +99,8 @@ def prepare(
     from fourfold.data.files import WriteFailed
     from fourfold.data.prepare_conversations import prepare_conversations
 
+    common: dict[str, Any] = {"tokenizer": tokenizer, "eos_token": eos_token, "bos_token": bos_token}
+    common["validation_fraction"] = validation_fraction
     if format != "text":
         refused = {
             "--train-tokenizer": train_tokenizer,
@@ -113,17 +115,8 @@ def prepare(
                 raise UserError(f"--format {format} does not take {name}")
         if tokenizer is None:
             raise UserError(f"--format {format} needs --tokenizer, the model's folder")
-        summary = prepare_conversations(
-            inputs,
-            out,
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            eos_token=eos_token,
-            bos_token=bos_token,
-            ignored_keys=ignore_key or (),
-            validation_fraction=validation_fraction,
-            format=format,
-        )
+        template, keys = chat_template, ignore_key or ()
+        summary = prepare_conversations(inputs, out, chat_template=template, ignored_keys=keys, format=format, **common)
         _show(summary)
         return
     if chat_template is not None or ignore_key:
@@ -137,16 +130,13 @@ def prepare(
         summary = data.prepare(
             inputs,
             out,
-            tokenizer=tokenizer,
             train_tokenizer_vocab=train_tokenizer,
             workers=workers,
-            eos_token=eos_token,
-            bos_token=bos_token,
             text_key=text_key,
             encoding=encoding,
-            validation_fraction=validation_fraction,
             canaries=wanted,
             force=force,
+            **common,
         )
     except WriteFailed as error:
         kept = f"; what is finished stays in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""

@@ -109,7 +109,8 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
     if not isinstance(messages, list):
         raise ValueError("messages is not a list of messages")
     if tools and "conversations" in used:
-        tools = [_function(tool) if isinstance(tool, dict) and "name" in tool else tool for tool in tools]
+        bare = [isinstance(tool, dict) and "name" in tool for tool in tools]
+        tools = [{"type": "function", "function": t} if b else t for t, b in zip(tools, bare, strict=True)]
     messages = [_message(number, message) for number, message in enumerate(messages, start=1)]
     if "system" in used and row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -143,11 +144,7 @@ def _calls(number: int, value: Any) -> list[dict[str, Any]]:
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         raise ValueError(f"message {number} is from {_CALLS}, so its value is JSON with a name and arguments")
-    return [_function(call) for call in calls]
-
-
-def _function(described: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": described}
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:

@@ -167,12 +167,7 @@ def _readings(content: bytes | bytearray, start: int, names: Sequence[str] = ())
         except (UnicodeDecodeError, LookupError):
             continue
         if text.isprintable():
-            shown.setdefault(text, name)
-    readings = [f'"{text}" in {_common_name(name)}' for text, name in list(shown.items())[:3]]
-    return f": {' or '.join(readings)}" if readings else ""
-
-
-def _common_name(encoding: str) -> str:
-    """Return the name by which iconv knows an encoding too."""
-    name = {"mac_roman": "macintosh", "latin_1": "latin1"}.get(encoding, encoding.replace("iso2022", "iso_2022"))
-    return name.replace("_", "-")
+            # iconv knows these names too: iso-2022-jp, koi8-r.
+            shown.setdefault(text, name.replace("iso2022", "iso-2022").replace("_", "-"))
+    readings = [f'"{text}" in {name}' for text, name in shown.items()]
+    return f": {' or '.join(readings[:3])}" if readings else ""

@@ -62,11 +62,7 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
     """Return whether a tokenizer may have given the ids of a text of that fingerprint, whichever token ends it."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
-    return (
-        ours is None
-        or ours.fingerprint == fingerprint
-        or (isinstance(ours, HFTokenizer) and ours.has_ids_of(fingerprint))
-    )
+    return ours is None or (ours.has_ids_of if isinstance(ours, HFTokenizer) else ours.fingerprint.__eq__)(fingerprint)
 
 
 NO_CORPORA = (
