@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,6 +131,7 @@ class HFTokenizer:
         """The text of these ids, special tokens left out."""
         return self._tokenizer.decode(list(ids))
 
+    @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
     def has_ids_of(self, fingerprint: str) -> bool:
         """Return whether this file gave the ids of a text of that fingerprint, whichever token ends documents there."""
         ends = (self.eod_id, *range(self.vocab_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class TransformersTokenizer:
 AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
-@lru_cache(maxsize=8)
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
     """Return whether a tokenizer may have given the ids of a text of that fingerprint, whichever token ends it."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
