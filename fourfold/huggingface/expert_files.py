@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from fourfold.huggingface.weight_names import FORMATS, HEAD, head_of
-
-_STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-_JOINS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameters of a module of experts → our names of the matrices that they join, one below the other."""
-
-
-def matrices_of(kind: str, name: str) -> list[str]:
-    """The names in files of the matrices that a stack joins for each expert ``{e}``, one below the other.
-
-    Empty for a parameter that is no stack, and a model_type ``kind`` that has no mixture of experts here.
-    """
-    found = _STACK.fullmatch(name)
-    rows = FORMATS[kind].table.items() if kind in FORMATS else ()
-    theirs = {ours[0].rpartition(".")[2]: their for their, ours in rows if "{e}" in their}
-    if found is None or not theirs:
-        return []
-    return [theirs[each].replace("{i}", found[1]) for each in _JOINS[found[2]]]
-
-
-def name_in_files(kind: str, name: str) -> str:
-    """The name in files of a parameter that is no stack."""
-    return name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
-
 
 Rows = dict[str, range]
 """Tensors of files → the rows of a parameter that each holds, counted through all the experts that it stacks."""
@@ -65,16 +39,14 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
     return found
 
 
-def in_modules(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a model of transformers by the names of its modules, from all that its files have; differentiable."""
-    kind: str = model.config.model_type
-    found = {}
-    stored = (name for name in dict(model.named_buffers()) if name_in_files(kind, name) in tensors)
-    for name in (*dict(model.named_parameters()), *stored):
-        matrices = matrices_of(kind, name)
-        if matrices:
-            experts = range(len(model.get_parameter(name)))
-            found[name] = torch.stack([torch.cat([tensors[m.format(e=e)] for m in matrices]) for e in experts])
-        else:  # files of some families call the head by another name than the module has
-            found[name] = tensors[head_of(kind) if name == HEAD else name_in_files(kind, name)]
+def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a model by the names of its modules, from all tensors of its files; differentiable.
+
+    Args:
+        rows: What ``rows_in_files`` found for the model.
+    """
+    found = {name: tensors[name] for name in dict(model.named_buffers()) if name in tensors}
+    for name, parameter in model.named_parameters():
+        in_order = sorted(rows[name], key=lambda theirs: rows[name][theirs].start)
+        found[name] = torch.cat([tensors[theirs] for theirs in in_order]).view_as(parameter)
     return found

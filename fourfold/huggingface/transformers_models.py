@@ -24,7 +24,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     """A causal language model of the transformers library, ready to generate; no code of the model is run.
 
     dtype: fp32, bf16, fp16, or auto for the one in which it is stored. device: by default a GPU where there is one.
-    Raises ``UserError`` when it cannot be loaded.
+    Raises ``UserError`` when it cannot be loaded, or attends to later tokens.
     """
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -56,7 +56,21 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     surplus = [key for key in keys["unexpected_keys"] if not key.startswith(beyond) and not key.endswith(BUFFERS)]
     if surplus:
         raise UserError(f"cannot load the model {name}: its config.json has no place for the tensor {min(surplus)}")
+    if not _is_causal(model):
+        raise UserError(
+            f"the model {name} is not causal: its predictions depend on later tokens, as is_causal = false "
+            "in config.json asks for; a causal language model works"
+        )
     return model
+
+
+@torch.no_grad()
+def _is_causal(model: Any) -> bool:
+    """True if two texts that differ only at their ends have the same logits at their beginning, up to rounding."""
+    tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
+    one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
+    # Logits that are not a number differ from themselves, and are refused elsewhere.
+    return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 
 def _generation_settings(folder: Path, transformers: Any) -> Any:

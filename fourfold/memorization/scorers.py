@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,13 +122,19 @@ class HuggingFaceScorer:
         self.vocab_size: int = self.model.config.vocab_size
         self.max_length: int | None = getattr(self.model.config, "max_position_embeddings", None)
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
+        types = [str(getattr(module, "rope_type", "")) for module in self.model.modules()]
+        self.depends_on_length = any("dynamic" in each or "longrope" in each for each in types)
+        """The rotary frequencies follow the longest sequence of a batch."""
 
     @torch.no_grad()
     def score(self, documents: Rows) -> list[NDArray[np.float32]]:
-        order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
+        order, at_once = sorted(range(len(documents)), key=lambda n: len(documents[n])), self.micro_batch_size
+        alike = groupby(order, lambda number: len(documents[number]) if self.depends_on_length else 0)
+        groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
-        for first in range(0, len(order), self.micro_batch_size):
-            together = order[first : first + self.micro_batch_size]
+        for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
+            for module in self.model.modules():  # dynamic frequencies also follow the longest sequence so far
+                vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
             # Padding on the right is invisible to a causal model.

@@ -56,7 +56,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
     low = max(math.floor(channel(scaling.beta_fast)), 0)
     high = min(math.ceil(channel(scaling.beta_slow)), config.rotary_dim - 1)
     ramp = torch.arange(config.rotary_dim // 2, dtype=torch.float32, device=frequencies.device)
-    stretch = ((ramp - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretch = ((ramp - low) / (high - low or 0.001)).clamp(0, 1)
     return frequencies / scaling.factor * stretch + frequencies * (1 - stretch)
 
 

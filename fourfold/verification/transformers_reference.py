@@ -12,7 +12,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import import_transformers
 from fourfold.huggingface.architectures.config_json import FULL, SLIDING, config_of
 from fourfold.huggingface.architectures.families import FAMILIES
-from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
 from fourfold.verification.one_process import Logits, Parameters, Sequences
 
@@ -28,7 +28,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
     model = model.to(device).eval()  # without the dropout of some families
-    tensors = name_map(config["model_type"], run.model)
+    tensors, rows = name_map(config["model_type"], run.model), rows_in_files(model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
     def merged(parameters: Parameters, name: str) -> Tensor:
@@ -48,7 +48,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
         # Padding comes last, so no token of the data sees it, and its mask changes no logit that counts.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
-        theirs = in_modules(model, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
+        theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype
         mask = None if batch.documents_BS is None else masks(batch.documents_BS, dtype)
         inputs = {"input_ids": batch.tokens_BS, "position_ids": batch.positions_BS, "attention_mask": mask}

@@ -98,12 +98,15 @@ class Sweep:
         except RuntimeError:  # other shapes
             perturb(model)
             folder = self.new_weights
+        with torch.no_grad():
+            logits = _tried(lambda: model(self.tokens).logits)
+        if logits is None:  # some models without experts cannot even be saved
+            return None
+        if folder is self.new_weights:
             shutil.rmtree(folder, ignore_errors=True)
             model.save_pretrained(folder)
             (folder / "config.json").write_text(text)
-        with torch.no_grad():
-            logits = _tried(lambda: model(self.tokens).logits)
-        return None if logits is None else (folder, logits)
+        return folder, logits
 
 
 def _made(folder: Path) -> Any:

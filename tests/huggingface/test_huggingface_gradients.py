@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_huggingface import MODELS, make_model, ours_of
 from torch import Tensor
 
-from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.transformer import Transformer
 
@@ -26,7 +26,8 @@ def gradients_by_their_names(model: Transformer, theirs: Any) -> dict[str, Tenso
     """Our gradients under the names of transformers' modules; zero for what is not trained."""
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     tensors = name_map(theirs.config.model_type, model.config)
-    return in_modules(theirs, {t.name: t.joined([p.of(grads[p.name]) for p in t.pieces]) for t in tensors})
+    found = {t.name: t.joined([p.of(grads[p.name]) for p in t.pieces]) for t in tensors}
+    return in_modules(theirs, rows_in_files(theirs), found)
 
 
 @pytest.mark.parametrize("name", MODELS)

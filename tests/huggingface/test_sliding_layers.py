@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of, model_of
+from fourfold.huggingface.architectures.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,6 +51,15 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
     assert model.rope_theta == ropes.get(F, ropes)["rope_theta"]
     assert (model.rope_local_base_freq or model.rope_theta) == ropes.get(S, ropes)["rope_theta"]
     assert model_of(config_of(model, kind), "config.json") == model
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.lists_layer_types])
+def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -> None:
+    """It makes the masks of both kinds of layers for some families, and needs a window for that."""
+    sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": [F], "vocab_size": 32, "moe_intermediate_size": 8}
+    model = model_of({"model_type": kind, **sizes, "sliding_window": None}, "config.json")
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config_of(model, kind)))
+    assert theirs(torch.arange(4)[None]).logits.shape == (1, 4, 32)
 
 
 @pytest.mark.parametrize(

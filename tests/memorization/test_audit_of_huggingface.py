@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tiny_corpus import line, make_corpus
 
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.memorization.scorers import HuggingFaceScorer
 from fourfold.memorization.scores import Sampling
 
 
@@ -164,3 +166,49 @@ def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, l
         assert exact[-1] == same
     assert any(exact)
     assert not all(exact)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) -> None:
+    """Frequencies of these types follow the longest sequence of a batch, and one also of batches before."""
+    folder = small_model(tmp_path, max_position_embeddings=16, rope_parameters=ROPES[kind])
+    lengths = (9, 20, 30, 12)
+    documents = [np.random.default_rng(length).integers(201, size=length) for length in lengths]
+    scorer = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 4)
+    scorer.score(documents[2:3])
+    for document, together in zip(documents, scorer.score(documents), strict=True):
+        alone = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 4).score([document])[0]
+        np.testing.assert_allclose(together[:, : len(document) - 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path, cli: Cli) -> None:
+    """Its loss would be small, for it sees the tokens that it should predict."""
+    folder = small_model(tmp_path / "encoder", is_causal=False)
+    (tmp_path / "text.txt").write_text("some words " * 9)
+    evaluate = ("evaluate", "--tokenizer", "bytes", "--text", tmp_path / "text.txt", "--context", 16, "--model")
+    code, _, errors = cli(*evaluate, folder)
+    assert code == 2 and "encoder is not causal" in errors and "is_causal = false" in errors
+    assert cli(*evaluate, small_model(tmp_path / "decoder"))[0] == 0
+
+
+def small_model(folder: Path, **keys: Any) -> Path:
+    """Save a random Llama of 2 layers with 4 heads of 8 channels."""
+    import transformers
+
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, **keys)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -150,6 +150,15 @@ def test_stretched_frequencies(rope: dict[str, Any]) -> None:
     assert ((frequencies < plain * 0.95) & (frequencies > plain * 0.3)).any()
 
 
+@pytest.mark.parametrize("keys", [(300.0, 8, 8.0), (20.0, 1_000_000, 1.0), (1e4, 28, 8.0)], ids=["<0", ">d", "="])
+def test_yarn_whose_borders_are_out_of_order_or_equal(keys: tuple[float, int, float]) -> None:
+    theta, length, slow = keys
+    rope = {**YARN, "original_max_position_embeddings": length, "beta_slow": slow}
+    model = filled(head_dim=16, rope_theta=theta, rope_scaling=rope)
+    theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model)).model.rotary_emb
+    torch.testing.assert_close(rope_frequencies(model.config)[0], theirs.inv_freq, rtol=1e-5, atol=0)
+
+
 def test_llama_with_biases() -> None:
     model = filled(attention_bias=True, attention_output_bias=True, mlp_bias=True)
     theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model, attention_bias=True, mlp_bias=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pool import Pool
 from tiny_chat import write_rows
-from tiny_runs import DEEPSEEK, LLAMA, QWEN_MOE, tiny_run
+from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN_MOE, tiny_run
 from torch import Tensor
 
 from fourfold.config.run import RunConfig
@@ -36,6 +36,8 @@ LOSSES = {"load_balancing_loss": 0.5, "z_loss": 0.1}
 BIAS = {**LOSSES, "bias_update_rate": 0.02}
 CAPACITY = {**LOSSES, "capacity_factor": 0.75}
 FULL = {"activation_checkpoint": {"mode": "full"}}
+ADAPTERS = {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
+MUON = {"optimizer": {"name": "muon"}}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ def run_of(
     if kind == "preferences":
         sections["dpo"] = {"beta": 0.3}
     training = {"seq_length": seq_length, **sections.pop("training", {})}
-    return tiny_run(model, grid, data=data, optimizer={"lr": 1e-3, "eps": 1e-3}, training=training, **sections)
+    optimizer = {"lr": 1e-3, "eps": 1e-3, **sections.pop("optimizer", {})}
+    return tiny_run(model, grid, data=data, optimizer=optimizer, training=training, **sections)
 
 
 def steps_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -144,6 +147,20 @@ SLOW_CASES = {
     for section in [SECTIONS[number % 3 if name != "dense" else 3 * (number % 2)]]
     if not (name == "dense" and "ep" in grid)
     for more in [{**moe, **section}]
+} | {
+    "conversations with adapters x2": ("sft", LLAMA, {"x": 2}, ADAPTERS),
+    "pairs with adapters pp2 z2 ep2": ("preferences", SHORT, {"pp": 2, "z": 2, "ep": 2}, {**ADAPTERS, "moe": LOSSES}),
+    "conversations muon z2 ep2": ("sft", SHORT, {"z": 2, "ep": 2}, {**MUON, "moe": BIAS}),
+    "pairs muon pp2 cp2": ("preferences", SHORT, {"pp": 2, "cp": 2}, {**MUON, "moe": BIAS}),
+    "conversations goldfish cp2": ("sft", SHORT, {"cp": 2}, {"masks": {"goldfish": {"strategy": "hash"}}, "moe": BIAS}),
+    "conversations sliding cp2 ring": ("sft", GEMMA2, {"cp": 2, "cp_method": "ring"}, {}),
+    "pairs learned positions pp2": ("preferences", GPT, {"pp": 2}, {}),
+    "conversations bias and capacity cp2 y2": (
+        "sft",
+        QWEN_MOE | {"router_bias": True},
+        {"cp": 2, "y": 2},
+        {"moe": CAPACITY | {"bias_update_rate": 0.02}},
+    ),
 }
 
 

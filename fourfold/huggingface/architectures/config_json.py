@@ -340,7 +340,9 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     slides = model.sliding_layers > 0
-    config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else None}
+    # Models with layer_types need a window even if no layer slides.
+    unused = family.defaults["sliding_window"] if family.lists_layer_types else None
+    config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = slides
     if family.reads_local_theta:
