@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.options import add_tiny
+from benchmarks.optuna_samplers import Method, Sampled
 from benchmarks.ranks import run_on_ranks
 from fourfold.config.run import RunConfig
 from fourfold.data.prepare import prepare
@@ -36,7 +37,6 @@ from fourfold.parallel.grid import Grid
 from fourfold.planning.search.plan import describe_layout
 from fourfold.training.job import Job
 from fourfold.tuning.candidates import Candidates
-from fourfold.tuning.ledger import Method, ledger_in_memory
 from fourfold.tuning.propose import propose
 from fourfold.tuning.result import Result, Trial
 from fourfold.tuning.start_search import search_for
@@ -199,7 +199,7 @@ def _steps_of(run: RunConfig) -> Iterator[float]:
 
 def play(candidates: Candidates, table: dict[int, float], method: Method, seed: int) -> int:
     """The trials until a search, given the table's times, has found a layout within ``NEAR`` of the best."""
-    ledger = ledger_in_memory(candidates, method, seed) if method != "planner" else None
+    ledger = Sampled(candidates, method, seed) if method != "planner" else None
     trials: list[Trial] = []
     while True:
         drawn = (-1, propose(candidates, trials).index) if ledger is None else ledger.draw(seed)

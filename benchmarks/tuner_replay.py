@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import add_tiny
+from benchmarks.optuna_samplers import Method, Sampled
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import with_preset
 from fourfold.planning.calibration.fit import Calibration
@@ -36,7 +37,6 @@ from fourfold.planning.program_flags import OTHER_PROGRAM
 from fourfold.planning.run_workload import model_shape
 from fourfold.planning.workload import Workload
 from fourfold.tuning.candidates import Candidates, candidates_of
-from fourfold.tuning.ledger import Method, ledger_in_memory
 from fourfold.tuning.propose import propose
 from fourfold.tuning.result import Result, Trial
 
@@ -143,7 +143,7 @@ def play(sweep: Sweep, candidates: Candidates, method: Method, seed: int) -> Pla
     """Search until the proposer ends it, or a sampler has found the best layout."""
     keys = [key_of(candidates.point(index)) for index in range(candidates.count)]
     best = min(seconds for seconds in sweep.measured.values() if seconds is not None)
-    ledger = ledger_in_memory(candidates, method, seed) if method != "planner" else None
+    ledger = Sampled(candidates, method, seed) if method != "planner" else None
     trials: list[Trial] = []
     to_goal, failed_to_goal, fastest = None, 0, float("inf")
     while fastest > best or ledger is None:

@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -49,9 +49,6 @@ def tune(
             autocompletion=complete_machine,
         ),
     ] = None,
-    method: Annotated[
-        Literal["planner", "tpe", "random"], typer.Option(help="Who proposes: the planner, or a sampler of Optuna.")
-    ] = "planner",
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a trial counts as hung.")] = 600,
     memory_limit: Annotated[
@@ -68,7 +65,7 @@ def tune(
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006
     setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: shell file of modules.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the samplers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what the search draws.")] = 0,
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +88,7 @@ def tune(
         if value is not None and not math.isfinite(value):
             raise UserError(f"{name} {value} is not a finite number; leave it out for no limit")
     limit = None if memory_limit is None else memory_limit * 1e9
-    settings = Settings(trials, budget, at_once or 0, steps, timeout, limit, method, seed)
+    settings = Settings(trials, budget, at_once or 0, steps, timeout, limit, seed)
     job = None if slurm is None else SlurmJob(nodes, time, sbatch=sbatch, setup=None if setup is None else str(setup))
     search, base = search_for(
         run_file,

@@ -52,7 +52,6 @@ class TuneRecord:
     machine: str
     memory: float
     """Bytes of a device, or what --memory-limit allows."""
-    method: str
     layouts: int
     """Legal layouts that may fit."""
     trials: list[TrialRecord]
@@ -129,7 +128,6 @@ def _record(
         gpus=request.gpus,
         machine=search.subject.machine.name,
         memory=float(candidates.machine.memory),
-        method=search.settings.method,
         layouts=candidates.count,
         trials=_trial_records(search, trials),
         best=layout_of(candidates, best),
@@ -146,7 +144,7 @@ def _record(
 
 
 def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]:
-    candidates, why = search.subject.candidates, search.ledger.reasons()
+    candidates = search.subject.candidates
     return [
         TrialRecord(
             trial.number,
@@ -155,7 +153,7 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
             float(candidates.seconds[trial.index]),
             float(candidates.needed[trial.index]),
             trial.result,
-            why[trial.number],
+            search.ledger.reason(trial.number),
         )
         for trial in trials
     ]

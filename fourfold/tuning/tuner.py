@@ -23,7 +23,7 @@ from fourfold.planning.search.plan import Prediction, predict
 from fourfold.run_file.dump import to_toml
 from fourfold.tuning.attempt import Attempt
 from fourfold.tuning.candidates import Candidates
-from fourfold.tuning.ledger import Ledger, Method, open_ledger
+from fourfold.tuning.ledger import Ledger
 from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
 from fourfold.tuning.result import Result, Trial
 from fourfold.tuning.slurm_trial import cancel
@@ -48,7 +48,6 @@ class Settings:
     timeout: float = 600.0
     memory_limit: float | None = None
     """Bytes of one process or device."""
-    method: Method = "planner"
     seed: int = 0
 
 
@@ -72,13 +71,12 @@ class Subject:
         """The run file with a candidate's layout."""
         return planned_run(self.request, self.prediction(index))
 
-    def fingerprint(self, method: Method) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """Everything in which searches differ whose trials must not be mixed, by how a message calls it."""
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
         whole = {
             "run file": to_toml(self.request.run),
-            "--method": method,
             "memory (--machine, --memory-limit)": float(self.machine.memory),
             "layouts (--space, --nproc, --machine, or fourfold's version)": knobs,
         }
@@ -93,9 +91,7 @@ class Search:
     ) -> None:
         self.subject, self.settings, self.folder = subject, settings, folder
         with self._locked():
-            self.ledger: Ledger = open_ledger(
-                folder, subject.candidates, settings.method, settings.seed, subject.fingerprint(settings.method)
-            )
+            self.ledger = Ledger(folder, subject.fingerprint())
         self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._interrupted: list[tuple[int, int]] = []
@@ -162,12 +158,6 @@ class Search:
                 return Proposal(None, f"the budget of {self.settings.minutes:g} minutes is spent")
             if self._interrupted:
                 self._begin(*self._interrupted.pop(0))
-                continue
-            if self.settings.method != "planner":
-                drawn = self.ledger.draw(self.settings.seed)
-                if drawn is None:
-                    return Proposal(None, "every layout was tried")
-                self._begin(*drawn)
                 continue
             running = [attempt.index for attempt in self._running]
             proposal = propose(self.subject.candidates, trials, running, self.settings.seed)

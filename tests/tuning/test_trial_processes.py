@@ -98,7 +98,6 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, prefix: str) -> None:
 @pytest.mark.slow
 def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
     """Three real trials of two processes; of the first one a worker gets SIGKILL."""
-    pytest.importorskip("optuna")
     path = run_file(tmp_path, prefix, training__device="cpu", parallel__dp=2)
     killed: list[int] = []
 
@@ -201,7 +200,6 @@ def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkey
 @pytest.mark.slow
 def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trials of one process; the second call goes on, and a third has nothing left to do."""
-    pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     run_file(tmp_path, prefix, training__device="cpu")
     command = ["tune", "run.toml", "--space", "micro_batch=1,2,4", "--space", "recompute=none", "--steps", 2]

@@ -1,0 +1,138 @@
+"""Optuna's samplers on the layouts of a search, to compare the tuner with.
+
+Layouts are Optuna's parameters, one for each knob that has a choice. Every result goes to Optuna with its constraints
+("runs", "memory", "legal": at most 0 where it holds), so that a failure is never a bare FAIL, which samplers would
+ignore and propose again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+import optuna
+from optuna.trial import TrialState
+
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.result import Result, Trial
+
+Method = Literal["planner", "tpe", "random"]
+"""Who proposes: fourfold's proposer, or one of Optuna's samplers."""
+NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "cp_method": CP_METHODS, "recompute": RECOMPUTE}
+"""Knobs whose values are indices, and what they stand for."""
+FREE_DRAWS = 200
+"""Draws of a sampler that are illegal, or known, before any untried layout is taken."""
+LEAST_EXCESS = 1e-3
+"""Share of the limit by which a trial that ran out of memory exceeded it, at least."""
+
+
+class Sampled:
+    """The trials of one sampler over some candidates."""
+
+    def __init__(self, candidates: Candidates, method: Method, seed: int) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+        self.candidates, self.study = candidates, optuna.create_study(sampler=samplers[method](seed=seed))
+        columns = {
+            name: [_named(name, value) for value in values.tolist()]
+            for name, values in candidates.knobs.items()
+            if (values != values[0]).any()
+        }
+        self.choices = {name: sorted(set(column)) for name, column in columns.items()}
+        self._knobs = list(zip(*columns.values(), strict=True)) if columns else [()]
+        self._index = {knobs: index for index, knobs in enumerate(self._knobs)}
+
+    def trials(self) -> list[Trial]:
+        """Every trial that ran and ended, by number."""
+        return [
+            Trial(self._index_of(trial.params), Result(**trial.user_attrs["result"]), trial.number)
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.state.is_finished() and "result" in trial.user_attrs
+        ]
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """Number and candidate of every trial that was begun and has no result: of a search that was killed."""
+        return [
+            (trial.number, self._index_of(trial.params))
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            if trial.params.keys() == self.choices.keys()
+        ]
+
+    def begin(self, index: int, why: str) -> int:
+        """Note that a candidate is tried, and why; returns the trial's number."""
+        knobs = dict(zip(self.choices, self._knobs[index], strict=True))
+        self.study.enqueue_trial(knobs)
+        trial = self.study.ask()
+        while self._suggested(trial) != self._knobs[index]:  # enqueued by a search that was killed at that moment
+            self._tell(trial, {}, None)
+            trial = self.study.ask()
+        trial.set_user_attr("why", why)
+        return trial.number
+
+    def draw(self, seed: int) -> tuple[int, int] | None:
+        """Note the sampler's choice as begun: its number and its candidate; None where every candidate was tried.
+
+        Illegal choices cost nothing, and neither do known ones, whose results the sampler gets again.
+        """
+        known = {trial.index: trial.result for trial in self.trials()}
+        running = {index for _, index in self.unfinished()}
+        for _ in range(FREE_DRAWS):
+            trial = self.study.ask()
+            index = self._index.get(self._suggested(trial))
+            if index is not None and index not in known and index not in running:
+                return trial.number, index
+            if index is None:
+                self._tell(trial, {"legal": 1.0}, None)
+            elif index in known:
+                self._tell(trial, *self._outcome(known[index]))
+            else:
+                self._tell(trial, {}, None)
+        untried = [index for index in range(self.candidates.count) if index not in known and index not in running]
+        if not untried:
+            return None
+        index = int(np.random.default_rng([seed, len(known)]).choice(untried))
+        return self.begin(index, "at random, as the sampler found nothing that is legal and new"), index
+
+    def end(self, number: int, result: Result) -> None:
+        """Note a trial's result."""
+        (frozen,) = (trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
+        trial = optuna.trial.Trial(self.study, frozen._trial_id)
+        trial.set_user_attr("result", asdict(result))
+        for key in ("outcome", "reason"):  # for the dashboard, which shows them in columns
+            trial.set_user_attr(key, getattr(result, key))
+        self._tell(trial, *self._outcome(result))
+
+    def _outcome(self, result: Result) -> tuple[dict[str, float], float | None]:
+        """The constraints of a result, and its value."""
+        limit, used = self.candidates.machine.memory, result.memory_bytes
+        if result.outcome == "out of memory":
+            excess = 1.0 if used is None else max(used / limit - 1, LEAST_EXCESS)
+            return {"runs": 0.0, "memory": excess}, None
+        constraints = {"runs": 0.0 if result.seconds is not None else 1.0}
+        if used is not None:
+            constraints["memory"] = min(used / limit - 1, 0.0)
+        return constraints, result.seconds
+
+    def _tell(self, trial: optuna.Trial, constraints: Mapping[str, float], value: float | None) -> None:
+        for name, excess in constraints.items():
+            trial.set_constraint(name, excess)
+        if value is None:
+            self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self.study.tell(trial, value)
+
+    def _suggested(self, trial: optuna.Trial) -> tuple[Any, ...]:
+        return tuple(trial.suggest_categorical(name, choices) for name, choices in self.choices.items())
+
+    def _index_of(self, params: Mapping[str, Any]) -> int:
+        return self._index[tuple(params[name] for name in self.choices)]
+
+
+def _named(knob: str, value: float) -> int | bool | str:
+    """A knob's value as it stands in the ledger."""
+    if knob in NAMES:
+        return NAMES[knob][int(value)]
+    return value if isinstance(value, bool) else int(value)
