@@ -179,7 +179,7 @@ def matmul_ceiling(device: torch.device, size: int) -> float:
 
 
 def layers_that_fit(sequence: int, device: torch.device) -> int:
-    """How many blocks the free memory holds next to the embedding, the head, and the whole logits of another contender."""
+    """How many blocks the free memory holds next to the embedding, the head, and another contender's logits."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
     block = two.num_parameters - one.num_parameters
     # An eager block stores about 16 hidden-wide and 6 inner-wide bf16 tensors for its backward.
