@@ -1,107 +1,312 @@
-"""Everything that only a GPU can answer, in one go.
+"""Everything that only a GPU can answer, within a budget of seconds, the most valuable first.
 
-    python -m benchmarks.gpu OUT [--device cpu --tiny]
+    python -m benchmarks.gpu OUT [--seconds 480] [--only NAME ...] [--wheels FOLDER]
+    python -m benchmarks.gpu OUT --device cpu --tiny
 
-Each part is a program of its own with ten minutes at most; a part that fails is recorded and the others go on. OUT gets
-the output of each, and gpu.json with the figures of all. Needs torch ≥ 2.11 and no network.
+OUT/gpu.json has the figures of all parts. It is replaced in one piece whenever a part has new figures, so that a kill
+of this program or of a part loses no figure. OUT/gpu.log has what the parts print. A second run into the same OUT keeps
+the parts that it does not run. --wheels installs packages on a machine without network. docs/gpu.md says how to use it.
+Needs torch ≥ 2.11.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import importlib.machinery
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.options import add_tiny, write_figures
 
-from benchmarks.options import add_tiny
+ROOT = Path(__file__).parents[1]
+BUDGET = 480.0
+"""Seconds of everything, by default: what fits ten minutes with the start of the machine."""
+LEAST = 10.0
+"""A part that has less time left is not begun."""
+END_SECONDS = 5.0
+"""Time for a part to end after SIGTERM, before SIGKILL."""
+POLL = 0.2
+PR_SET_PDEATHSIG = 1
+clock = time.monotonic
 
-SECONDS = 600
-"""Time limit of each part."""
+
+@dataclass(frozen=True)
+class Part:
+    """A program. ``{json}`` in its words is the file of its figures; ``prints``: it prints them instead."""
+
+    words: list[str]
+    seconds: float
+    """The most it may take with the default budget; more with a larger one."""
+    prints: bool = False
+
+
+class Stopped(BaseException):
+    """SIGTERM or an interrupt: what is there is kept."""
 
 
 def main() -> int:
     arguments = _arguments()
-    out: Path = arguments.out
+    begin, out = clock(), arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for name, command in parts(arguments, out).items():
-        print(f"{name} … ", end="", flush=True)
-        results[name] = outcome_of(name, command, out)
-        print(f"{results[name]['result']} in {results[name]['seconds']:.0f} s", flush=True)
-    record = {"torch": torch.__version__, "device": _name(arguments.device), "parts": results}
-    (out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"all figures are in {out / 'gpu.json'}")
-    return 0 if all(result["result"] == "done" for result in results.values()) else 1
+    record = _earlier(out / "gpu.json")
+    save = partial(write_figures, out / "gpu.json", record)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    with tempfile.TemporaryDirectory(prefix="fourfold-gpu-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        try:
+            environment = _environment(arguments, work, record, save)
+            where = {"device": _device(arguments), "torch": version("torch")}
+            for name, part in chosen(arguments, environment).items():
+                left = begin + arguments.seconds - clock()
+                limit = min(left, part.seconds * max(1.0, arguments.seconds / BUDGET))
+                before = record["parts"].pop(name, {})
+                outcome = record["parts"][name] = {"result": "not begun: no time was left", "seconds": 0.0, **where}
+                if "figures" in before:
+                    outcome["earlier"] = {key: value for key, value in before.items() if key != "earlier"}
+                if left >= LEAST:
+                    print(f"{begin_of_line(begin)} {name} … ", end="", flush=True)
+                    _run(name, part, limit, outcome, save, work, out, environment)
+                    print(f"{outcome['result']} in {outcome['seconds']:.0f} s", flush=True)
+                save()
+        except Stopped:
+            save()
+            print(f"stopped; the figures so far are in {out / 'gpu.json'}", flush=True)
+            return 1
+    print(f"{begin_of_line(begin)} all figures are in {out / 'gpu.json'}")
+    return 0 if all(part["result"] == "done" for part in record["parts"].values()) else 1
 
 
-def parts(arguments: argparse.Namespace, out: Path) -> dict[str, list[str]]:
-    """The programs, by name; each writes <name>.json into ``out``, or prints JSON."""
-    device, tiny = ["--device", arguments.device], ["--tiny"] if arguments.tiny else []
-    found = {"doctor": ["-m", "fourfold", "doctor", "--json"]}
-    for name in ("kernels", "one_step", "products", "train_gpu", "loki_decode"):
-        found[name] = ["-m", f"benchmarks.{name}", *device, *tiny, "--json", str(out / f"{name}.json")]
-    if arguments.device == "cuda":
-        found["loki_decode"] += ["--dtype", "bf16"]
-    if arguments.tiny:
-        found["train_gpu"] += ["--no-compile", "--rounds", "1"]
-    else:
-        found["calibrate"] = ["-m", "fourfold", "calibrate", "--out", str(out / "machine.toml"), "--json"]
-    processes = torch.cuda.device_count() if arguments.device == "cuda" else 2
-    if processes > 1:
-        found["parity"] = parity_under_torchrun(processes)
-        options = [*device, *tiny, "--pp", str(processes), "--steps", "3", "--json", str(out / "pipeline_bubble.json")]
-        found["pipeline_bubble"] = ["-m", "benchmarks.pipeline_bubble", *options]
+def begin_of_line(begin: float) -> str:
+    return f"{clock() - begin:4.0f} s"
+
+
+def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
+    """The parts of --only, in its order; else all."""
+    every = parts(arguments, environment)
+    unknown = [name for name in arguments.only or [] if name not in every]
+    if unknown:
+        raise SystemExit(f"benchmarks.gpu has no part {', '.join(unknown)}; there are {', '.join(every)}")
+    return {name: every[name] for name in arguments.only or every}
+
+
+def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
+    """The programs by name, the most valuable first: is it right, then is it fast."""
+    gpu, machine = arguments.device == "cuda", str(arguments.out / "machine.toml")
+    options = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else []), "--json", "{json}"]
+
+    def benchmark(name: str, seconds: float, *more: str) -> Part:
+        return Part(["-m", f"benchmarks.{name}", *options, *more], seconds)
+
+    half = ("--dtype", "bf16") if gpu else ("--kernels", "torch")
+    rounds = () if gpu else ("--no-compile", "--rounds", "1")
+    found = {
+        "suite": Part(suite(gpu, arguments.tests, environment), 180),
+        "loki": benchmark("loki_decode", 50, *half),
+        "loki_batch": benchmark("loki_decode", 30, *half, "--batch", "8", "--contexts", "32768"),
+        "grouped": benchmark("grouped", 25),
+        "calibrate": Part(["-m", "fourfold", "calibrate", "--out", machine, "--json"], 45, prints=True),
+        "train_gpu": benchmark("train_gpu", 170, *(("--sequence", "4096", "--layers", "6") if gpu else ()), *rounds),
+        "mixture_step": benchmark("mixture_step", 60),
+        "one_step": benchmark("one_step", 90),
+        "measured_plan": benchmark("measured_plan", 90),
+        "kernels": benchmark("kernels", 40),
+        "doctor": Part(["-m", "fourfold", "doctor", "--json"], 30, prints=True),
+        "train_gpu_long": benchmark("train_gpu", 170, "--sequence", "8192", "--layers", "4"),
+        "products": benchmark("products", 300),
+    }
+    if (arguments.out / "machine.toml").exists() or (gpu and "calibrate" in (arguments.only or found)):
+        found["measured_plan"] = replace(
+            found["measured_plan"], words=[*found["measured_plan"].words, "--machine", machine]
+        )
+    if not gpu:  # the CPU has no such figures, or takes minutes
+        for name in ("calibrate", "train_gpu_long", "loki_batch"):
+            del found[name]
+    gpus = _gpus() if gpu else 0
+    if gpus > 1:
+        found["pipeline_bubble"] = benchmark("pipeline_bubble", 120, "--pp", str(gpus), "--steps", "3")
     return found
 
 
-def parity_under_torchrun(processes: int) -> list[str]:
-    """Parity on x = 2 and y = 2, as far as the number of processes has these factors, and z."""
-    x = 2 if processes % 2 == 0 else 1
-    y = 2 if processes % 4 == 0 else 1
-    sizes = {"x": x, "y": y, "z": processes // (x * y), "dp": 1, "pp": 1}
-    settings = [word for axis, size in sizes.items() for word in ("--set", f"parallel.{axis}={size}")]
-    settings += ["--set", f"training.global_batch_size={4 * processes}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, "-m", "fourfold", "parity", "examples/parity.toml", "--json", *settings]
+def suite(gpu: bool, tests: str | None, environment: dict[str, str]) -> list[str]:
+    """pytest over the files with tests for a GPU: five processes share one, since no test fills it."""
+    files = ["tests/gpu"]
+    if gpu:
+        tests = sorted((ROOT / "tests").rglob("test_*.py"))
+        marked = [path for path in tests if "mark.gpu" in path.read_text(encoding="utf-8")]
+        files += [str(path.relative_to(ROOT)) for path in marked if path.parent.name != "gpu"]
+    several = importlib.machinery.PathFinder.find_spec(
+        "xdist", [*environment["PYTHONPATH"].split(os.pathsep), *sys.path]
+    )
+    spread = ["-n", "5", "--dist", "worksteal"] if gpu and several else []
+    words = ["-m", "pytest", *files, "-m", "gpu" if gpu else "not slow and not gpu", "-p", "no:cacheprovider"]
+    return [*words, *spread, *(["-k", tests] if tests else []), "--results", "{json}"]
 
 
-def outcome_of(name: str, command: list[str], out: Path) -> dict[str, Any]:
-    """Run a part; its result, seconds, and figures where it has written or printed any."""
-    begin = time.perf_counter()
-    text, errors = out / f"{name}.txt", out / f"{name}.err"
-    with text.open("w") as output, errors.open("w") as error_output:
+def _run(
+    name: str,
+    part: Part,
+    limit: float,
+    outcome: dict[str, Any],
+    save: Callable[[], None],
+    work: Path,
+    out: Path,
+    environment: dict[str, str],
+) -> None:
+    """Run a part. ``outcome`` is in the record from the start, and gets the part's figures as the part writes them."""
+    begin, figures = clock(), work / f"{name}.json"
+    words = [word.replace("{json}", str(figures)) for word in part.words]
+    outcome["result"] = "cut off with the whole program"
+    save()
+    with (out / "gpu.log").open("a", encoding="utf-8") as log, contextlib.ExitStack() as files:
+        log.write(f"\n=== {name}: python {' '.join(part.words)}\n")
+        log.flush()
+        output = files.enter_context(figures.open("w")) if part.prints else log
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=output, stderr=log, cwd=ROOT, env=environment, start_new_session=True,
+            preexec_fn=_end_with_this_program,
+        )  # fmt: skip
         try:
-            done = subprocess.run(
-                [sys.executable, *command], stdout=output, stderr=error_output, timeout=SECONDS, check=False
-            )
-            result = "done" if done.returncode == 0 else f"exit code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            result = f"not done in {SECONDS} s"
-    written = out / f"{name}.json"
-    try:
-        figures = json.loads((written if written.exists() else text).read_text(encoding="utf-8"))
-    except ValueError:
-        figures = None
-    return {"result": result, "seconds": time.perf_counter() - begin, "figures": figures}
+            seen = 0
+            while process.poll() is None and clock() - begin < limit:
+                time.sleep(POLL)
+                seen = _take_figures(figures, seen, outcome, clock() - begin, save)
+            late = process.poll() is None
+            if late:
+                _end(process)
+            code = process.returncode
+            ended = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+            outcome["result"] = f"not done in {limit:.0f} s" if late else "done" if code == 0 else ended
+        except Stopped:
+            _end(process)
+            outcome["result"] = "stopped"
+            raise
+        finally:
+            _take_figures(figures, -1, outcome, clock() - begin, lambda: None)
 
 
-def _name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+def _take_figures(file: Path, seen: int, outcome: dict[str, Any], seconds: float, save: Callable[[], None]) -> int:
+    """Put the figures of a part into the record if there are new ones. Returns the time of the file's last change."""
+    outcome["seconds"] = seconds
+    changed = file.stat().st_mtime_ns if file.exists() else 0
+    if changed != seen:
+        found = read_figures(file)
+        if found is not None:
+            outcome["figures"] = found
+            save()
+    return changed
+
+
+def read_figures(file: Path) -> Any:
+    """JSON, or JSON lines of which the last may be cut off. None: there is nothing to read."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines or None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part and the processes that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    process.wait()
+
+
+def _end_with_this_program() -> None:
+    """Have the kernel end a part if this program is killed: the GPU is wanted for something else then."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped
+
+
+def _earlier(file: Path) -> dict[str, Any]:
+    """The record of an earlier run into the same folder; else an empty one."""
+    found = read_figures(file)
+    return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else {"parts": {}}
+
+
+def _environment(
+    arguments: argparse.Namespace, work: Path, record: dict[str, Any], save: Callable[[], None]
+) -> dict[str, str]:
+    """The variables of all parts. The packages of --wheels come before those of the machine."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if arguments.wheels is not None:
+        site, wheels = work / "site", sorted(map(str, arguments.wheels.glob("*.whl")))
+        words = [
+            "-m",
+            "pip",
+            "install",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+            "--target",
+            str(site),
+        ]
+        done = subprocess.run([sys.executable, *words, *wheels], capture_output=True, text=True, check=False)
+        result = "done" if done.returncode == 0 else f"exit code {done.returncode}"
+        record["parts"]["wheels"] = {
+            "result": result,
+            "figures": {"wheels": len(wheels), "errors": done.stderr[-2000:]},
+        }
+        save()
+        paths.insert(0, str(site))
+    quiet = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _device(arguments: argparse.Namespace) -> str:
+    if arguments.device != "cuda":
+        return "cpu"
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder for the results")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"of all parts together; default: {BUDGET:.0f}")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these parts, in this order")
+    parser.add_argument("--tests", metavar="WORDS", help="the tests of the suite to run, as pytest -k takes them")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install these wheels for the parts first")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     add_tiny(parser)
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    arguments.out = arguments.out.absolute()
+    if arguments.device == "cuda" and not _gpus():
         parser.error("torch sees no GPU here; --device cpu --tiny tries the script itself")
+    if arguments.wheels is not None and not list(arguments.wheels.glob("*.whl")):
+        parser.error(f"--wheels {arguments.wheels} has no .whl file")
     return arguments
 
 

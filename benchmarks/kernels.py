@@ -2,84 +2,88 @@
 
     python -m benchmarks.kernels [--device cpu] [--json FILE]
 
-The first table is the largest error of outputs and gradients, over that of torch's plain attention in the same type;
-packed are documents by the kernel that needs no mask.
+The first table is the largest error of outputs and gradients, over the error of torch's plain attention in the same
+type: head widths, query heads to a key-value head, and lengths that are no multiple of anything. "packed" is the kernel
+for documents without a mask. "blind" is a mask with rows that see nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.options import add_tiny
+from benchmarks.one_gpu import device_of, name_of
+from benchmarks.options import add_tiny, write_figures
 from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MASKS = ("none", "causal", "documents")
+MASKS = ("none", "causal", "documents", "blind", "packed")
+SIZES = [
+    *((length, 64, 4) for length in (512, 4096, 1001)),
+    *((333, width, 4) for width in (80, 96, 128, 192, 256)),
+    *((500, 128, group) for group in (1, 7, 8)),
+    (1, 64, 8),
+    (77, 72, 7),
+]
+"""Length, head width, and query heads to a key-value head."""
+TINY = [(64, 64, 4), (33, 80, 7)]
 Tensors = tuple[Tensor, ...]
 
 
 def main() -> int:
     arguments = _arguments()
-    device = torch.device(arguments.device)
-    lengths = [64] if arguments.tiny else [512, 4096]
-    errors = [
-        error_of(name, mask, length, device)
-        for name, mask, length in itertools.product(DTYPES, (*MASKS, "packed"), lengths)
-    ]
-    print(f"{'type':6}{'mask':12}{'length':>8}{'ours':>12}{'plain':>12}{'ratio':>8}")
-    for row in errors:
-        print(
-            f"{row['type']:6}{row['mask']:12}{row['length']:8}{row['ours']:12.3g}{row['plain']:12.3g}{row['ratio']:8.2f}"
-        )
-    chosen = [
-        {
-            "type": name,
-            "mask": mask,
-            "grouped": grouped,
-            "kernel": chosen_kernel(name, mask, grouped, lengths[-1], device),
-        }
-        for name, mask, grouped in itertools.product(DTYPES, MASKS, (False, True))
-    ]
-    print(f"\n{'type':6}{'mask':12}{'grouped':>8}  kernel")
-    for row in chosen:
-        print(f"{row['type']:6}{row['mask']:12}{row['grouped']!s:>8}  {row['kernel']}")
-    if arguments.json:
-        record = {"torch": torch.__version__, "device": arguments.device, "errors": errors, "chosen": chosen}
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    device = device_of(arguments.device)
+    record: dict[str, Any] = {"torch": torch.__version__, "device": name_of(device), "errors": [], "chosen": []}
+    head = f"{'length':>8}{'width':>7}{'group':>7}"
+    print(f"{'type':6}{'mask':12}{head}{'ours':>12}{'plain':>12}{'ratio':>8}")
+    for size, name, mask in itertools.product(TINY if arguments.tiny else SIZES, DTYPES, MASKS):
+        row = dict(zip(("type", "mask", "length", "width", "group"), (name, mask, *size), strict=True))
+        try:
+            row |= error_of(name, mask, *size, device)
+            end = f"{row['ours']:12.3g}{row['plain']:12.3g}{row['ratio']:8.2f}"
+        except Exception as error:  # whatever it is, the other sizes are still to be tried
+            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+            end = f"  failed: {row['error'].splitlines()[0][:100]}"
+        print(f"{name:6}{mask:12}{size[0]:8}{size[1]:7}{size[2]:7}{end}", flush=True)
+        record["errors"].append(row)
+        write_figures(arguments.json, record)
+    print(f"\n{'type':6}{'mask':12}{head}  kernel")
+    for size, name, mask in itertools.product(TINY if arguments.tiny else SIZES, DTYPES, MASKS[:3]):
+        row = dict(zip(("type", "mask", "length", "width", "group"), (name, mask, *size), strict=True))
+        row["kernel"] = chosen_kernel(name, mask, *size, device)
+        print(f"{name:6}{mask:12}{size[0]:8}{size[1]:7}{size[2]:7}  {row['kernel']}")
+        record["chosen"].append(row)
+    write_figures(arguments.json, record)
+    return 1 if all("error" in row for row in record["errors"]) else 0
 
 
-def error_of(name: str, mask: str, length: int, device: torch.device) -> dict[str, Any]:
+def error_of(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> dict[str, float]:
     """The largest error of our attention of a block and of torch's plain one, both against fp64."""
     dtype = DTYPES[name]
-    q, k, v, gradient = (t.to(dtype) for t in inputs(length, device))
+    q, k, v, gradient = (t.to(dtype) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device)
     exact = differentiated(*(t.double() for t in (q, k, v, gradient)), seen)
     ours = packed(q, k, v, gradient) if mask == "packed" else block(q, k, v, gradient, mask, seen)
     plain = differentiated(q, k, v, gradient, seen)
     error, plain_error = (
-        max((float((a.double() - b).abs().max()) for a, b in zip(found, exact, strict=True)), default=0.0)
-        for found in (ours, plain)
+        max(float((a.double() - b).abs().max()) for a, b in zip(found, exact, strict=True)) for found in (ours, plain)
     )
-    ratio = error / plain_error
-    return {"type": name, "mask": mask, "length": length, "ours": error, "plain": plain_error, "ratio": ratio}
+    assert math.isfinite(error), "our attention is not finite"
+    return {"ours": error, "plain": plain_error, "ratio": error / plain_error if plain_error else float(error > 0)}
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
-    """The attention of one step of the ring, and its gradients."""
-    how = mask == "causal", seen if mask == "documents" else None, Scores(q.shape[-1] ** -0.5)
+    """The attention of one step of the ring, and its gradients. A row that sees nothing sees keys of another step."""
+    how = mask == "causal", seen if mask in ("documents", "blind") else None, Scores(q.shape[-1] ** -0.5)
     out, lse = attend_block(q, k, v, *how)
+    lse = lse.masked_fill(lse.isneginf(), 0)
     return out, *attend_block_backward(gradient, q, out, lse, k, v, *how)
 
 
@@ -97,14 +101,14 @@ def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
 
 
 def document_ends(length: int) -> list[int]:
-    """Three documents of different lengths."""
-    return [length // 5, length // 2, length]
+    """Three documents of different lengths, as far as there are tokens."""
+    return [max(1, length // 5), max(1, length // 2), length]
 
 
-def inputs(length: int, device: torch.device) -> Tensors:
-    """Queries of eight heads, keys and values of two, and a gradient."""
+def inputs(length: int, width: int, group: int, device: torch.device) -> Tensors:
+    """Queries of two groups of heads, keys and values of two heads, and a gradient."""
     torch.manual_seed(0)
-    return tuple(torch.randn(2, heads, length, 64, device=device) for heads in (8, 2, 2, 8))
+    return tuple(torch.randn(2, heads, length, width, device=device) for heads in (2 * group, 2, 2, 2 * group))
 
 
 def mask_of(name: str, length: int, device: torch.device) -> Tensor:
@@ -116,6 +120,8 @@ def mask_of(name: str, length: int, device: torch.device) -> Tensor:
     if name in ("documents", "packed"):
         documents = sum((places >= end for end in document_ends(length)), torch.zeros_like(places))
         causal &= documents[:, None] == documents
+    if name == "blind":
+        causal &= (places % 3 != 1)[:, None]
     return causal[None, None].expand(2, 1, -1, -1)
 
 
@@ -124,20 +130,16 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tens
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
-    out = scores.softmax(-1) @ values
-    out.backward(gradient)
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    return out.detach(), q.grad, k.grad, v.grad
+    weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+    out = weights @ values
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)
 
 
-def chosen_kernel(name: str, mask: str, grouped: bool, length: int, device: torch.device) -> str:
+def chosen_kernel(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> str:
     """The kernel behind ``scaled_dot_product_attention``."""
-    q, k, v, _ = (t.to(DTYPES[name]) for t in inputs(length, device))
-    if not grouped:
-        k, v = (t.repeat_interleave(4, dim=1) for t in (k, v))
+    q, k, v, _ = (t.to(DTYPES[name]) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device) if mask == "documents" else None
-    options = {"is_causal": mask == "causal", "enable_gqa": grouped}
-    scaled_dot_product_attention(q, k, v, seen, **options)
+    options = {"is_causal": mask == "causal", "enable_gqa": group > 1}
     return SDPBackend(torch._fused_sdp_choice(q, k, v, seen, 0.0, **options)).name
 
 

@@ -1,19 +1,19 @@
 """One decoding step of Loki against the best dense attention that torch has: one run prints one table of ratios.
 
-    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--proxy-dtype bf16] [--kernels torch]
+    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--proxy-dtype bf16] [--kernels torch]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
 other work on the machine strikes all alike; with OMP_NUM_THREADS=1 the clock is processor time, which leaves out when
 others had the processor. Keys lie in few directions, as real ones do; times do not depend on it. On
-a GPU both are replayed as CUDA graphs. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
+a GPU both are CUDA graphs, and events enclose several replays. Contexts are those of the GPU's goals there: 8,192,
+32,768, and 131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
 ``fourfold[loki]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -21,13 +21,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.cache_traffic import CacheTraffic
-from benchmarks.options import add_tiny
+from benchmarks.one_gpu import name_of, round_seconds
+from benchmarks.options import add_tiny, write_figures
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
@@ -42,6 +42,10 @@ GOALS = {
     ("cuda", 1, 8_192): 0.95,
 }
 """Least ratio, by device, batch and context."""
+
+CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
+REPLAYS = 20
+"""Steps between two events of a GPU, so that what a host needs for one launch is not in their time."""
 
 Step = Callable[[], Tensor]
 
@@ -94,13 +98,13 @@ def main() -> int:
     )
     header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
     print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
-    rows = []
-    for context in map(int, arguments.contexts.split(",")):
+    rows: list[Row] = []
+    for context in map(int, (arguments.contexts or CONTEXTS[arguments.device]).split(",")):
         rows.append(measure(shape, context, arguments.rounds))
         _print(rows[-1])
-    if arguments.json:
         record = {
             "torch": torch.__version__,
+            "device": name_of(torch.device(arguments.device)),
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
@@ -108,7 +112,7 @@ def main() -> int:
             "rounds": arguments.rounds,
             "rows": [{**asdict(row), "ratio": row.ratio, "least_ratio": row.least_ratio} for row in rows],
         }
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_figures(arguments.json, record)
     return 0
 
 
@@ -196,17 +200,22 @@ def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, l
     """Seconds of every step, taking turns."""
     if device != "cpu":
         steps = {name: _graph(step) for name, step in steps.items()}
-    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 2):
         for name, step in steps.items():
-            _finish(device)
-            begin = clock()
-            step()
-            _finish(device)
+            seconds = _seconds(step, device)
             if round_ >= 2:  # the first ones fill caches
-                times[name].append(clock() - begin)
+                times[name].append(seconds)
     return times
+
+
+def _seconds(step: Callable[[], object], device: str) -> float:
+    """Seconds of one step: on a GPU by events around several, on one thread of a CPU in processor time."""
+    if device != "cpu" or torch.get_num_threads() > 1:
+        return round_seconds(step, torch.device(device), REPLAYS if device != "cpu" else 1)
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
 
 
 def _graph(step: Step) -> Callable[[], object]:
@@ -216,11 +225,6 @@ def _graph(step: Step) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-def _finish(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
@@ -253,7 +257,7 @@ def _print(row: Row) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of every contender")
-    parser.add_argument("--contexts", default="4096,32768,131072")
+    parser.add_argument("--contexts", help=f"default: {CONTEXTS}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--d", type=int, default=32)
     parser.add_argument("--k", type=int, default=2048)

@@ -2,27 +2,24 @@
 
     python -m benchmarks.one_step [--device cpu] [--sequence 4096] [--json FILE]
 
-Blocks as wide as Llama 3 8B's. For each way to recompute: graphs with two blocks and with four; how often the host
-waits for the device in the third step; on a GPU the largest allocated memory, over the trace's.
+Blocks as wide as Llama 3 8B's. For each way to recompute: graphs with two blocks and with four, the lines at which the
+host waits for the device in the third step, and on a GPU the peak of allocated memory over the trace's, with what the
+allocator holds and what lies outside of torch. A step that fails is a row with its error.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import tempfile
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.options import add_tiny
+from benchmarks.host_waits import host_waits
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group
+from benchmarks.options import add_tiny, write_figures
+from benchmarks.ranks import draw_quickly
 from benchmarks.train_gpu import LLAMA3_8B, TINY
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
@@ -35,99 +32,66 @@ MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "selective": {"mode": "selective"},
     "full": {"mode": "full"},
+    "full, offloaded": {"mode": "full", "offload": True},
 }
-WAITS = ("_local_scalar_dense",)
-"""Operations that wait for the device, where it is a CPU and torch cannot say."""
-
-
-class Waits(TorchDispatchMode):
-    """Counts operations that make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._overloadpacket.__name__ in WAITS
-        return func(*args, **(kwargs or {}))
 
 
 def main() -> int:
     arguments = _arguments()
-    device = torch.device(arguments.device)
+    device = device_of(arguments.device)
     if arguments.tiny:
         torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(
-        f"{'recompute':11}{'compiled':>9}{'graphs of 2':>13}{'of 4':>7}{'waits':>7}{'peak GiB':>10}{'over trace':>12}"
+        f"{'recompute':17}{'compiled':>9}{'graphs of 2':>13}{'of 4':>7}{'waits':>7}{'peak GiB':>10}{'over trace':>12}"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        for name, mode in MODES.items() if not arguments.tiny else [("selective", MODES["selective"])]:
-            for compiled in (False, True):
-                row = {"recompute": name, "compiled": compiled}
-                row |= step_of(run_of(arguments, mode, compiled, layers=2), device, backend, f"{folder}/{len(rows)}a")
+    for name, mode in MODES.items() if not arguments.tiny else [("selective", MODES["selective"])]:
+        for compiled in (False, True):
+            row: dict[str, Any] = {"recompute": name, "compiled": compiled}
+            try:
+                row |= step_of(run_of(arguments, mode, compiled, layers=2), device)
                 if compiled:
-                    four = step_of(
-                        run_of(arguments, mode, compiled, layers=4), device, backend, f"{folder}/{len(rows)}b"
-                    )
-                    row["graphs_of_4"] = four["graphs"]
-                rows.append(row)
-                print(
-                    f"{name:11}{compiled!s:>9}{row['graphs']:13}{row.get('graphs_of_4', 0):7}{row['waits']:7}"
-                    + (
-                        f"{row['peak'] / 2**30:10.2f}{row['over_trace']:12.3f}"
-                        if row["peak"]
-                        else f"{'-':>10}{'-':>12}"
-                    ),
-                    flush=True,
-                )
-    if arguments.json:
-        record = {"torch": torch.__version__, "device": arguments.device, "rows": rows}
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+                    row["graphs_of_4"] = step_of(run_of(arguments, mode, compiled, layers=4), device)["graphs"]
+            except Exception as error:  # whatever it is, the other rows are still to be measured
+                row["error"] = f"{type(error).__name__}: {error}"[:2000]
+            free_memory(device)
+            rows.append(row)
+            _print(row)
+            write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+    return 1 if all("error" in row for row in rows) else 0
 
 
-def step_of(run: RunConfig, device: torch.device, backend: str, meeting_point: str) -> dict[str, Any]:
+def _print(row: dict[str, Any]) -> None:
+    begin = f"{row['recompute']:17}{row['compiled']!s:>9}"
+    if "error" in row:
+        print(f"{begin}  failed: {row['error'].splitlines()[0][:120]}", flush=True)
+        return
+    memory = f"{row['peak_gib']:10.2f}{row['over_trace']:12.3f}" if "peak_gib" in row else f"{'-':>10}{'-':>12}"
+    waits = sum(row["waits"].values())
+    print(f"{begin}{row['graphs']:13}{row.get('graphs_of_4', 0):7}{waits:7}{memory}", flush=True)
+    for line, count in row["waits"].items():
+        print(f"{'':26}  {count} × {line}", flush=True)
+
+
+def step_of(run: RunConfig, device: torch.device) -> dict[str, Any]:
     """Graphs, waits and memory of the third step of a run on one device."""
     expected = trace(run).memory.total_peak
     torch._dynamo.reset()
     counters.clear()
-    dist.init_process_group(backend, init_method=f"file://{meeting_point}", rank=0, world_size=1)
-    try:
+    with process_group(device):
         job = Job(run, Grid(run.parallel, device.type), device)
-        job.initialize(0)
+        draw_quickly(job)
         for step in range(2):
             job.train_step(random_micro_batches(run, step, job.grid, device), step)
         batches = random_micro_batches(run, 2, job.grid, device)
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            waits = _waits_on_a_gpu(lambda: job.train_step(batches, 2))
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            with Waits() as counted:
-                job.train_step(batches, 2)
-            waits, peak = counted.count, None
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    graphs = int(counters["stats"]["unique_graphs"])
-    over = peak / expected if peak else None
-    return {"graphs": graphs, "waits": waits, "peak": peak, "trace": expected, "over_trace": over}
-
-
-def _waits_on_a_gpu(step: Any) -> int:
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+        waits = host_waits(device, lambda: job.train_step(batches, 2))
+        memory = memory_gib(device)
+    figures = {"graphs": int(counters["stats"]["unique_graphs"]), "waits": dict(waits.most_common()), **memory}
+    over = {"over_trace": memory["peak_gib"] * 2**30 / expected} if memory else {}
+    return {**figures, "trace_gib": expected / 2**30, **over}
 
 
 def run_of(arguments: argparse.Namespace, mode: dict[str, Any], compiled: bool, layers: int) -> RunConfig:

@@ -4,30 +4,26 @@
     python -m benchmarks.train_gpu --device cpu --tiny
 
 Blocks as wide as Llama 3 8B's, as many as the GPU's free memory is estimated to hold; bf16 with fp32 master weights and
-fused AdamW; one sequence a step. The ceiling is an 8192³ product in bf16, measured beside every contender. Contenders
-run one after the other, since each fills the memory. Needs ``pip install fourfold[benchmarks]``.
+fused AdamW; one sequence a step. The ceiling is an 8192³ matmul in bf16, measured before every contender. Contenders
+run one after the other, since each fills the memory. A contender that fails is a row with its error. torchtitan is a
+contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import math
-import statistics
 import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.options import add_tiny
+from benchmarks import titan
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group, seconds_of
+from benchmarks.options import add_tiny, write_figures
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
 from fourfold.config.run import RunConfig
@@ -45,15 +41,20 @@ MEMORY_SHARE = 0.85
 
 @dataclass(frozen=True)
 class Row:
+    """Figures of a contender, or the error that ended it."""
+
     contender: str
     sequence: int
     layers: int
-    step_seconds: float
-    tokens_per_second: float
-    tflops: float
-    of_ceiling: float
-    peak_gib: float
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    of_ceiling: float | None = None
+    peak_gib: float | None = None
+    reserved_gib: float | None = None
+    outside_torch_gib: float | None = None
     times_hugging_face: float | None = None
+    error: str | None = None
 
 
 def main() -> int:
@@ -64,50 +65,74 @@ def main() -> int:
         )
         return 2
     warnings.filterwarnings("ignore")
-    device = torch.device(arguments.device)
+    device = device_of(arguments.device)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    with process_group(device):
         for sequence in arguments.sequence or ([64] if arguments.tiny else [4096, 8192]):
-            rows += _compare(sequence, device, arguments)
-        dist.destroy_process_group()
-    if arguments.json:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        record = {"torch": torch.__version__, "device": name, "rows": [asdict(row) for row in rows]}
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+            _compare(sequence, device, arguments, rows)
+    return 0 if any(row.error is None for row in rows) else 1
 
 
-def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace) -> list[Row]:
+def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure every contender, and add a row for each to ``rows`` and to the file of figures."""
     layers = arguments.layers or (2 if arguments.tiny else layers_that_fit(sequence, device))
     model = {**(TINY if arguments.tiny else LLAMA3_8B), "num_hidden_layers": layers}
     options = {"precision": "bf16", "device": device.type}
     eager = one_micro_batch_run({}, 1, sequence, model, **options)
+    print(f"\nsequence {sequence}, {layers} layers, {eager.model.num_parameters / 1e9:.2f} B parameters", flush=True)
+    print(f"{'':26}{'ms/step':>9}{'tokens/s':>10}{'TFLOP/s':>10}{'of ceiling':>12}{'peak GiB':>10}{'× HF':>8}")
+    theirs: dict[str, float] = {}
+    for name, maker in _contenders(eager, sequence, model, options, device, arguments).items():
+        row = Row(name, sequence, layers)
+        try:
+            row = replace(row, **_measure(name, maker, eager, device, arguments))
+            theirs[name] = row.tokens_per_second or math.nan
+            rival = theirs.get("Hugging Face, compiled" if "compiled" in name else "Hugging Face")
+            if "Hugging Face" not in name and rival is not None:
+                row = replace(row, times_hugging_face=row.tokens_per_second / rival)
+        except Exception as error:  # whatever it is, the other contenders are still to be measured
+            row = replace(row, error=f"{type(error).__name__}: {error}"[:2000])
+        free_memory(device)
+        rows.append(row)
+        _print(row)
+        record = {"torch": torch.__version__, "device": name_of(device), "rows": [asdict(row) for row in rows]}
+        write_figures(arguments.json, record)
+
+
+def _contenders(
+    eager: RunConfig,
+    sequence: int,
+    model: dict[str, Any],
+    options: dict[str, Any],
+    device: torch.device,
+    arguments: argparse.Namespace,
+) -> dict[str, Callable[[], Step]]:
+    """What makes the step of each, the most telling first."""
     compiled = one_micro_batch_run({}, 1, sequence, model, **options, compile=True)
     makers: dict[str, Callable[[], Step]] = {
         "Hugging Face": lambda: _hugging_face(eager, device, compiled=False),
         "fourfold": lambda: fourfold(eager, device, quick_weights=True),
     }
     if not arguments.no_compile:
-        makers["Hugging Face, compiled"] = lambda: _hugging_face(eager, device, compiled=True)
         makers["fourfold, compiled"] = lambda: fourfold(compiled, device, quick_weights=True)
-    print(f"\nsequence {sequence}, {layers} layers, {eager.model.num_parameters / 1e9:.2f} B parameters", flush=True)
-    print(f"{'':26}{'ms/step':>9}{'tokens/s':>10}{'TFLOP/s':>10}{'of ceiling':>12}{'peak GiB':>10}{'× HF':>8}")
-    rows: list[Row] = []
-    for name, maker in makers.items():
-        row = _measure(name, maker, eager, device, arguments)
-        same_mode = [r for r in rows if r.contender == name.replace("fourfold", "Hugging Face")]
-        if same_mode:
-            row = Row(**{**asdict(row), "times_hugging_face": row.tokens_per_second / same_mode[0].tokens_per_second})
-        rows.append(row)
-        ratio = "" if row.times_hugging_face is None else f"{row.times_hugging_face:8.2f}"
-        print(
-            f"{name:26}{row.step_seconds * 1e3:9.1f}{row.tokens_per_second:10.0f}{row.tflops:10.2f}"
-            f"{row.of_ceiling:12.1%}{row.peak_gib:10.1f}{ratio}",
-            flush=True,
-        )
-    return rows
+        makers["Hugging Face, compiled"] = lambda: _hugging_face(eager, device, compiled=True)
+    if titan.is_installed():
+        makers["torchtitan"] = lambda: titan.torchtitan(eager, device, compiled=False)
+        if not arguments.no_compile:
+            makers["torchtitan, compiled"] = lambda: titan.torchtitan(eager, device, compiled=True)
+    return makers
+
+
+def _print(row: Row) -> None:
+    if row.error is not None:
+        print(f"{row.contender:26}  failed: {row.error.splitlines()[0][:120]}", flush=True)
+        return
+    ratio = "" if row.times_hugging_face is None else f"{row.times_hugging_face:8.2f}"
+    print(
+        f"{row.contender:26}{row.step_seconds * 1e3:9.1f}{row.tokens_per_second:10.0f}{row.tflops:10.2f}"
+        f"{row.of_ceiling:12.1%}{row.peak_gib or 0:10.1f}{ratio}",
+        flush=True,
+    )
 
 
 def _hugging_face(run: RunConfig, device: torch.device, compiled: bool) -> Step:
@@ -117,28 +142,21 @@ def _hugging_face(run: RunConfig, device: torch.device, compiled: bool) -> Step:
 
 def _measure(
     name: str, maker: Callable[[], Step], run: RunConfig, device: torch.device, arguments: argparse.Namespace
-) -> Row:
+) -> dict[str, float]:
+    """The figures of a contender, as fields of ``Row``."""
     ceiling = matmul_ceiling(device, 256 if arguments.tiny else 8192)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = _step_seconds(name, maker(), run, device, arguments.rounds)
     tokens = run.training.seq_length
-    tflops = flops_per_token(run.model, tokens).training * tokens / seconds / 1e12
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return Row(
-        name,
-        run.training.seq_length,
-        run.model.num_hidden_layers,
-        seconds,
-        tokens / seconds,
-        tflops,
-        tflops * 1e12 / ceiling,
-        peak,
-    )
+    flops = flops_per_token(run.model, tokens).training * tokens / seconds
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops": flops / 1e12,
+        "of_ceiling": flops / ceiling,
+        **memory_gib(device),
+    }
 
 
 def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, rounds: int) -> float:
@@ -148,32 +166,20 @@ def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, r
     assert abs(loss - expected) < 0.1 * expected, (
         f"{name}: a fresh model's loss is {loss:.2f}, not about {expected:.2f}"
     )
-    for i in range(2):
-        step(*random_batch(run, 1 + i, device)).item()
-    batches = [random_batch(run, 3 + i, device) for i in range(rounds)]
-    return statistics.median(_seconds(lambda batch=batch: step(*batch), device) for batch in batches)
+    batches = iter([random_batch(run, 1 + i, device) for i in range(rounds + 2)])
+    return seconds_of(lambda: step(*next(batches)), device, rounds)
 
 
 def matmul_ceiling(device: torch.device, size: int) -> float:
-    """FLOP/s of a size³ product in bf16: the median of 20, after 10 to warm the clocks."""
+    """FLOP/s of a size³ matmul in bf16: the median of 20, after 10 to warm the clocks."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(10):
         a @ b
-    return 2 * size**3 / statistics.median(_seconds(lambda: a @ b, device) for _ in range(20))
-
-
-def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return 2 * size**3 / seconds_of(lambda: a @ b, device, rounds=20)
 
 
 def layers_that_fit(sequence: int, device: torch.device) -> int:
-    """How many blocks the free memory holds beside the embedding, the head and a rival's whole logits."""
+    """How many blocks the free memory holds next to the embedding, the head, and another contender's logits."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
     block = two.num_parameters - one.num_parameters
     # An eager block stores about 16 hidden-wide and 6 inner-wide bf16 tensors for its backward.

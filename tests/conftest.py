@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from forked_starter import ForkedStarter
 from hypothesis import HealthCheck, settings
 from pool import Pool, prepare_fork_server
 from report_pages import chromium
+from results_file import ResultsFile
 from sampling import Sampling, add_options, mark_long_matrices
 from tiny_corpus import make_corpus
 
@@ -33,15 +35,19 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of ``sampling``."""
+    """Add the options of ``sampling`` and of ``results_file``."""
     add_options(parser)
+    parser.addoption("--results", type=Path, metavar="FILE", help="Write a JSON line for every test, as it ends.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample where an option says so."""
+    """Sample, and write results, if an option says so."""
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
     if seed is not None or minutes is not None:
         config.pluginmanager.register(Sampling(seed, minutes))
+    results = config.getoption("--results")
+    if results is not None and not hasattr(config, "workerinput"):  # xdist's workers report to the first process
+        config.pluginmanager.register(ResultsFile(results))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,10 +17,13 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a test with ``fast_cases(n)`` but n of them, spread evenly over its list."""
+    """Mark as slow all cases of a test with ``fast_cases(n)`` but n of them, spread evenly over its list.
+
+    Cases for a GPU stay as they are: the machines that can run them are quick.
+    """
     cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("fast_cases") and not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
             cases[str(item.path), item.name.partition("[")[0]].append(item)
     for group in cases.values():
         fast = next(group[0].iter_markers("fast_cases")).args[0]

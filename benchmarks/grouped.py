@@ -1,0 +1,84 @@
+"""Grouped matmuls of experts against one matmul of the same FLOPs, and against a loop over the experts.
+
+    python -m benchmarks.grouped [--device cpu] [--json FILE]
+
+bf16; sizes are the up projections of Mixtral 8x7B, OLMoE, and Qwen3-30B-A3B, with uneven groups of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks.one_gpu import device_of, name_of, seconds_of
+from benchmarks.options import add_tiny, write_figures
+from fourfold.models.grouped import grouped_product
+
+SIZES = {
+    "mixtral-8x7b": (8, 4096, 14336, 2048),
+    "olmoe": (64, 2048, 1024, 1024),
+    "qwen3-30b-a3b": (128, 2048, 768, 512),
+}
+"""Experts, inputs, outputs, and the mean number of rows of one."""
+TINY = {"tiny": (4, 64, 48, 8)}
+
+
+def main() -> int:
+    arguments = _arguments()
+    device = device_of(arguments.device)
+    rows: list[dict[str, Any]] = []
+    columns = ("forward", "one matmul", "a loop", "forward and backward")
+    print(f"{'TFLOP/s':16}" + "".join(f"{column:>22}" for column in columns))
+    for name, sizes in (TINY if arguments.tiny else SIZES).items():
+        row: dict[str, Any] = {"model": name, "experts, inputs, outputs, rows": sizes}
+        try:
+            row["tflops"] = speeds(*sizes, device, rounds=2 if arguments.tiny else 20)
+            print(f"{name:16}" + "".join(f"{row['tflops'][column]:22.2f}" for column in columns), flush=True)
+        except Exception as error:  # whatever it is, the other sizes are still to be measured
+            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+            print(f"{name:16}  failed: {row['error'].splitlines()[0][:120]}", flush=True)
+        rows.append(row)
+        write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+    return 1 if all("error" in row for row in rows) else 0
+
+
+def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.device, rounds: int) -> dict[str, float]:
+    """TFLOP/s of each way to multiply."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator).tolist()
+    options = {"device": device, "dtype": torch.bfloat16}
+    rows = torch.randn(sum(groups), inputs, **options).requires_grad_()
+    weights = torch.randn(experts, outputs, inputs, **options).requires_grad_()
+    grad = torch.randn(sum(groups), outputs, **options)
+    plain_rows, plain_weights = rows.detach(), weights.detach()
+
+    def both() -> None:
+        torch.autograd.grad(grouped_product(rows, weights, groups), (rows, weights), grad)
+
+    def loop() -> None:
+        for part, weight in zip(plain_rows.split(groups), plain_weights, strict=True):
+            part @ weight.T
+
+    repeats = 5 if device.type == "cuda" else 1
+    flops = 2 * sum(groups) * inputs * outputs
+    works = {
+        "forward": (flops, lambda: grouped_product(plain_rows, plain_weights, groups)),
+        "one matmul": (flops, lambda: plain_rows @ plain_weights[0].T),
+        "a loop": (flops, loop),
+        "forward and backward": (3 * flops, both),
+    }
+    return {name: count / seconds_of(work, device, rounds, repeats) / 1e12 for name, (count, work) in works.items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    add_tiny(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

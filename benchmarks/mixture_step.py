@@ -1,0 +1,107 @@
+"""A mixture's training step on one GPU against transformers with grouped matmuls ("grouped_mm", its default).
+
+    python -m benchmarks.mixture_step [--device cpu] [--rounds 5] [--json FILE]
+
+Blocks of Qwen3-30B-A3B (128 experts, 8 for a token) and of OLMoE (64 experts, 8 for a token); bf16 with fp32 master
+weights and fused AdamW, one sequence of 4,096 tokens a step, both from their own random weights. A contender that fails
+is a row with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.host_waits import host_waits
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group, seconds_of
+from benchmarks.options import add_tiny, write_figures
+from benchmarks.peers import Step, hugging_face
+from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
+from fourfold.config.run import RunConfig
+from fourfold.training.flops import flops_per_token
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b, 2 layers": {"preset": "qwen3-30b-a3b", "num_hidden_layers": 2},
+    "olmoe-1b-7b, 4 layers": {"preset": "olmoe-1b-7b", "num_hidden_layers": 4},
+}
+TINY = {"tiny": {"preset": "moe-tiny"}}
+
+
+def main() -> int:
+    arguments = _arguments()
+    warnings.filterwarnings("ignore")
+    device, sequence = device_of(arguments.device), 32 if arguments.tiny else 4096
+    rows: list[dict[str, Any]] = []
+    print(f"{'model':26}{'contender':28}{'ms/step':>9}{'TFLOP/s':>10}{'peak GiB':>10}{'waits':>7}{'× HF':>8}")
+    with process_group(device):
+        for name, model in (TINY if arguments.tiny else MODELS).items():
+            run = one_micro_batch_run({}, 1, sequence, model, precision="bf16", device=device.type)
+            seconds: dict[str, float] = {}
+            for contender, maker in contenders(run, device).items():
+                row: dict[str, Any] = {"model": name, "contender": contender}
+                try:
+                    row |= measure(maker, run, device, arguments.rounds)
+                    seconds[contender] = row["step_seconds"]
+                    if contender == "fourfold" and TRANSFORMERS in seconds:
+                        row["times_hugging_face"] = seconds[TRANSFORMERS] / seconds[contender]
+                except Exception as error:  # whatever it is, the others are still to be measured
+                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
+                free_memory(device)
+                rows.append(row)
+                _print(row)
+                write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+    return 1 if all("error" in row for row in rows) else 0
+
+
+TRANSFORMERS = "transformers, grouped_mm"
+
+
+def contenders(run: RunConfig, device: torch.device) -> dict[str, Callable[[], Step]]:
+    options = {"autocast": torch.bfloat16, "same_weights": False, "experts": "grouped_mm"}
+    return {
+        TRANSFORMERS: lambda: hugging_face(run, device, **options),
+        "fourfold": lambda: fourfold(run, device, quick_weights=True),
+    }
+
+
+def measure(maker: Callable[[], Step], run: RunConfig, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Seconds, TFLOP/s of the model, memory, and the lines that wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = maker()
+    loss, expected = step(*random_batch(run, 0, device)).item(), math.log(run.model.vocab_size)
+    assert abs(loss - expected) < 0.15 * expected, f"a fresh model's loss is {loss:.2f}, not about {expected:.2f}"
+    batches = iter([random_batch(run, 1 + i, device) for i in range(rounds + 3)])
+    seconds = seconds_of(lambda: step(*next(batches)), device, rounds)
+    waits = host_waits(device, lambda: step(*next(batches)))
+    tokens = run.training.seq_length
+    tflops = flops_per_token(run.model, tokens).training * tokens / seconds / 1e12
+    return {"step_seconds": seconds, "tflops": tflops, **memory_gib(device), "waits": dict(waits.most_common(8))}
+
+
+def _print(row: dict[str, Any]) -> None:
+    begin = f"{row['model']:26}{row['contender']:28}"
+    if "error" in row:
+        print(f"{begin}  failed: {row['error'].splitlines()[0][:120]}", flush=True)
+        return
+    ratio = f"{row['times_hugging_face']:8.2f}" if "times_hugging_face" in row else ""
+    figures = f"{row['step_seconds'] * 1e3:9.1f}{row['tflops']:10.2f}{row.get('peak_gib', 0):10.1f}"
+    print(f"{begin}{figures}{sum(row['waits'].values()):7}{ratio}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    add_tiny(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""A benchmark's only process: its group, started as the program's users start it, and times and memory of a device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fourfold.environment import Place
+from fourfold.parallel.process_group import end_process_group, start_process_group
+
+
+def device_of(name: str) -> torch.device:
+    """The device of ``--device``: the first GPU, or the CPU."""
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The default group of one process: NCCL with the program's settings on a GPU. Memory is free again afterwards."""
+    start_process_group(Place(0, 0, 1, 1, launcher="local"), None, device, timedelta(minutes=5))
+    try:
+        yield
+    finally:
+        end_process_group(failed=False)
+        free_memory(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Release what nothing refers to any more: jobs are full of circular references."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device, rounds: int = 10, repeats: int = 1) -> float:
+    """Median seconds of ``work`` over ``rounds``, after two rounds that are not timed.
+
+    On a GPU two events enclose ``repeats`` calls, so that neither launches nor the host's waits are in the time.
+    """
+    return statistics.median([round_seconds(work, device, repeats) for _ in range(rounds + 2)][2:])
+
+
+def round_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of one call, from one round of ``repeats``."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - begin) / repeats
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin_event.record()
+    for _ in range(repeats):
+        work()
+    end_event.record()
+    end_event.synchronize()
+    return begin_event.elapsed_time(end_event) / 1e3 / repeats
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """GiB on a GPU: the peak of torch's tensors, what its allocator holds, and what lies outside of torch.
+
+    Outside are the CUDA context, NCCL's buffers, libraries, and other processes.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total - free - reserved
+    return dict(zip(("peak_gib", "reserved_gib", "outside_torch_gib"), (peak / 2**30 for peak in peaks), strict=True))

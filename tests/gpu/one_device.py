@@ -1,0 +1,128 @@
+"""A few training steps on one device, and how far two devices' figures are from each other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from tiny_runs import tiny_run
+from torch import Tensor
+
+from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.process_group import end_process_group, start_process_group
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+
+CPU = torch.device("cpu")
+PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
+WIDE = {
+    "preset": "llama-tiny",
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "vocab_size": 4099,
+}
+"""As wide as the GPU's kernels want it: heads of 64, four of them to a key-value head, an odd vocabulary."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What some steps computed, on the CPU in float64."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    """The gradients of the first step."""
+
+
+def wide(device: torch.device) -> dict[str, Any]:
+    """The wide model on a GPU; its shape in small on a CPU."""
+    small = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 257}
+    return WIDE if device.type == "cuda" else WIDE | small
+
+
+def length(device: torch.device, tokens: int) -> int:
+    """So many tokens on a GPU. A CPU has time for a tenth, in sixteens."""
+    return tokens if device.type == "cuda" else tokens // 160 * 16
+
+
+def run_on(device: torch.device, model: dict[str, Any], precision: str = "fp32", **sections: Any) -> RunConfig:
+    training = {"precision": precision, "device": device.type, **sections.pop("training", {})}
+    return tiny_run(model, training=training, **sections)
+
+
+def long_sequences(device: torch.device, tokens: int, **training: Any) -> dict[str, Any]:
+    """Four micro-batches of one sequence of so many tokens; one of them has no label, another all."""
+    return {"seq_length": length(device, tokens), "global_batch_size": 4, "micro_batch_size": 1, **training}
+
+
+@contextlib.contextmanager
+def job_on(device: torch.device, run: RunConfig) -> Iterator[Job]:
+    """A job of one process, started as the program starts it: NCCL on a GPU."""
+    start_process_group(Place(0, 0, 1, 1, launcher="local"), None, device, timedelta(minutes=5))
+    try:
+        job = Job(run, Grid(run.parallel, device.type), device)
+        job.initialize(0)
+        yield job
+    finally:
+        torch._dynamo.reset()
+        end_process_group(failed=False)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def steps_on(device: torch.device, run: RunConfig, steps: int = 2) -> Steps:
+    """Train from the run's initial weights on random tokens; the same on every device."""
+    losses, norms, gradients = [], [], {}
+    with job_on(device, run) as job:
+        for step in range(steps):
+            batches = random_micro_batches(run, step, job.grid, device)
+            loss = job.forward_backward(batches, job.count_kept(batches))
+            if step == 0:
+                factor = 1.0 if job.loss_scale is None else job.loss_scale.scale
+                trained = [shard for shard in job.trained if shard.grad is not None]
+                gradients = {shard.name: shard.grad.detach().double().cpu() / factor for shard in trained}
+            norms.append(float(job.clip()))
+            job.update(step, norms[-1])
+            losses.append(float(loss))
+    return Steps(losses, norms, gradients)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Relative 2-norms of the differences of gradients: the largest with its name, and the root mean square."""
+
+    worst: float
+    name: str
+    rms: float
+
+
+def distance(found: Steps, expected: Steps) -> Distance:
+    assert found.gradients.keys() == expected.gradients.keys()
+    each = {
+        name: float((found.gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in expected.gradients.items()
+        if gradient.norm() > 0
+    }
+    not_finite = [name for name, value in each.items() if not math.isfinite(value)]
+    assert not not_finite, f"gradients are not finite: {not_finite[:5]}"
+    name = max(each, key=lambda name: each[name])
+    return Distance(each[name], name, math.sqrt(sum(value**2 for value in each.values()) / len(each)))
+
+
+def losses_apart(found: Steps, expected: Steps) -> float:
+    """The largest relative difference of two runs' losses."""
+    assert all(map(math.isfinite, found.losses)), found.losses
+    return max(abs(a / b - 1) for a, b in zip(found.losses, expected.losses, strict=True))

@@ -1,0 +1,29 @@
+"""Results of tests in a file, written as they come, so that a session that is killed leaves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+class ResultsFile:
+    """Appends a JSON line for every test: its name, outcome, seconds, recorded properties, and the end of its error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the call of a test, and a setup or teardown that did not pass."""
+        if report.when != "call" and report.passed:
+            return
+        record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+        record |= dict(report.user_properties)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            record["reason"] = report.longrepr[2]
+        elif report.failed:
+            record["error"] = report.longreprtext[-3000:]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, default=str) + "\n")
