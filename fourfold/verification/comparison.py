@@ -15,7 +15,7 @@ from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.deviation import deviation, deviations, replica_difference
+from fourfold.verification.deviation import deviation, deviations, largest_differences, replica_difference
 from fourfold.verification.initial_weights import initial_weights_error
 from fourfold.verification.one_process import Figures, PlainLogits, Reference
 from fourfold.verification.parity_report import Deviation, ParityReport
@@ -68,7 +68,7 @@ class Comparison:
             self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
             self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
-            self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
+            self._compare_weights("weights", weights)
         self._compare_averages("averages", job)
 
     def dropped_step(self, job: Job, step: int) -> None:
@@ -94,7 +94,7 @@ class Comparison:
             one, exact = self._references_step(job, step)
             self._add("resumed", [deviation("loss", result.loss, one.loss, exact.loss)])
             self._add("resumed", [deviation("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
-            self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
+            self._compare_weights("resumed", weights)
         self._compare_averages("resumed", job)
 
     def _validate(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
@@ -103,9 +103,22 @@ class Comparison:
             one, exact = (reference.evaluate(0) for reference in self.references)
             self._add("validation", [deviation("loss", loss, one, exact)])
 
+    def _compare_weights(self, quantity: str, weights: dict[str, Tensor]) -> None:
+        self._add(quantity, deviations(weights, *(reference.weights() for reference in self.references), self._noise()))
+
+    def _noise(self) -> dict[str, float]:
+        """Return what one process in float32 deviates before Lion's sign cuts the updates off.
+
+        The sign hides the noise of most entries in both, and chance decides how much the few others show.
+        """
+        one, exact = (reference.uncut_weights() for reference in self.references)
+        return largest_differences(one, exact)
+
     def _compare_averages(self, quantity: str, job: Job) -> None:
         if job.average is not None and (averages := self._whole(job.trained, job.average.averages)) is not None:
-            self._add(quantity, deviations(averages, *(reference.averages for reference in self.references)))
+            self._add(
+                quantity, deviations(averages, *(reference.averages for reference in self.references), self._noise())
+            )
 
     def _references_step(self, job: Job, step: int) -> list[Figures]:
         max_grad_norm = job.run.optimizer.max_grad_norm

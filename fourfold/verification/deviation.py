@@ -19,11 +19,26 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> De
 
 
 def deviations(
-    grid: Mapping[str, Tensor], one_process: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+    grid: Mapping[str, Tensor],
+    one_process: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    noise: Mapping[str, float] | None = None,
 ) -> list[Deviation]:
-    """The deviations of all tensors; infinite for one that only the grid or only the reference has."""
+    """Return the deviations of all tensors; infinite for one that only the grid or only the reference has.
+
+    Args:
+        noise: What one process deviates at least, by the tensor's name. Absent names have no such limit.
+    """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
-    return missing + [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
+    found = [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
+    return missing + [
+        each._replace(one_process=max(each.one_process, (noise or {}).get(each.tensor, 0.0))) for each in found
+    ]
+
+
+def largest_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest difference of each tensor."""
+    return {name: _difference(a[name], b[name]) for name in a}
 
 
 def replica_difference(parts: list[Part]) -> float:

@@ -113,6 +113,10 @@ class Reference:
             before = self.averages.get(name, weight.detach())
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
+    def uncut_weights(self) -> dict[str, Tensor]:
+        """Return the weights that Lion steps, as they would be if its sign had no ends."""
+        return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
+
     def weights(self) -> dict[str, Tensor]:
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 

@@ -37,9 +37,8 @@ ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
 differently on any two machines."""
 
-LION_EPS = 1e-2
-"""Lion's sign is linear below eps. With a small eps rounding noise changes whole signs. With an eps near the size of
-gradients most entries are at ±1, where no noise shows, and chance decides how much the few others show."""
+LION_EPS = 1e-4
+"""Lion's sign is linear below eps, and rounding noise is far below this: without it, noise changes whole signs."""
 
 WARMUP_STEPS = 2
 """The fewest in which a warm-up shows."""

@@ -29,6 +29,8 @@ class ReferenceOptimizer:
             key: p for key, p in parameters.items() if name == "lion" or (name == "muon" and _is_hidden(key, p))
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
+        self.cut = {key: torch.zeros_like(p) for key, p in self.own.items()}
+        """What the ends of Lion's sign cut off the updates of all steps."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
             of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps
@@ -47,16 +49,22 @@ class ReferenceOptimizer:
                 own = self.settings[key]
                 update = direction[config.name](self.means[key], parameter.grad)
                 rate = lr * own["lr_ratio"]
+                if config.name == "lion":
+                    uncut, update = update, update.clamp(-1, 1)
+                    self.cut[key] += rate * (uncut - update)
                 parameter.copy_(parameter * (1 - rate * own["weight_decay"]) - rate * update)
         for parameter in self.parameters:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """The direction of Lion, and its next mean (arXiv 2302.06675, algorithm 2); linear where it is below eps."""
+        """Return the direction of Lion in units of eps (arXiv 2302.06675, algorithm 2), and update its mean.
+
+        The sign is linear below eps: ``step`` cuts the direction off at ±1.
+        """
         beta1, beta2 = self.run.optimizer.betas
         between = beta1 * mean + (1 - beta1) * gradient
         mean.copy_(beta2 * mean + (1 - beta2) * gradient)
-        return (between / self.run.optimizer.eps).clamp(-1, 1)
+        return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
         """The direction of Muon with Nesterov's momentum, of every matrix of a stack, and its next mean."""
