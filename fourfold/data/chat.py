@@ -70,7 +70,10 @@ class ChatTemplate:
     @property
     def _taken(self) -> set[str]:
         """Names that transformers or we give a value to."""
-        return {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+        return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
+            "tools",
+            "documents",
+        }
 
     @property
     def source(self) -> str:

@@ -264,7 +264,7 @@ REFUSED = {
             {},
             f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}",
         )
-        for name in ("tokenize", "add_generation_prompt", "chat_template", "continue_final_message", "messages")
+        for name in ("tokenize", "add_generation_prompt", "chat_template", "return_dict", "messages", "self")
     },
     "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
     "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
