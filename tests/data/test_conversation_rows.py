@@ -218,7 +218,12 @@ REFUSED = {
         "message 2 has reasoning_content, which the chat template does not write",
     ),
     "name": (CALLS, {}, {"name": "Eve"}, "message 2 has name, which the chat template does not write"),
-    "calls": (CHATML, {}, {"tool_calls": [TOOL]}, "message 2 has tool_calls, which the chat template does not write"),
+    "calls": (
+        CHATML,
+        {},
+        {"tool_calls": [TOOL]},
+        "message 2 has tool_calls, which the chat template does not write; give --chat-template a file that writes",
+    ),
     "arguments": (
         CALLS,
         {},
