@@ -70,7 +70,10 @@ class ChatTemplate:
     @property
     def _taken(self) -> set[str]:
         """Names that transformers or we give a value to."""
-        return {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+        return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
+            "tools",
+            "documents",
+        }
 
     @property
     def source(self) -> str:
@@ -157,9 +160,8 @@ class ChatTemplate:
                 continue  # says which call the message answers, as tool_call_id does
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._text(without, options) == text:
-                raise ValueError(
-                    f"message {where[0]} has {key}, which the chat template does not write; {remedy} {key}"
-                )
+                remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that writes them"
+                raise ValueError(f"message {where[0]} has {key}, which the chat template does not write; {remedy}")
 
     def _prepared(self, number: int, message: Message) -> dict[str, Any]:
         """Return a message as the template takes it: without nulls, and with the kind of content that it writes."""

@@ -218,7 +218,12 @@ REFUSED = {
         "message 2 has reasoning_content, which the chat template does not write",
     ),
     "name": (CALLS, {}, {"name": "Eve"}, "message 2 has name, which the chat template does not write"),
-    "calls": (CHATML, {}, {"tool_calls": [TOOL]}, "message 2 has tool_calls, which the chat template does not write"),
+    "calls": (
+        CHATML,
+        {},
+        {"tool_calls": [TOOL]},
+        "message 2 has tool_calls, which the chat template does not write; give --chat-template a file that writes",
+    ),
     "arguments": (
         CALLS,
         {},
@@ -264,7 +269,7 @@ REFUSED = {
             {},
             f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}",
         )
-        for name in ("tokenize", "add_generation_prompt", "chat_template", "continue_final_message", "messages")
+        for name in ("tokenize", "add_generation_prompt", "chat_template", "return_dict", "messages", "self")
     },
     "number of calls": (CALLS, {}, {"tool_calls": 5}, "message 2 has tool_calls that are not a list"),
     "half a character": (CHATML, {}, {"content": "\ud83d"}, "the text has half a character"),
