@@ -43,6 +43,8 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
             output_loading_info=True,
             generation_config=settings,
         )
+        if getattr(model.config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # sdpa ignores the cap before transformers 5.21
         model = model.to(device).eval()
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error

@@ -16,8 +16,11 @@ from fourfold.parallel.communicate import sum_gradient, sum_of
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile
 
+STACK = "is_concatenated"
+"""Attribute of the stacks of experts that transformers' decorator makes."""
+
 SKIPS_OTHERS = "_is_expert_parallel"
-"""Attribute of transformers' experts that skip tokens of other ranks."""
+"""Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always did."""
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
@@ -29,7 +32,7 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
     count: int = getattr(module, "num_experts", 0)
-    if not hasattr(module, SKIPS_OTHERS) or {len(weight) for weight in weights.values()} != {count}:
+    if not hasattr(module, STACK) or {len(weight) for weight in weights.values()} != {count}:
         raise UserError(
             f"{name} ({type(module).__name__}) is no stack of experts that transformers can divide; with 'replicate' "
             "every rank computes it whole"
