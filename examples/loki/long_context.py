@@ -20,7 +20,6 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_lo
 from fourfold.inference.loki.quality import measure_quality
 from fourfold.inference.text import token_windows
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.reports.loki_report import write_rank_report
 from fourfold.reports.terminal import generation_line, loki_tables, rank_table
 from fourfold.run_file.load import load_run
 
@@ -47,7 +46,6 @@ def main() -> None:
     basis.save(folder / "basis.safetensors")
     record = {"basis": str(folder / "basis.safetensors"), "model": run.name, **basis.record()}
     rank_table(record)
-    write_rank_report(record, folder / "ranks.html")
 
     held_out = token_windows(text, [LIBRARY / "tarfile.py", LIBRARY / "typing.py"], CONTEXT)[:6]
     loki_tables(measure_quality(model, held_out, basis, LokiConfig(k_f=0.25, d_f=0.25)))
