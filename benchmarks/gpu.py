@@ -71,7 +71,7 @@ def main() -> int:
             environment = _environment(arguments, work, record, save)
             where = {"device": _device(arguments), "torch": version("torch")}
             for name, part in chosen(arguments, environment).items():
-                left = begin + arguments.seconds - clock()
+                left = begin + arguments.seconds - END_SECONDS - clock()
                 limit = min(left, part.seconds * max(1.0, arguments.seconds / BUDGET))
                 before = record["parts"].pop(name, {})
                 outcome = record["parts"][name] = {"result": "not begun: no time was left", "seconds": 0.0, **where}
@@ -118,13 +118,13 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
         "loki": benchmark("loki_decode", 50, *half),
         "loki_batch": benchmark("loki_decode", 30, *half, "--batch", "8", "--contexts", "32768"),
         "grouped": benchmark("grouped", 25),
-        "calibrate": Part(["-m", "fourfold", "calibrate", "--out", machine, "--json"], 45, prints=True),
+        "calibrate": Part(["-m", "fourfold", "machine", "calibrate", "--out", machine, "--json"], 45, prints=True),
         "train_gpu": benchmark("train_gpu", 170, *(("--sequence", "4096", "--layers", "6") if gpu else ()), *rounds),
         "mixture_step": benchmark("mixture_step", 60),
         "one_step": benchmark("one_step", 90),
         "measured_plan": benchmark("measured_plan", 90),
         "kernels": benchmark("kernels", 40),
-        "doctor": Part(["-m", "fourfold", "doctor", "--json"], 30, prints=True),
+        "doctor": Part(["-m", "fourfold", "machine", "doctor", "--json"], 30, prints=True),
         "train_gpu_long": benchmark("train_gpu", 170, "--sequence", "8192", "--layers", "4"),
         "products": benchmark("products", 300),
     }

@@ -1,10 +1,10 @@
-"""Steps measured on this machine, fed into ``fourfold calibrate`` and ``fourfold plan validate``.
+"""Steps measured on this machine, fed into ``fourfold machine calibrate`` and ``fourfold plan validate``.
 
     python -m benchmarks.measured_plan [--device cpu] [--machine machine.toml] [--json FILE]
 
 Trains a few steps of blocks as wide as Llama 3 8B's, plain and recomputed, as a user does. Predicts the steps from the
-machine file (from `fourfold calibrate`, else a built-in one), fits the constants to the measured steps, and predicts
-them again. The fit has seen these rows, so that only the error before it says something about the planner.
+machine file (from `fourfold machine calibrate`, else a built-in one), fits the constants to all runs but one, and
+predicts that one.
 """
 
 from __future__ import annotations
@@ -78,15 +78,20 @@ def main() -> int:
             write_figures(arguments.json, record)
         if not finished:
             return 1
-        record["before"] = validated(folder, finished, base)
+        *known, held_out = finished
+        record["held_out"] = held_out
+        record["before"] = validated(table(folder, finished, base))
         write_figures(arguments.json, record)
-        metrics = [word for run in finished for word in ("--from", str(folder / run / "metrics.jsonl"))]
-        fitted = folder / "fitted.toml"
-        record["fit"] = json.loads(fourfold("calibrate", "--out", fitted, "--machine", base, *metrics, "--json"))
-        record["after"] = validated(folder, finished, base, "--calibrate-on", folder / "rows.csv")
+        if known:
+            fitting, asking = table(folder, known, base), table(folder, [held_out], base)
+            record["after"] = validated(asking, "--calibrate-on", fitting)
+            metrics = [word for run in known for word in ("--from", str(folder / run / "metrics.jsonl"))]
+            words = ("--out", folder / "fitted.toml", "--machine", base, *metrics, "--json")
+            record["fit"] = json.loads(fourfold("machine", "calibrate", *words))
         for run in finished:
-            for when, machine in (("predicted_before", base), ("predicted_after", str(fitted))):
-                record["runs"][run][when] = predicted(folder, run, machine)
+            record["runs"][run]["predicted_before"] = predicted(folder, run, base)
+            if known:
+                record["runs"][run]["predicted_after"] = predicted(folder, run, str(folder / "fitted.toml"))
             print(f"{run}: {record['runs'][run]}", flush=True)
         write_figures(arguments.json, record)
     return 0
@@ -109,8 +114,14 @@ def train(folder: Path, name: str, recompute: str, layers: int, arguments: argpa
     fourfold("train", path)
 
 
-def validated(folder: Path, names: list[str], machine: str, *options: object) -> dict[str, Any]:
-    """What ``fourfold plan validate`` prints about the runs' rows."""
+def validated(rows: Path, *options: object) -> dict[str, Any]:
+    """What ``fourfold plan validate`` prints."""
+    result: dict[str, Any] = json.loads(fourfold("plan", "validate", rows, "--rows", "--json", *options))
+    return result
+
+
+def table(folder: Path, names: list[str], machine: str) -> Path:
+    """The runs' rows, as ``fourfold plan validate`` reads them."""
     rows = []
     for name in names:
         run, row = load_run(folder / f"{name}.toml"), row_of_run(folder / name / "metrics.jsonl", load_machine(machine))
@@ -142,13 +153,12 @@ def validated(folder: Path, names: list[str], machine: str, *options: object) ->
                 "memory_gb": row.memory_gb or "",
             }
         )
-    table = folder / "rows.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
+    path = folder / f"{'-'.join(names)}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    result: dict[str, Any] = json.loads(fourfold("plan", "validate", table, "--rows", "--json", *options))
-    return result
+    return path
 
 
 def fourfold(*words: object) -> str:

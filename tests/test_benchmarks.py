@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE, wait_until
+
+from benchmarks import gpu
 
 HELPERS = {
     "accelerators",
@@ -18,11 +23,14 @@ HELPERS = {
     "cluster_overlap",
     "cluster_runs",
     "gpu",
+    "host_waits",
     "limits",
+    "one_gpu",
     "options",
     "peers",
     "ranks",
     "startup_job",
+    "titan",
 }
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)
 ARGUMENTS = {
@@ -31,6 +39,9 @@ ARGUMENTS = {
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
 SLOW = {
+    "kernels",
+    "measured_plan",
+    "mixture_step",
     "moe_cpu",
     "one_step",
     "pipeline_bubble",
@@ -56,47 +67,148 @@ def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert output.strip() and "nan" not in output
 
 
-def gpu_record(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["gpu", str(out), "--device", "cpu", "--tiny"])
-    code = importlib.import_module("benchmarks.gpu").main()
+def gpu_record(out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["gpu", str(out), "--device", "cpu", "--tiny", *options])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = gpu.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return code, json.loads((out / "gpu.json").read_text())
+
+
+def results(record: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    return {name: (part["result"], part.get("figures")) for name, part in record["parts"].items()}
 
 
 @pytest.mark.slow
 def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    code, record = gpu_record(tmp_path, monkeypatch)
-    assert set(record["parts"]) == {
-        "doctor",
-        "kernels",
-        "one_step",
-        "products",
-        "train_gpu",
-        "loki_decode",
-        "parity",
-        "pipeline_bubble",
-    }
-    assert {part["result"] for part in record["parts"].values()} == {"done"}
+    code, record = gpu_record(tmp_path, monkeypatch, "--seconds", str(PATIENCE))
+    assert list(record["parts"])[:4] == ["suite", "loki", "grouped", "train_gpu"]
+    assert set(record["parts"]) > {"mixture_step", "one_step", "measured_plan", "kernels", "doctor", "products"}
+    assert {part["result"] for part in record["parts"].values()} == {"done"}, record
     assert all(part["figures"] for part in record["parts"].values())
+    assert {test["outcome"] for test in record["parts"]["suite"]["figures"]} == {"passed"}
     assert code == 0
 
 
+HANG = "import time; time.sleep(10**6)"
+ROWS_AND_HANG = f"import sys; print('[1, 2]', file=open(sys.argv[1], 'w'), flush=True); {HANG}"
+"""Writes figures as a benchmark does after its first row, and does not end."""
+
+
+def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Part:
+    return gpu.Part(["-c", source, "{json}"], seconds, prints)
+
+
+class Clock:
+    """A clock that goes on by some seconds whenever it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
 def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hanging part is ended at its limit, a part after the budget is not begun, and figures of both runs are kept."""
     programs = {
-        "good": ["-c", "print('[1]')"],
-        "bad": ["-c", "raise SystemExit(3)"],
-        "slow": ["-c", "import time; time.sleep(60)"],
+        "good": program("print('[1]')", prints=True),
+        "bad": program("raise SystemExit(3)"),
+        "killed": program("import os; print('[3]', flush=True); os.kill(os.getpid(), 9)", prints=True),
+        "hangs": program(HANG),
+        "late": program("print('[4]')", prints=True),
     }
-    monkeypatch.setattr("benchmarks.gpu.parts", lambda *_: programs)
-    run = subprocess.run
-
-    def run_or_be_late(command: list[str], **options: Any) -> Any:
-        if "time.sleep" in command[-1]:
-            raise subprocess.TimeoutExpired(command, options["timeout"])
-        return run(command, **options)
-
-    monkeypatch.setattr("benchmarks.gpu.subprocess.run", run_or_be_late)
-    code, record = gpu_record(tmp_path, monkeypatch)
+    monkeypatch.setattr(gpu, "parts", lambda *_: programs)
+    code, record = gpu_record(tmp_path, monkeypatch, "--only", "good", "bad", "killed")
     assert code == 1
-    results = {name: (part["result"], part["figures"]) for name, part in record["parts"].items()}
-    assert results == {"good": ("done", [1]), "bad": ("exit code 3", None), "slow": ("not done in 600 s", None)}
+    first = {"good": ("done", [1]), "bad": ("exit code 3", None), "killed": ("killed by signal 9", [3])}
+    assert results(record) == first
+    monkeypatch.setattr(gpu, "clock", Clock(7.0))
+    code, record = gpu_record(tmp_path, monkeypatch, "--only", "hangs", "late", "--seconds", "110")
+    assert code == 1
+    late = {"hangs": ("not done in 98 s", None), "late": ("not begun: no time was left", None)}
+    assert results(record) == first | late
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "parts", lambda *_: programs | {"good": program("raise SystemExit(1)")})
+    _, record = gpu_record(tmp_path, monkeypatch, "--only", "good")
+    assert record["parts"]["good"]["earlier"]["figures"] == [1], "a part that fails the second time keeps its figures"
+    with pytest.raises(SystemExit, match=r"no part such; there are good, bad, killed, hangs, late"):
+        gpu_record(tmp_path, monkeypatch, "--only", "such")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_kill_leaves_the_figures(number: signal.Signals, tmp_path: Path) -> None:
+    """The figures of finished parts, and of the part that runs as far as it has written them. The part ends too."""
+    source = (
+        "import sys; from benchmarks import gpu\n"
+        "rows = sys.argv.pop()\n"
+        "def program(source, prints): return gpu.Part(['-c', source, '{json}'], 10**6, prints)\n"
+        "gpu.parts = lambda *_: {'good': program('print([7])', True), 'rows': program(rows, False)}\n"
+        "raise SystemExit(gpu.main())"
+    )
+    pid = tmp_path / "pid"
+    rows = f"import os; open({str(pid)!r}, 'w').write(str(os.getpid())); {ROWS_AND_HANG}"
+    options = [str(tmp_path), "--device", "cpu", "--tiny", "--seconds", "1e6"]
+    process = subprocess.Popen([sys.executable, "-c", source, *options, rows], text=True)
+    try:
+        file = tmp_path / "gpu.json"
+
+        def record() -> dict[str, Any]:
+            return json.loads(file.read_text())["parts"] if file.exists() else {}
+
+        wait_until(lambda: "figures" in record().get("rows", {}), process)
+        process.send_signal(number)
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+    assert (record()["good"]["result"], record()["good"]["figures"]) == ("done", [7])
+    cut_off = "stopped" if number == signal.SIGTERM else "cut off with the whole program"
+    assert (record()["rows"]["result"], record()["rows"]["figures"]) == (cut_off, [1, 2])
+    if number == signal.SIGTERM or sys.platform.startswith("linux"):
+        wait_until(lambda: not is_alive(int(pid.read_text())))
+
+
+def is_alive(pid: int) -> bool:
+    """True for a process that has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_wheels_come_before_the_machines_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel for this machine's Python is installed for the parts alone, without network."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "brought-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "VALUE = 11\n")
+        wheel.writestr("brought-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        wheel.writestr("brought-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("brought-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(gpu, "parts", lambda *_: {"uses": program("import brought; print(brought.VALUE)", prints=True)})
+    code, record = gpu_record(tmp_path / "out", monkeypatch, "--wheels", str(wheels))
+    assert record["parts"]["wheels"]["result"] == "done", record
+    assert record["parts"]["uses"]["figures"] == 11 and code == 0
+
+
+def test_a_contender_that_fails_is_a_row_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rivals are measured, and the table is in the file."""
+    pytest.importorskip("transformers")
+    train_gpu = importlib.import_module("benchmarks.train_gpu")
+    monkeypatch.setattr(train_gpu, "hugging_face", failing)
+    options = ["--device", "cpu", "--tiny", "--no-compile", "--rounds", "1", "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["train_gpu", *options])
+    assert train_gpu.main() == 0
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert rows["Hugging Face"]["error"] == "RuntimeError: out of memory"
+    assert rows["fourfold"]["error"] is None and rows["fourfold"]["tokens_per_second"] > 0
+    assert rows["fourfold"]["times_hugging_face"] is None
+
+
+def failing(*arguments: Any, **options: Any) -> Any:
+    raise RuntimeError("out of memory")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+ONE = "training.micro_batch_size=1"
 ROOT = Path(__file__).parents[2]
 MIXTURE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=48"]
 PACKED = ["data.mask_documents=true"]
@@ -18,13 +19,16 @@ GRIDS: dict[str, tuple[dict[str, int], list[str]]] = {
     "z": ({"z": 2}, PACKED),
     "dp": ({"dp": 2}, []),
     "dp zero 3": ({"dp": 2, "zero": 3}, PACKED),
-    "pp": ({"pp": 2}, ["training.micro_batch_size=1"]),
+    "pp": ({"pp": 2}, [ONE]),
     "cp ring": ({"cp": 2}, [*PACKED, 'parallel.cp_method="ring"']),
     "cp ulysses": ({"cp": 2}, ['parallel.cp_method="ulysses"']),
     "ep": ({"dp": 2, "ep": 2}, MIXTURE),
     "x, experts": ({"x": 2}, MIXTURE),
     "x y": ({"x": 2, "y": 2}, PACKED),
-    "pp z": ({"pp": 2, "z": 2}, ["training.micro_batch_size=1", 'parallel.schedule="ZBVZeroBubble"']),
+    "pp z": (
+        {"pp": 2, "z": 2},
+        [ONE, "model.num_hidden_layers=4", 'parallel.schedule="ZBVZeroBubble"'],
+    ),
     "x z dp": ({"x": 2, "z": 2, "dp": 2}, []),
     "x y cp": ({"x": 2, "y": 2, "cp": 2}, []),
 }
