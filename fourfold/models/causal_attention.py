@@ -63,8 +63,8 @@ class AttentionCore(nn.Module):
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels that take a mask, and the only GPU kernel for float32, want as many key-value heads as query heads.
-            # Otherwise torch would compute and keep all scores.
+            # Kernels that take a mask, and the one for float32 on a GPU, want as many key-value heads as query heads.
+            # Otherwise torch would keep all scores.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.softcap and mask is not None:
