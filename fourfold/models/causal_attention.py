@@ -22,6 +22,8 @@ class AttentionCore(nn.Module):
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
+    is_for_gpu = False
+    """Whether to compute as on a GPU, whatever the tensors' device: set by the trace of a run for GPUs."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,8 +61,10 @@ class AttentionCore(nn.Module):
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         """Σ softmax(scale · q·k, capped) · v over the keys that the context lets a query see, [B, S, N, D]."""
         mask = self.mask_of(q_BSND, k_BSKD, context)
-        if mask is not None:
-            # Kernels that take a mask want as many key-value heads as query heads; else torch would keep all scores.
+        is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
+        if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
+            # Kernels that take a mask, and the one for float32 on a GPU, want as many key-value heads as query heads.
+            # Otherwise torch would keep all scores.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.softcap and mask is not None:

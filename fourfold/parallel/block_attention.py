@@ -6,7 +6,8 @@ which is done in single operations. Queries are [B, N, Q, D], keys and values [B
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import os
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ LSE_MULTIPLE = 32 if torch.version.hip is None else 1
 
 BIAS_MULTIPLE = 16
 """CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention has them."""
+
+WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
+"""Head widths that CUDA's kernels take, as torch's public attention pads them, and the widest of two of them."""
+
+CUDNN = 91500
+"""The first version of cuDNN that torch's public attention prefers on Hopper (``check_prefer_cudnn_attention``)."""
 
 CAPPED_ROWS = 512
 """Queries whose capped scores are computed at once, so that memory grows with the keys alone."""
@@ -41,16 +48,22 @@ def attend_block(
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         return _attend_capped(q_BNQD, k, v, causal, mask_B1QS, scores)
-    bias = _bias(q_BNQD, mask_B1QS)
-    if q_BNQD.device.type == "cpu":
+    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, mask_B1QS is not None)
+    q, k, v = (q_BNQD, k, v) if kernel == "cpu" else padded(q_BNQD, k, v)
+    if kernel == "cpu":
         flash = ATEN._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(q_BNQD, k, v, 0.0, causal, attn_mask=bias, scale=scores.scale)
-    elif _is_flash(q_BNQD, bias):
-        out, lse = ATEN._scaled_dot_product_flash_attention(q_BNQD, k, v, 0.0, causal, scale=scores.scale)[:2]
+        out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scores.scale)
+    elif kernel == "flash":
+        out, lse = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)[:2]
+    elif kernel == "cudnn":
+        cudnn = ATEN._scaled_dot_product_cudnn_attention
+        out, lse = cudnn(q, k, v, None, True, 0.0, causal, scale=scores.scale)[:2]
+        lse = lse.view(q.shape[:3])  # the kernel's has a fourth dim, of one entry
     else:
         efficient = ATEN._scaled_dot_product_efficient_attention
-        out, lse = efficient(q_BNQD, k, v, bias, True, 0.0, causal, scale=scores.scale)[:2]
-        lse = lse[..., : q_BNQD.shape[2]]  # the kernel pads the queries
+        out, lse = efficient(q, k, v, bias, True, 0.0, causal, scale=scores.scale)[:2]
+        lse = lse[..., : q.shape[2]]  # the kernel pads the queries
+    out = out[..., : q_BNQD.shape[-1]]
     if mask_B1QS is not None:
         sees_none_B1Q = ~mask_B1QS.any(-1)
         lse = lse.masked_fill(sees_none_B1Q, -torch.inf)
@@ -75,26 +88,56 @@ def attend_block_backward(
         of_queries = (grad_BNQD, q_BNQD, out_BNQD)
         dq, dk, dv = _differentiate_capped(of_queries, lse_BNQ, k, v, causal, mask_B1QS, scores)
         return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
-    bias = _bias(q_BNQD, mask_B1QS)
-    tensors = (grad_BNQD, q_BNQD, k, v)
-    if q_BNQD.device.type == "cpu":
+    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, mask_B1QS is not None)
+    tensors: tuple[Tensor, ...] = (grad_BNQD, q_BNQD, k, v, out_BNQD)
+    tensors = tensors if kernel == "cpu" else padded(*tensors)
+    if kernel == "cpu":
         backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = backward(*tensors, out_BNQD, lse_BNQ, 0.0, causal, attn_mask=bias, scale=scores.scale)
-    elif _is_flash(q_BNQD, bias):
-        queries, keys = q_BNQD.shape[2], k.shape[2]
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNQD.device)
-        backward = ATEN._scaled_dot_product_flash_attention_backward
-        lengths = (None, None, queries, keys)
-        given = (*tensors, out_BNQD, lse_BNQ.contiguous(), *lengths)
-        dq, dk, dv = backward(*given, 0.0, causal, no_dropout, no_dropout, scale=scores.scale)
+        dq, dk, dv = backward(*tensors, lse_BNQ, 0.0, causal, attn_mask=bias, scale=scores.scale)
     else:
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNQD.device)
-        lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % LSE_MULTIPLE)).contiguous()
-        backward = ATEN._scaled_dot_product_efficient_attention_backward
-        wanted = (True, True, True, False)
-        under_bias = (*tensors, bias, out_BNQD, lse, no_dropout, no_dropout)
-        dq, dk, dv, _ = backward(*under_bias, 0.0, wanted, causal, scale=scores.scale)
+        no_dropout = 2 * [torch.zeros((), dtype=torch.int64, device=q_BNQD.device)]
+        lengths = (None, None, q_BNQD.shape[2], k.shape[2])
+        if kernel == "flash":
+            backward = ATEN._scaled_dot_product_flash_attention_backward
+            given = (*tensors, lse_BNQ.contiguous(), *lengths, 0.0, causal, *no_dropout)
+            dq, dk, dv = backward(*given, scale=scores.scale)
+        elif kernel == "cudnn":
+            backward = ATEN._scaled_dot_product_cudnn_attention_backward
+            given = (*tensors, lse_BNQ.contiguous()[..., None], *no_dropout, None, *lengths, 0.0, causal)
+            dq, dk, dv = backward(*given, scale=scores.scale)
+        else:
+            lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % LSE_MULTIPLE)).contiguous()
+            backward = ATEN._scaled_dot_product_efficient_attention_backward
+            under_bias = (*tensors[:4], bias, tensors[4], lse, *no_dropout)
+            dq, dk, dv, _ = backward(*under_bias, 0.0, (True, True, True, False), causal, scale=scores.scale)
+    dq, dk, dv = (gradient[..., : q_BNQD.shape[-1]] for gradient in (dq, dk, dv))
     return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
+
+
+def kernel_for(q_BNQD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
+    """Return torch's kernel for a block of attention without capped scores.
+
+    CUDA's flash kernel and cuDNN's take half precision and, here, no mask.
+    """
+    width = q_BNQD.shape[-1]
+    if q_BNQD.device.type == "cpu":
+        return "cpu"
+    if is_masked or q_BNQD.dtype not in (torch.bfloat16, torch.float16) or width > WIDEST_FLASH:
+        return "efficient"
+    return "cudnn" if width <= WIDEST_CUDNN and q_BNQD.shape[2] > 1 and prefers_cudnn(q_BNQD.device) else "flash"
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether torch's public attention prefers cuDNN's kernel on this GPU, a Hopper."""
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    is_wanted = torch.backends.cuda.cudnn_sdp_enabled() and "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
+    return is_hopper and is_wanted and (torch.backends.cudnn.version() or 0) > CUDNN
+
+
+def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, with zeros behind each head where CUDA's kernels do not take its width."""
+    missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
+    return tuple(torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors) if missing else tensors
 
 
 def _attend_capped(
@@ -181,11 +224,6 @@ class _Masked(Function):
         q, k, v, out, lse, mask_B1QS = ctx.saved_tensors
         gradients = attend_block_backward(grad, q, out, lse, k, v, False, mask_B1QS, ctx.scores)
         return *gradients, None, None
-
-
-def _is_flash(q: Tensor, bias: Tensor | None) -> bool:
-    """CUDA's flash kernel supports neither masks nor float32."""
-    return bias is None and q.dtype != torch.float32
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -3,6 +3,9 @@ memory is that of plain attention, and time follows the lengths of documents and
 
 One kernel call for all documents where a GPU has one (FlashAttention 2, Dao 2023, arXiv 2307.08691); else one for each,
 or for each piece of its queries. Both are operators that the compiler does not look into.
+
+cuDNN's kernel is faster on Hopper. But torch's operators for it take no window, and torch's own ``varlen_attn`` (2.13)
+never calls them, and refuses grouped heads there.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.parallel.block_attention import ATEN, Scores, attend_block, attend_block_backward
+from fourfold.parallel.block_attention import ATEN, WIDEST_FLASH, Scores, attend_block, attend_block_backward, padded
 
 Tensors = tuple[Tensor, ...]
 
@@ -75,7 +78,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
 
     On AMD its log-sum-exps are padded to [documents, N, S], which can be more than a mask.
     """
-    is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap
 
 
@@ -84,20 +87,21 @@ def attend_at_once(
 ) -> tuple[Tensor, Tensor]:
     """All documents in one call of a CUDA kernel."""
     length = q_BSND.shape[1]
-    begins, tokens = begins_of(limits, q_BSND), [t.flatten(0, 1) for t in (q_BSND, k_BSKD, v_BSKD)]
+    begins, tokens = begins_of(limits, q_BSND), [t.flatten(0, 1) for t in padded(q_BSND, k_BSKD, v_BSKD)]
     given = (*tokens, begins, begins, length, length, 0.0, True, False)
     out, lse = ATEN._flash_attention_forward(*given, **_options(limits, scores))[:2]
-    return out.reshape(q_BSND.shape), lse
+    return out[..., : q_BSND.shape[-1]].reshape(q_BSND.shape), lse
 
 
 def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
     """tensors: the output's gradient, q, k, v and the output."""
     batch, length = tensors[0].shape[:2]
-    begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in tensors]
+    begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in padded(*tensors)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse_NT.device), lse_NT.new_empty(0)
     given = (*tokens, lse_NT, begins, begins, length, length, 0.0, True, *no_dropout)
     gradients = ATEN._flash_attention_backward(*given, **_options(limits, scores))
-    return tuple(gradient.unflatten(0, (batch, length)) for gradient in gradients)
+    width = tensors[0].shape[-1]
+    return tuple(gradient[..., :width].unflatten(0, (batch, length)).contiguous() for gradient in gradients)
 
 
 def _options(limits: Limits, scores: Scores) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from fourfold.models.autograd import Context, Function, not_compiled
 from fourfold.models.softcap import softcapped
 from fourfold.models.transformer import LMHead
 from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
+from fourfold.parallel.fused_loss import differentiate_logits, fuses_loss, normalize_logits
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, Tiled
 
@@ -31,6 +32,8 @@ class ParallelHead(Tiled):
         super().__init__()
         self.vocab_size, self.softcap, self.x, self.y = head.vocab_size, head.softcap, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
+        self.is_fused = fuses_loss(grid.device_type)
+        """Whether the loss runs as Triton kernels, which read 16-bit logits, or on a float32 copy of them."""
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
@@ -47,6 +50,11 @@ class ParallelHead(Tiled):
         """The number of this rank's rows of the vocabulary that are not padding."""
         rows = self.weight.shape[0]
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
+
+    def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
+        """This rank's share [m, v] of the logits of n tokens of all ranks of y, for ``cross_entropy``."""
+        logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
+        return logits_mv if self.is_fused else logits_mv.float()
 
     def _logits(self, x_BTh: Tensor) -> Tensor:
         x_BSh = all_gather(x_BTh, self.x, 1, "lm_head: tokens")
@@ -123,8 +131,7 @@ def loss_and_gradients(
     size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, head.chunk_logits)
     for begin in range(0, x_Nh.shape[0], size):
         chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
-        partial_nv = x_Nh[chunk] @ weight.T
-        logits_mv = reduce_scatter(partial_nv, head.y, 0, "lm_head: logits").float()
+        logits_mv = head.logits_of_chunk(x_Nh[chunk], weight)
         my_labels_m = labels_N[chunk].chunk(head.y.size)[head.y.rank]
         factors: Tensor | float = loss_scale
         if weights_BS is not None:
@@ -161,21 +168,25 @@ def cross_entropy(
     [m] in place of their sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
-    slopes_mv = None
-    if head.softcap:
-        logits_mv.div_(head.softcap).tanh_()
-        slopes_mv = logits_mv.square().neg_().add_(1) if factors is not None else None
-        logits_mv.mul_(head.softcap)
-    if real < rows:
-        logits_mv[:, real:] = -torch.inf
-    columns_m = labels_m - head.x.rank * rows
-    mine_m = (columns_m >= 0) & (columns_m < rows)
-    columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
-    target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
-    # A rank may hold nothing but padding: its largest logit is then minus infinity.
-    largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
-    exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
-    normalizer_m = largest_m + exp_mv.sum(1).log()
+    first = head.x.rank * rows
+    if head.is_fused:
+        normalizer_m, target_m = normalize_logits(logits_mv, labels_m, first, real, head.softcap)
+    else:
+        slopes_mv = None
+        if head.softcap:
+            logits_mv.div_(head.softcap).tanh_()
+            slopes_mv = logits_mv.square().neg_().add_(1) if factors is not None else None
+            logits_mv.mul_(head.softcap)
+        if real < rows:
+            logits_mv[:, real:] = -torch.inf
+        columns_m = labels_m - first
+        mine_m = (columns_m >= 0) & (columns_m < rows)
+        columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
+        target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
+        # A rank may hold nothing but padding: its largest logit is then minus infinity.
+        largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
+        exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
+        normalizer_m = largest_m + exp_mv.sum(1).log()
     if head.x.size > 1:
         both_x2m = all_gather(torch.stack([normalizer_m, target_m])[None], head.x, 0, "lm_head: normalizers")
         normalizer_m, target_m = both_x2m[:, 0].logsumexp(0), both_x2m[:, 1].sum(0)
@@ -183,6 +194,9 @@ def cross_entropy(
     loss = total((normalizer_m - target_m) * kept_m)
     if factors is None:
         return loss, None
+    if head.is_fused:
+        differentiate_logits(logits_mv, labels_m, normalizer_m, kept_m * factors, first, real, head.softcap)
+        return loss, logits_mv
     gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m * factors)[:, None])
     gradient_mv.scatter_add_(1, columns_m1, -((mine_m & kept_m) * factors).to(gradient_mv.dtype)[:, None])
     return loss, gradient_mv if slopes_mv is None else gradient_mv.mul_(slopes_mv)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fourfold.models.autograd import Context, Function, not_compiled
 from fourfold.models.transformer import LMHead
-from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
+from fourfold.parallel.communicate import all_gather, all_reduce
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import (
     ParallelHead,
@@ -67,7 +67,7 @@ class PreferenceHead(ParallelHead):
         size = chunk_size(x_Nh.shape[0], weight.shape[0], self.y.size, self.chunk_logits)
         for begin in range(0, x_Nh.shape[0], size):
             chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
-            logits_mv = reduce_scatter(x_Nh[chunk] @ weight.T, self.y, 0, "lm_head: logits").float()
+            logits_mv = self.logits_of_chunk(x_Nh[chunk], weight)
             labels_m, rows_m = (t[chunk].chunk(self.y.size)[self.y.rank] for t in (labels_N, rows_N))
             losses_m, _ = cross_entropy(logits_mv, labels_m, self, None, total=lambda losses: losses)
             found_B.index_add_(0, rows_m, losses_m, alpha=-1)

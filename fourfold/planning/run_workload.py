@@ -94,6 +94,7 @@ def workload_of(run: RunConfig) -> Workload:
     )
     program = Program(
         fused=training.compile,
+        fused_loss=training.device != "cpu",
         chunk_logits=CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
         overlap_x=run.overlap.input_gradients,
         gate_first=run.overlap.gate_sum,

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
+from fourfold.models.causal_attention import AttentionCore
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
@@ -198,11 +199,13 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The chunks of the machine that the run is for, not of the one that traces.
-    for stage in stages.values():
-        for module in stage.model.modules():
-            if isinstance(module, ParallelHead):
-                module.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+    # The chunks, the loss and the attention of the machine that the run is for, not of the one that traces.
+    is_for_gpu = run.training.device != "cpu"
+    for module in (module for stage in stages.values() for module in stage.model.modules()):
+        if isinstance(module, ParallelHead):
+            module.chunk_logits, module.is_fused = CHUNK_LOGITS["cuda" if is_for_gpu else "cpu"], is_for_gpu
+        elif isinstance(module, AttentionCore):
+            module.is_for_gpu = is_for_gpu
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (run.training.micro_batch_size, run.training.seq_length)
         fields = 4 if run.data.mask_documents else 2

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -14,7 +19,7 @@ TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "g
 block can have (NVIDIA's is that of compute capability 8.6 and 8.9, which have least)."""
 
 ALIGNED = [["tt.divisibility", 16]]
-SIZES = {"G": 4, "GP": 16, "PP": 32, "MASKED": True, "ENDS": True, "LEVEL": 2}
+SIZES = {"G": 4, "GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
 TYPES = {
     **dict.fromkeys(("scores", "maxima", "sums", "partial"), "*fp32"),
     **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), "*i32"),
@@ -30,7 +35,8 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
         kernel = getattr(triton_kernels, name)
         padded = max(16, triton.next_power_of_2(d if name == "_score" else width))
-        most = triton_kernels.CHOSEN_BLOCK if name == "_attend" else triton_kernels.BLOCK
+        of_kernel = {"_attend": triton_kernels.CHOSEN_BLOCK, "_merge": triton_kernels.MERGED_BLOCK}
+        most = of_kernel.get(name, triton_kernels.BLOCK)
         reads_rows = name in ("_score", "_attend")
         values = SIZES | {
             "D": width, "d": d, "DP": padded, "REDUCE": reduce, "of_dim": 1,
@@ -50,7 +56,20 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
             binary = triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target)
             assert len(binary.asm[code]) > 0
             assert binary.metadata.shared <= most_shared, (name, dtype, d, width, binary.metadata.shared)
+            if code == "cubin":
+                assert stack_of(binary.asm[code]) == 0, (name, dtype, d, width, "registers spill")
             print(name, dtype, width, d, reduce, target.arch, binary.metadata.warp_size, binary.metadata.shared)
+
+
+def stack_of(cubin: bytes) -> int:
+    """Bytes of local memory for each thread, which a kernel uses if its registers do not suffice."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (size,) = re.findall(r"STACK:(\d+)", report)
+    return int(size)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,25 @@ def test_kernels_compute_what_torch_does(
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
+def test_more_parts_than_are_merged_at_once() -> None:
+    """The parts of a head do not all fit in registers at long contexts."""
+    triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
+    k = triton_kernels.CHOSEN_SPLIT * triton_kernels.MERGED_BLOCK + 300
+    visible = left_padded(2, k + 100)
+    visible[1, :, : k - 20] = False  # most parts of the second row see nothing
+    ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, batch=2, group=1, visible=visible)
+    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+
+
+def test_splits_of_a_row_stay_few() -> None:
+    """Each program holds the sums of all splits."""
+    triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
+    for length, rows in ((1, 1), (8192, 8), (131072, 64), (1 << 20, 8), (1 << 24, 8), ((1 << 24) + 1, 1)):
+        split = triton_kernels.split_of(length, rows)
+        assert math.ceil(length / split) <= triton_kernels.MOST_SPLITS and split & (split - 1) == 0
+        assert split <= triton_kernels.MOST_SPLIT or length > triton_kernels.MOST_SPLIT * triton_kernels.MOST_SPLITS
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
     """Ranks in float32 may prefer another key than ranks rounded to 16 bits; nearly all keys are the same set."""

@@ -20,8 +20,14 @@ from fourfold.inference.loki.select import DecodeStep
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
 """A pass over all keys: the programs to aim for, the least and most keys of one, and the most per iteration."""
 
+MOST_SPLITS = 256
+"""Splits of a row, whose sums each program holds in registers: above 256 of MOST_SPLIT keys, splits get longer."""
+
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
 """The same for chosen keys, whose rows are scattered."""
+
+MERGED_BLOCK = 16
+"""Parts of a head that are merged per iteration: as few registers at any context."""
 
 TILE_BYTES = 8192
 """The most bytes of keys per iteration: several are in flight at once, and must fit the smallest shared memories."""
@@ -42,8 +48,7 @@ def decode(step: DecodeStep) -> Tensor:
     k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
-    split = triton.next_power_of_2(triton.cdiv(length * rows, PROGRAMS))
-    blocks = {"SPLIT": min(max(split, LEAST_SPLIT), MOST_SPLIT), "BLOCK": BLOCK}
+    blocks = {"SPLIT": split_of(length, rows), "BLOCK": BLOCK}
     splits = triton.cdiv(length, blocks["SPLIT"])
     grid = (rows, splits)
     sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
@@ -83,10 +88,15 @@ def decode(step: DecodeStep) -> Tensor:
         BLOCK=block_of(wide["DP"], key_BKSD, CHOSEN_BLOCK),
     )  # fmt: skip
     out_BKGD = torch.empty_like(query_BKGD, memory_format=torch.contiguous_format)
-    _merge[rows, group](
-        partial_RPGD, maxima_RPG, sums_RPG, out_BKGD, parts, G=group, PP=triton.next_power_of_2(parts), **wide
-    )
+    _merge[rows, group](partial_RPGD, maxima_RPG, sums_RPG, out_BKGD, parts, G=group, BLOCK=MERGED_BLOCK, **wide)
     return out_BKGD
+
+
+def split_of(length: int, rows: int) -> int:
+    """Keys of one program in a pass over all keys."""
+    split = min(max(triton.cdiv(length * rows, PROGRAMS), LEAST_SPLIT), MOST_SPLIT)
+    power: int = triton.next_power_of_2(max(split, triton.cdiv(length, MOST_SPLITS)))
+    return power
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
@@ -267,17 +277,24 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr):
-    """Merge the parts of one query head; zeros where it sees no key."""
+def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """Merge the parts of one query head, ``BLOCK`` at a time; zeros where it sees no key."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    p, c = tl.arange(0, PP), tl.arange(0, DP)
-    places_PP = (row * parts + p) * G + g
-    maxima_PP = tl.load(maxima + places_PP, p < parts, NEVER)
-    largest = tl.max(maxima_PP, 0)
-    weights_PP = tl.exp(maxima_PP - tl.where(largest == NEVER, 0.0, largest))
-    total = tl.sum(tl.load(sums + places_PP, p < parts, 0.0) * weights_PP, 0)
-    partial_PPDP = tl.load(partial + places_PP[:, None] * D + c[None, :], (p[:, None] < parts) & (c[None, :] < D), 0.0)
-    out_DP = tl.sum(partial_PPDP * weights_PP[:, None], 0) / tl.where(total > 0, total, 1.0)
+    c = tl.arange(0, DP)
+    largest, total, out_DP = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
+    for begin in range(0, parts, BLOCK):
+        p = begin + tl.arange(0, BLOCK)
+        places_p = (row * parts + p) * G + g
+        maxima_p = tl.load(maxima + places_p, p < parts, NEVER)
+        larger = tl.maximum(largest, tl.max(maxima_p, 0))
+        safe = tl.where(larger == NEVER, 0.0, larger)  # no visible key so far
+        shrink, weights_p = tl.exp(largest - safe), tl.exp(maxima_p - safe)
+        total = total * shrink + tl.sum(tl.load(sums + places_p, p < parts, 0.0) * weights_p, 0)
+        there_pDP = (p[:, None] < parts) & (c[None, :] < D)
+        partial_pDP = tl.load(partial + places_p[:, None] * D + c[None, :], there_pDP, 0.0)
+        out_DP = out_DP * shrink + tl.sum(partial_pDP * weights_p[:, None], 0)
+        largest = larger
+    out_DP = out_DP / tl.where(total > 0, total, 1.0)
     tl.store(out + (row * G + g) * D + c, out_DP.to(out.dtype.element_ty), c < D)
 
 

@@ -37,12 +37,13 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     model, layout, step = work.model, work.layout, work.step
     p, split = pieces(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    gathered = (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
+    # In float32 our attention repeats key-value heads for all query heads that share them, as under a mask.
+    repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
+    gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
     # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered, or
     # copied.
     one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
-    # Under a mask, of which below, key-value heads are repeated for all query heads that share them.
-    read = np.where(split == "sequence", p.whole_queries, p.keys)
+    read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
@@ -118,13 +119,17 @@ def head_bytes(work: Workload) -> Number:
     weights = columns * model.hidden / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
     # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
+    # Our kernels write the gradient over the sums.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
-    first = rows * columns * (2 * step.item_bytes + sums) + step.item_bytes * weights
+    in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
+    is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
+    first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
     capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
-    second = columns * (rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed))
+    second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
+    second = columns * np.where(is_ours, (rows + then) * in_place, second)
     tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
 

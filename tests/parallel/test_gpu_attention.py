@@ -1,0 +1,190 @@
+"""What attention asks of a GPU's kernels, seen on fake CUDA tensors and on a CPU that computes as a GPU would."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tiny_runs import LLAMA, tiny_run
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fourfold.models import causal_attention
+from fourfold.models.causal_attention import AttentionContext, AttentionCore
+from fourfold.parallel import block_attention, document_attention
+from fourfold.parallel.block_attention import ATEN, Scores, attend_block, attend_block_backward, kernel_for
+from fourfold.parallel.document_attention import Limits
+from fourfold.planning.cost.activations import kept_by_core
+from fourfold.planning.run_workload import workload_of
+from fourfold.verification.trace import trace
+
+
+def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, list[Tensor]]:
+    """Eight query heads over four key-value heads, joined."""
+    config = tiny_run(LLAMA | {"position_embedding": "rope"}).model
+    sizes = [heads * config.head_dim for heads in (config.num_attention_heads, *2 * [config.num_key_value_heads])]
+    generator = None if device == "cuda" else torch.Generator().manual_seed(0)
+    return AttentionCore(config), [torch.randn(2, 9, s, generator=generator, device=device).to(dtype) for s in sizes]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "heads"),
+    [("cuda", torch.float32, 8), ("cuda", torch.bfloat16, 4), ("cpu", torch.float32, 4)],
+)
+def test_float32_on_a_gpu_repeats_key_value_heads(device: str, dtype: torch.dtype, heads: int) -> None:
+    """torch's only GPU kernel for float32 takes no groups; without it every score is computed and kept."""
+    asked: list[tuple[int, bool]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
+        asked.append((k.shape[1], enable_gqa))
+        return q
+
+    with FakeTensorMode():
+        core, inputs = core_and_inputs(device, dtype)
+        with patch.object(causal_attention.F, "scaled_dot_product_attention", attend):
+            core(*inputs, AttentionContext())
+    assert asked == [(heads, heads != 8)]
+
+
+def test_repeated_heads_change_no_number() -> None:
+    core, inputs = core_and_inputs("cpu", torch.float32)
+    results = []
+    for is_for_gpu in (False, True):
+        core.is_for_gpu = is_for_gpu
+        given = [t.clone().requires_grad_() for t in inputs]
+        out = core(*given, AttentionContext())
+        out.sin().sum().backward()
+        results.append([out, *(t.grad for t in given)])
+    torch.testing.assert_close(*results)
+
+
+def test_trace_and_planner_count_repeated_heads() -> None:
+    """In float32 a GPU keeps as much for grouped heads as for a key-value head per query head, and a CPU keeps less."""
+    traced, planned = [], []
+    for device in ("cpu", "cuda"):
+        for model in (LLAMA, LLAMA | {"num_key_value_heads": 8}):
+            run = tiny_run(model, training={"precision": "fp32", "device": device})
+            traced.append(trace(run, whole=True).memory.activations_peak)
+            planned.append(kept_by_core(workload_of(run))[0])
+    assert traced[0] < traced[1] and traced[2] == traced[3]
+    assert planned[2] == planned[3]
+
+
+def on_hopper(version: int = 92000) -> Any:
+    """Patch what torch says of a GPU: compute capability 9.0 and this version of cuDNN."""
+    return (
+        patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        patch.object(torch.backends.cudnn, "version", lambda: version),
+    )
+
+
+def kernel_of(dtype: torch.dtype, width: int, is_masked: bool = False, queries: int = 64, device: str = "cuda") -> str:
+    with FakeTensorMode():
+        return kernel_for(torch.empty(1, 2, queries, width, dtype=dtype, device=device), is_masked)
+
+
+def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    capability, version = on_hopper()
+    with capability, version:
+        assert [kernel_of(bf16, width) for width in (64, 100, 128, 136, 256, 257)] == [
+            "cudnn", "cudnn", "cudnn", "flash", "flash", "efficient"
+        ]  # fmt: skip
+        assert kernel_of(bf16, 128, is_masked=True) == kernel_of(fp32, 128) == "efficient"
+        assert kernel_of(bf16, 128, queries=1) == "flash"
+        assert kernel_of(bf16, 128, device="cpu") == "cpu"
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        assert kernel_of(bf16, 128) == "flash"
+        monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+        with patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
+            assert kernel_of(bf16, 128) == "flash"
+    capability, version = on_hopper(91002)
+    with capability, version:
+        assert kernel_of(bf16, 128) == "flash"
+
+
+class CpuKernels:
+    """torch's operators for a GPU, computed by its kernel for CPUs: they take what the real ones take (as ``meta``
+    tensors tell), want the widths that the real ones want, and return log-sum-exps of the real ones' shapes."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith(("for_cpu", "for_cpu_backward")):
+            return getattr(ATEN, name)
+        return partial(self._backward if name.endswith("backward") else self._forward, name)
+
+    def _forward(self, name: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor, ...]:
+        made = self._checked(name, (q, k, v, *rest), scale)
+        bias, causal = (rest[0], rest[3]) if "flash" not in name else (None, rest[1])
+        flash = ATEN._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        padding = (0, made[1].shape[2] - lse.shape[2])
+        return out, torch.nn.functional.pad(lse, padding).view(made[1].shape)
+
+    def _backward(self, name: str, *args: Any, scale: float) -> tuple[Tensor, ...]:
+        self._checked(name, args, scale)
+        grad, q, k, v, *rest = args
+        if "efficient" in name:
+            bias, out, lse, causal = rest[0], rest[1], rest[2], args[-1]
+            assert lse.shape[2] % 32 == 0
+        else:
+            bias, out, lse = None, rest[0], rest[1]
+            causal = args[11] if "flash" in name else args[-1]
+        lse = lse.flatten(2)[..., : q.shape[2]]
+        backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return (*gradients, None) if "efficient" in name else gradients
+
+    def _checked(self, name: str, args: tuple[Any, ...], scale: float) -> Any:
+        self.called.append(name)
+        assert all(t.shape[-1] % 8 == 0 for t in args[:4] if isinstance(t, Tensor) and t is not None and t.ndim == 4)
+        on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+        return getattr(ATEN, name)(*on_meta, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [5, 16])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_every_gpu_kernel_computes_a_block(kernel: str, width: int, causal: bool) -> None:
+    """Also at a length that is no multiple of 32, and with heads whose width is no multiple of 8."""
+    generator = torch.Generator().manual_seed(0)
+    q, grad = torch.randn(2, 2, 4, 33, width, generator=generator)
+    k, v = torch.randn(2, 2, 2, 33, width, generator=generator)
+    how, results = (causal, None, Scores(width**-0.5)), []
+    kernels = CpuKernels()
+    for chosen in ("cpu", kernel):
+        with (
+            patch.object(block_attention, "kernel_for", lambda *_, chosen=chosen: chosen),
+            patch.object(block_attention, "ATEN", kernels),
+        ):
+            out, lse = attend_block(q, k, v, *how)
+            results.append([out, lse, *attend_block_backward(grad, q, out, lse, k, v, *how)])
+    torch.testing.assert_close(*results)
+    assert len(kernels.called) == 2 and all(kernel in name for name in kernels.called)
+
+
+def test_packed_documents_of_odd_width_are_padded() -> None:
+    """torch's kernel for all documents at once refuses other widths."""
+    widths: list[int] = []
+
+    class Flash:
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                widths.extend(t.shape[-1] for t in args[:3])
+                return getattr(ATEN, name)(*args, **options)
+
+            return call
+
+    q, grad = torch.empty(2, 2, 40, 4, 100, dtype=torch.bfloat16, device="meta")
+    k, v = torch.empty(2, 2, 40, 2, 100, dtype=torch.bfloat16, device="meta")
+    limits, scores = Limits(torch.tensor([[7, 40], [40, 40]], device="meta"), 0), Scores(0.1)
+    with patch.object(document_attention, "ATEN", Flash()):
+        out, lse = document_attention.attend_at_once(q, k, v, limits, scores)
+        gradients = document_attention.differentiate_at_once((grad, q, k, v, out), lse, limits, scores)
+    assert set(widths) == {104} and len(widths) == 6
+    assert [t.shape for t in (out, *gradients)] == [q.shape, q.shape, k.shape, v.shape]
