@@ -55,6 +55,7 @@ from fourfold.data.files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parallel.communicate import purpose
+from fourfold.parallel.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 from fourfold.parallel.together import decided_by_rank_0, failing_together
 
@@ -89,6 +90,7 @@ class Checkpointer:
         """The newest checkpoint of this run, once ``wait`` has returned."""
         self._pending: tuple[_Save, Future[Written | None]] | None = None
         self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
+        self._copies = CopyStream(job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
         """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
@@ -141,10 +143,12 @@ class Checkpointer:
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
         if self.job.expert_load is not None:
             state.expert_rows = self.job.expert_load.rows()
-        write = partial(write_file, folder, layout, entries_of(parts, layout, copied=self._beside is not None))
+        entries = entries_of(parts, layout, self._copies)
+        write = partial(write_file, folder, layout, entries, self._copies)
         if self._beside is None:
             self._finish(_Save(step, prune, layout, state), write)
         else:
+            self.job.copies = self._copies
             self._pending = (_Save(step, prune, layout, state), self._beside.submit(write))
 
     def _partial(self, step: int) -> Path:

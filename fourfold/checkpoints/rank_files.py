@@ -20,26 +20,34 @@ from fourfold.models.dtypes import SAFETENSORS_DTYPES
 from fourfold.models.tensor_files import Entry, Written, opened_tensors, write_tensors
 from fourfold.parallel.communicate import all_gather
 from fourfold.parallel.grid import Axis
+from fourfold.parallel.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Key of a file's metadata under which torch.distributed.checkpoint keeps where each part begins in the whole."""
 
 
-def entries_of(parts: Parts, layout: Layout, copied: bool = False) -> list[Entry]:
-    """The tensors that this process writes; ``copied``: as they are now, in the host's memory."""
+def entries_of(parts: Parts, layout: Layout, copies: CopyStream | None = None) -> list[Entry]:
+    """The tensors that this process writes. With ``copies`` they are copied to the host's memory as they are now, from
+    a GPU into pinned memory: call ``copies.finish`` before they are written, and ``copies.join`` before they change."""
     entries = []
     for name, box in layout.held_by(dist.get_rank()).items():
         shard, local = parts[name]
         assert box == shard.slices, f"{name}: the layout says {box}, and this process holds {shard.slices}"
-        make = partial(_itself, local.detach().to("cpu", copy=True)) if copied else partial(_announced, local)
+        make = partial(_announced, local)
+        if copies is not None:
+            copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
+            copies.start(copy, local.detach())
+            make = partial(_itself, copy)
         entries.append(Entry(name, local.dtype, tuple(local.shape), make))
     return entries
 
 
-def write_file(folder: Path, layout: Layout, entries: list[Entry]) -> Written | None:
-    """Write this process's file; None where it has nothing to write. Raises ``OSError``."""
+def write_file(folder: Path, layout: Layout, entries: list[Entry], copies: CopyStream | None = None) -> Written | None:
+    """Write this process's file when ``copies`` have come; None if it has nothing to write. Raises ``OSError``."""
     if not entries:
         return None
+    if copies is not None:
+        copies.finish()
     boxes = layout.held_by(dist.get_rank())
     offsets = {name: {"saved_offsets": [each.start for each in box]} for name, box in boxes.items()}
     return write_tensors(folder / file_of(dist.get_rank()), entries, {OFFSETS: json.dumps(offsets)})

@@ -60,7 +60,7 @@ class _Differentiable(Function):
         x: Tensor,
         forward: Callable[[Tensor], Tensor],
         backward: Callable[..., Tensor],
-        *kept: Tensor,
+        *kept: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(*kept)
         ctx.kept = backward
@@ -73,7 +73,7 @@ class _Differentiable(Function):
 
 
 def differentiable(
-    x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor
+    x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor | None
 ) -> Tensor:
     """forward(x), a linear function whose gradient is ``backward`` of the output's gradient and of ``kept``.
 

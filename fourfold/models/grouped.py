@@ -6,6 +6,7 @@ Shapes: N rows, E groups, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -17,33 +18,92 @@ ALIGNMENT = 16
 """Bytes that every row of the operands of torch's grouped kernel is a multiple of."""
 
 
-def grouped_product(rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Multiply each group of rows by its matrix, x Wᵀ, [N, O]; groups may be empty.
+class HostNumbers:
+    """Integers on their way from a device to the host, behind all work that has been issued; nothing waits for them
+    until they are read. ``on_device`` has the same integers."""
 
-    sizes: the rows of each group, which follow one another.
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device, self._copy, self._event = on_device, on_device, None
+        if on_device.is_cuda:
+            self._copy = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._copy.copy_(on_device, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def have_arrived(self) -> bool:
+        """True if ``read`` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[int]:
+        """The integers, as nested lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._copy.tolist()
+        return numbers
+
+
+class Groups:
+    """The rows of each group, which follow one another. Rows after the last group are in none: their results are
+    undefined. Torch's kernel reads the numbers on the device, and the host waits for them only if it multiplies group
+    by group.
+    """
+
+    def __init__(self, sizes_E: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """sizes: the same numbers, if the host knows them."""
+        self._numbers = HostNumbers(sizes_E) if sizes is None else None
+        self._sizes_E, self._sizes = sizes_E, sizes
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """The end of each group, int32 on the device."""
+        return self._sizes_E.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The rows of each group on the host."""
+        if self._numbers is not None:
+            return self._numbers.read()
+        assert self._sizes is not None
+        return list(self._sizes)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each group."""
+        return rows[: sum(self.sizes)].split(self.sizes)
+
+    def zero_empty(self, out_EOI: Tensor) -> None:
+        """Write zeros to the matrices of the empty groups, without a wait."""
+        if self._numbers is not None and not self._numbers.have_arrived():
+            out_EOI.masked_fill_((self._sizes_E == 0)[:, None, None], 0)
+            return
+        for out_OI, count in zip(out_EOI, self.sizes, strict=True):
+            if not count:
+                out_OI.zero_()
+
+
+def grouped_product(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
+    """Multiply each group of rows by its matrix, x Wᵀ, [N, O]; groups may be empty.
 
     The product is a function of its own beside the one that keeps the operands: when it is recomputed, and nothing
     reads it, the recomputation stops before it.
     """
-    assert sum(sizes) == len(rows_NI) and len(sizes) == len(weights_EOI), (sizes, rows_NI.shape, weights_EOI.shape)
-    kept_NO = _Keep.apply(rows_NI, weights_EOI, sizes)
-    return _Multiply.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), sizes)
+    kept_NO = _Keep.apply(rows_NI, weights_EOI, groups)
+    return _Multiply.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
 
 
 class _Keep(Function):
     """Keeps the operands, and computes their gradients; its output is only the place for the product's gradient."""
 
     @staticmethod
-    def forward(ctx: Context[Sequence[int]], rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Tensor:
+    def forward(ctx: Context[Groups], rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows_NI, weights_EOI)
-        ctx.kept = sizes
+        ctx.kept = groups
         return rows_NI.new_empty(()).expand(len(rows_NI), weights_EOI.shape[1])
 
     @staticmethod
-    def backward(ctx: Context[Sequence[int]], grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (rows_NI, weights_EOI), sizes = ctx.saved_tensors, ctx.kept
-        d_rows = _multiply(grad_NO, weights_EOI.mT, sizes) if ctx.needs_input_grad[0] else None
-        d_weights = _outer(grad_NO, rows_NI, sizes) if ctx.needs_input_grad[1] else None
+    def backward(ctx: Context[Groups], grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (rows_NI, weights_EOI), groups = ctx.saved_tensors, ctx.kept
+        d_rows = _multiply(grad_NO, weights_EOI.mT, groups) if ctx.needs_input_grad[0] else None
+        d_weights = _outer(grad_NO, rows_NI, groups) if ctx.needs_input_grad[1] else None
         return d_rows, d_weights, None
 
 
@@ -51,35 +111,33 @@ class _Multiply(Function):
     """The product; its gradient passes through to ``_Keep``."""
 
     @staticmethod
-    def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Tensor:
-        return _multiply(rows_NI, weights_EOI, sizes)
+    def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
+        return _multiply(rows_NI, weights_EOI, groups)
 
     @staticmethod
     def backward(ctx: object, grad_NO: Tensor) -> tuple[Tensor, None, None, None]:
         return grad_NO, None, None, None
 
 
-def _multiply(rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Tensor:
+def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     """x Wᵀ of each group."""
     if has_kernel(rows_NI, weights_EOI, *weights_EOI.shape[1:]):
-        return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=_ends(sizes, rows_NI.device))
+        return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=groups.ends_E)
     out_NO = rows_NI.new_empty(len(rows_NI), weights_EOI.shape[1])
-    for rows, weight_OI, out in zip(rows_NI.split(sizes), weights_EOI, out_NO.split(sizes), strict=True):
+    for rows, weight_OI, out in zip(groups.split(rows_NI), weights_EOI, groups.split(out_NO), strict=True):
         if len(rows):
             torch.mm(rows, weight_OI.T, out=out)
     return out_NO
 
 
-def _outer(grad_NO: Tensor, rows_NI: Tensor, sizes: Sequence[int]) -> Tensor:
+def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
     """gradᵀ x of each group, [E, O, I]; zero for an empty one."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
-        out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=_ends(sizes, rows_NI.device))
-        for out_OI, count in zip(out_EOI, sizes, strict=True):
-            if not count:
-                out_OI.zero_()  # some kernels leave it as it was (pytorch issue 172439)
+        out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
+        groups.zero_empty(out_EOI)  # some kernels leave them as they were (pytorch issue 172439)
         return out_EOI
-    out_EOI = rows_NI.new_empty(len(sizes), grad_NO.shape[1], rows_NI.shape[1])
-    for grad, rows, out_OI in zip(grad_NO.split(sizes), rows_NI.split(sizes), out_EOI, strict=True):
+    out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
+    for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):
         torch.mm(grad.T, rows, out=out_OI)  # of no rows: zero
     return out_EOI
 
@@ -89,7 +147,3 @@ def has_kernel(rows: Tensor, other: Tensor, *widths: int) -> bool:
     fits = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
     is_half = rows.dtype == other.dtype == torch.bfloat16
     return hasattr(F, "grouped_mm") and rows.is_cuda and is_half and fits and len(rows) > 0
-
-
-def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
+from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
 """Normal numbers per generator: few enough to waste little, enough to make seeding cheap."""
+
+BLOCKS_AT_ONCE = 256
+"""Blocks that are drawn together and copied in one piece: 64 MiB."""
 
 Slices = tuple[slice, ...]
 
@@ -49,16 +55,34 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
+    """Draw the blocks on this process's share of the cores, always on the CPU, so that every device has the same values.
+    A GPU copies them from pinned memory while the next ones are drawn."""
     rows, columns = slices
     rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
-    generator = torch.Generator()
-    for block in range(rows.start // rows_per_block, math.ceil(rows.stop / rows_per_block)):
-        first = block * rows_per_block
-        last = min(first + rows_per_block, shape[0])
-        generator.manual_seed(_block_seed(seed, name, block))
-        values = torch.randn(last - first, shape[1], generator=generator).mul_(std)
-        begin, end = max(first, rows.start), min(last, rows.stop)
-        out[begin - rows.start : end - rows.start] = values[begin - first : end - first, columns]
+    last_block = math.ceil(rows.stop / rows_per_block)
+    threads = _threads()
+    with ThreadPoolExecutor(threads) as pool:
+        for begin in range(rows.start // rows_per_block, last_block, BLOCKS_AT_ONCE):
+            blocks = range(begin, min(begin + BLOCKS_AT_ONCE, last_block))
+            first, last = (min(block * rows_per_block, shape[0]) for block in (blocks.start, blocks.stop))
+            values = torch.empty(last - first, shape[1], pin_memory=out.is_cuda)
+            parts = values.split(rows_per_block)
+            run = map if min(threads, len(blocks)) == 1 else pool.map
+            for _ in run(_draw, parts, (_block_seed(seed, name, block) for block in blocks)):
+                pass
+            of_out = slice(max(first, rows.start), min(last, rows.stop))
+            part = values.mul_(std)[of_out.start - first : of_out.stop - first, columns]
+            out[of_out.start - rows.start : of_out.stop - rows.start].copy_(part, non_blocking=True)
+
+
+def _draw(out: Tensor, seed: int) -> None:
+    torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), out=out)
+
+
+def _threads() -> int:
+    """This process's share of the machine's cores. torchrun limits torch to one thread, but not this."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 
 
 def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.autograd import differentiable
-from fourfold.models.grouped import grouped_product
+from fourfold.models.grouped import Groups, grouped_product
 from fourfold.models.mlp import MLP, Activation
 
 
@@ -43,9 +43,9 @@ class Mixture(nn.Module):
             experts_BSK = experts_BSK.masked_fill(~is_data_BS[..., None], experts)
         if self.capacity_factor and self.training:
             kept_TK = within_capacity(experts_BSK, experts, self.capacity_factor).flatten(0, 1)
-        order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts)
-        sizes: list[int] = order.sizes_E.tolist()
-        rows_NH = self.experts(take_rows(x_TH, order, sum(sizes)), sizes)
+        order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
+        groups = Groups(order.sizes_E)
+        rows_NH = self.experts(take_rows(x_TH, order, order.taken(groups)), groups)
         out_BSH = combine(rows_NH, order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
@@ -141,14 +141,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         self.activation = Activation(config)
 
-    def forward(self, rows_NH: Tensor, sizes: list[int]) -> Tensor:
-        """sizes: the rows of each expert."""
-        gate_NF, up_NF = (grouped_product(rows_NH, each, sizes) for each in (self.gate_proj, self.up_proj))
-        return self.down(gate_NF, up_NF, sizes)
+    def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
+        """groups: the rows of each expert."""
+        gate_NF, up_NF = (grouped_product(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
+        return self.down(gate_NF, up_NF, groups)
 
-    def down(self, gate_NF: Tensor, up_NF: Tensor, sizes: list[int]) -> Tensor:
+    def down(self, gate_NF: Tensor, up_NF: Tensor, groups: Groups) -> Tensor:
         """Gate and up to the hidden size."""
-        return grouped_product(self.activation(gate_NF, up_NF), self.down_proj, sizes)
+        return grouped_product(self.activation(gate_NF, up_NF), self.down_proj, groups)
 
 
 class Order(NamedTuple):
@@ -162,15 +162,24 @@ class Order(NamedTuple):
     """The rows of each expert that were not dropped."""
     chosen: int
     """K."""
+    given: Tensor | None
+    """The number of rows that were not dropped, [], on the device; None if none can be dropped."""
+
+    def taken(self, groups: Groups) -> int:
+        """How many rows the experts are given: on a GPU also the dropped ones, whose number the host would wait for."""
+        return len(self.place_N) if self.given is None or self.place_N.is_cuda else sum(groups.sizes)
 
 
-def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Order:
-    """Sort rows by expert, and those of one expert by token. kept_TK: false for those that are dropped."""
+def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int, is_padded: bool) -> Order:
+    """Sort rows by expert, and those of one expert by token. kept_TK: false for those that are dropped; is_padded: rows
+    may have the expert ``num_experts``, and are dropped too."""
     keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
     place_N = keys_TK.flatten().argsort(stable=True)
     inverse_N = torch.empty_like(place_N)
     inverse_N[place_N] = torch.arange(len(place_N), device=place_N.device)
-    return Order(place_N, inverse_N, count_rows(keys_TK, num_experts), experts_TK.shape[1])
+    sizes_E = count_rows(keys_TK, num_experts)
+    given = sizes_E.sum() if is_padded or kept_TK is not None else None
+    return Order(place_N, inverse_N, sizes_E, experts_TK.shape[1], given)
 
 
 def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
@@ -183,30 +192,33 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
     """The token of each of the first ``count`` rows in the order of the experts, [N, H]."""
     first_N, chosen = order.place_N[:count], order.chosen
 
-    def sum_of_tokens(grad_NH: Tensor, inverse_N: Tensor) -> Tensor:
-        return _by_token(grad_NH, inverse_N, chosen).sum(1)
+    def sum_of_tokens(grad_NH: Tensor, inverse_N: Tensor, given: Tensor | None) -> Tensor:
+        return _by_token(grad_NH, inverse_N, given, chosen).sum(1)
 
-    return differentiable(x_TH, lambda x: x[first_N // chosen], sum_of_tokens, order.inverse_N)
+    return differentiable(x_TH, lambda x: x[first_N // chosen], sum_of_tokens, order.inverse_N, order.given)
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Σ_k w_tk · row_tk, [T, H]; the rows that are missing at the end were dropped, and are zero."""
+    """Σ_k w_tk · row_tk, [T, H]; rows that were dropped are zero, whether they are missing at the end or not."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
-        lambda rows: _by_token(rows, order.inverse_N, order.chosen),
+        lambda rows: _by_token(rows, order.inverse_N, order.given, order.chosen),
         lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
         first_N,
     )
     return (rows_TKH * weights_TK.to(rows_NH.dtype)[..., None]).sum(1)
 
 
-def _by_token(rows_NH: Tensor, inverse_N: Tensor, chosen: int) -> Tensor:
-    """[T, K, H] from the first of the rows in the order of the experts; the others are zero."""
-    dropped = len(inverse_N) - len(rows_NH)
-    if dropped:
-        rows_NH = F.pad(rows_NH, (0, 0, 0, dropped))
-    rows_TKH: Tensor = rows_NH[inverse_N].unflatten(0, (-1, chosen))
+def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
+    """[T, K, H] from the rows in the order of the experts; zero for those after the first ``given``."""
+    missing = len(inverse_N) - len(rows_NH)
+    if missing:
+        rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
+    rows_NH = rows_NH[inverse_N]
+    if given is not None and not missing:  # no expert has written the rows after its own
+        rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
+    rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH
 
 

@@ -8,12 +8,13 @@ channels, E experts, of which e are on this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.models.autograd import differentiable
+from fourfold.models.grouped import Groups, HostNumbers
 from fourfold.parallel.communicate import all_gather, all_to_all, exchange_rows, gather_rows, scatter_sum_rows
 from fourfold.parallel.grid import Grid
 
@@ -21,7 +22,7 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """The numbers of rows that go where, on the host."""
+    """The numbers of rows that go where, on the host, and the order of those that arrive."""
 
     sent: list[int]
     """Rows of this rank's tokens, for each rank of ep."""
@@ -29,10 +30,11 @@ class Traffic(NamedTuple):
     """Rows that each rank of ep has for this rank's experts."""
     over_x: list[int]
     """Rows that each rank of x has received."""
-    sizes: list[int]
+    groups: Groups
     """Rows of each of this rank's experts, from all of these."""
-    blocks: list[list[int]]
-    """The same for each rank of x, and inside it of ep, that they come from."""
+    order_N: Tensor | None
+    """The order that sorts all these rows by expert; None if they are sorted."""
+    inverse_N: Tensor | None
 
 
 class Dispatch:
@@ -41,59 +43,63 @@ class Dispatch:
     def __init__(self, grid: Grid, num_experts: int) -> None:
         self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
 
-    def traffic(self, sizes_E: Tensor) -> Traffic:
-        """Exchange the counts; the host waits for them. sizes_E: the rows of this rank's tokens for every expert."""
+    def exchange_counts(self, sizes_E: Tensor) -> HostNumbers:
+        """Exchange the counts, and start to copy them to the host. sizes_E: the rows of this rank's tokens for every
+        expert.
+
+        Returns the counts of this rank's rows by rank of ep, then of the rows that come from each rank of x, and inside
+        it of ep; each for the experts of one rank.
+        """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
         everyone = all_gather(received[None], self.x, 0, COUNTS)
-        counts = torch.cat([mine, everyone.flatten(0, 1)]).tolist()
-        return self._traffic(counts[: self.ep.size], counts[self.ep.size :])
+        return HostNumbers(torch.cat([mine, everyone.flatten(0, 1)]))
 
-    def planned_traffic(self, sizes_E: Tensor, sizes: Sequence[int]) -> Traffic:
-        """The same where every rank sends ``sizes`` rows to the experts, without data to read."""
-        mine = sizes_E.view(self.ep.size, -1)
-        received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
-        all_gather(received[None], self.x, 0, COUNTS)
-        each = self.num_experts // self.ep.size
-        of_ranks = [list(sizes[first : first + each]) for first in range(0, self.num_experts, each)]
-        return self._traffic(of_ranks, [of_ranks[self.ep.rank]] * (self.x.size * self.ep.size))
+    def traffic(self, counts: HostNumbers, planned: Sequence[int] | None) -> Traffic:
+        """The host waits for the counts, because it must tell the collectives how many rows they move.
 
-    def _traffic(self, mine: list[list[int]], blocks: list[list[int]]) -> Traffic:
+        planned: rows that every rank sends to each expert, if there are no data to count.
+        """
+        if planned is None:
+            numbers: list[Any] = counts.read()
+            mine, blocks = numbers[: self.ep.size], numbers[self.ep.size :]
+        else:
+            each = self.num_experts // self.ep.size
+            mine = [list(planned[first : first + each]) for first in range(0, self.num_experts, each)]
+            blocks = [mine[self.ep.rank]] * (self.x.size * self.ep.size)
         first = self.x.rank * self.ep.size
         of_rank = [sum(block) for block in blocks]
+        blocks_Be = counts.on_device[self.ep.size :]
+        order_N = None
+        if len(blocks) > 1 and len(blocks[0]) > 1:
+            order_N = _by_expert(blocks_Be, sum(of_rank))
         return Traffic(
             sent=[sum(each) for each in mine],
             received=of_rank[first : first + self.ep.size],
             over_x=[sum(of_rank[begin : begin + self.ep.size]) for begin in range(0, len(of_rank), self.ep.size)],
-            sizes=[sum(of_expert) for of_expert in zip(*blocks, strict=True)],
-            blocks=blocks,
+            groups=Groups(blocks_Be.sum(0), [sum(of_expert) for of_expert in zip(*blocks, strict=True)]),
+            order_N=order_N,
+            inverse_N=None if order_N is None else _inverse(order_N),
         )
 
     def there(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
         """From rows sorted by expert to those of this rank's experts, sorted by expert."""
         rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
         rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
-        order_N = _by_expert(traffic.blocks, rows_Nh.device)
-        return rows_Nh if order_N is None else _permuted(rows_Nh, order_N, _inverse(order_N))
+        return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
 
     def back(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
         """The reverse of ``there``: rows of which each rank of x has a share of the sum, to those of its tokens."""
-        order_N = _by_expert(traffic.blocks, rows_Nh.device)
-        rows_Nh = rows_Nh if order_N is None else _permuted(rows_Nh, _inverse(order_N), order_N)
+        rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
         return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")
 
 
-def _by_expert(blocks: list[list[int]], device: torch.device) -> Tensor | None:
-    """The order that sorts blocks of rows, each sorted by expert, by expert as a whole; None where they are."""
-    if len(blocks) == 1 or len(blocks[0]) == 1:
-        return None
-    lengths = torch.tensor(blocks)
-    total = sum(map(sum, blocks))
-    experts_N = (
-        torch.arange(lengths.shape[1]).repeat(len(blocks)).repeat_interleave(lengths.flatten(), output_size=total)
-    )
-    return experts_N.to(device).argsort(stable=True)
+def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
+    """The order that sorts ``total`` rows, in blocks that are each sorted by expert, by expert as a whole."""
+    blocks, experts = counts_Be.shape
+    experts_N = torch.arange(experts, device=counts_Be.device).repeat(blocks)
+    return experts_N.repeat_interleave(counts_Be.flatten(), output_size=total).argsort(stable=True)
 
 
 def _inverse(order_N: Tensor) -> Tensor:
@@ -102,5 +108,7 @@ def _inverse(order_N: Tensor) -> Tensor:
     return inverse_N
 
 
-def _permuted(rows_Nh: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+def _permuted(rows_Nh: Tensor, order_N: Tensor | None, inverse_N: Tensor | None) -> Tensor:
+    if order_N is None:
+        return rows_Nh
     return differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], inverse_N)

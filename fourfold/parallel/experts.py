@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
-from fourfold.models.grouped import grouped_product
+from fourfold.models.grouped import Groups, grouped_product
 from fourfold.models.mixture import Experts, Mixture, combine, order_by_expert, take_rows
 from fourfold.models.mlp import MLP
 from fourfold.parallel.communicate import sum_gradient, sum_of
 from fourfold.parallel.dispatch import Dispatch
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
+from fourfold.parallel.recompute import remembered
 from fourfold.parallel.router import ParallelRouter, within_capacity_of_sequences
 from fourfold.parallel.sharding import Tile, Tiled
 
@@ -47,13 +48,19 @@ class ParallelMixture(nn.Module):
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
             kept_TK = kept_BTK.flatten(0, 1)
             self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
-        order = order_by_expert(routing.experts_TK, kept_TK, experts)
-        if load is not None and load.planned is not None:
-            traffic = self.dispatch.planned_traffic(order.sizes_E, load.planned_rows(len(order.place_N)))
+        order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
+        planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
+        if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
+            groups = Groups(order.sizes_E)
+            rows_Nh = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
         else:
-            traffic = self.dispatch.traffic(order.sizes_E)
-        rows_Nh = self.dispatch.there(take_rows(x_Th, order, sum(traffic.sent)), traffic)
-        rows_Nh = self.dispatch.back(self.experts(rows_Nh, traffic.sizes), traffic)
+            counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
+            # A GPU takes the rows while the host waits for the counts.
+            taken = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
+            traffic = self.dispatch.traffic(counts, planned)
+            taken = take_rows(x_Th, order, sum(traffic.sent)) if taken is None else taken
+            rows_Nh = self.dispatch.there(taken, traffic)
+            rows_Nh = self.dispatch.back(self.experts(rows_Nh, traffic.groups), traffic)
         weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
         out_BTh = combine(rows_Nh, order, weights_TK).view_as(x_BTh)
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
@@ -78,18 +85,18 @@ class ParallelExperts(Tiled):
         self.add_tile("up_proj", experts.up_proj, Tile(ep=0, x=1, y=2), grid)
         self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
 
-    def forward(self, rows_Nh: Tensor, sizes: list[int]) -> Tensor:
-        """Rows sorted by expert, ``sizes`` of each → their outputs, of which each rank of x has a share of the sum."""
+    def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
+        """Rows sorted by expert, in ``groups`` → their outputs, of which each rank of x has a share of the sum."""
         gate_Nf, up_Nf = (
-            sum_of(grouped_product(rows_Nh, weight, sizes), self.y, "experts: outputs of up")
+            sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")
             for weight in (self.gate_proj, self.up_proj)
         )
-        return self.down(gate_Nf, up_Nf, sizes)
+        return self.down(gate_Nf, up_Nf, groups)
 
-    def down(self, gate_Nf: Tensor, up_Nf: Tensor, sizes: list[int]) -> Tensor:
+    def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
         """Gate and up to the hidden size."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
-        return grouped_product(active_Nf, self.down_proj, sizes)
+        return grouped_product(active_Nf, self.down_proj, groups)
 
 
 class SharedExpertGate(Tiled):

@@ -112,3 +112,13 @@ class CopyStream:
             out.copy_(source, non_blocking=True)
             copied = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def join(self) -> None:
+        """Make the computation that is issued next wait for all copies that were started."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait on the host for all copies that were started."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from fourfold.config.run import ParallelConfig
 from fourfold.models.mlp import MLP
 from fourfold.models.transformer import Block, Transformer
 from fourfold.parallel.linear import Linear4D
+
+T = TypeVar("T")
 
 SELECTIVE = {
     "attention": ("self_attn.core.forward",),
@@ -29,7 +31,7 @@ backward does not read the result of the product after it."""
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 """True while a part of the model runs again, whose output nothing reads."""
 
-MEMORY: ContextVar[dict[object, Tensor] | None] = ContextVar("memory", default=None)
+MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None)
 """Results of the forward of a part that runs again, which it takes over then."""
 
 
@@ -88,23 +90,24 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return out
 
 
-def remembered(owner: object, compute: Callable[[], Tensor]) -> Tensor:
-    """Compute a tensor without a gradient; where its part of the model runs again, take that of the first time."""
+def remembered(owner: object, compute: Callable[[], T]) -> T:
+    """Compute a value without a gradient. When its part of the model runs again, take the value of the first time."""
     memory = MEMORY.get()
     if memory is None:
         return compute()
     if not RECOMPUTES.get():
         memory[owner] = compute()
-    return memory[owner]
+    value: T = memory[owner]
+    return value
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    memory: dict[object, Tensor] = {}
+    memory: dict[object, Any] = {}
     return _running(memory, again=False), _running(memory, again=True)
 
 
 @contextmanager
-def _running(memory: dict[object, Tensor], again: bool) -> Iterator[None]:
+def _running(memory: dict[object, Any], again: bool) -> Iterator[None]:
     tokens = MEMORY.set(memory), RECOMPUTES.set(again)
     try:
         yield

@@ -26,6 +26,7 @@ from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.offload import CopyStream
 from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.preference_head import PreferenceHead
 from fourfold.parallel.product_layouts import Layouts
@@ -89,6 +90,8 @@ class Job:
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
         self.recent, self.best = RecentSteps(), BestValidation()
+        self.copies: CopyStream | None = None
+        """Copies of the weights and moments for a checkpoint, which an update must not overtake."""
         self.average = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
         self.expert_load: ExpertLoad | None = None
         if run.model.num_experts:
@@ -156,6 +159,9 @@ class Job:
 
     def update(self, step: int, grad_norm: Tensor | float) -> bool:
         """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they were dropped instead."""
+        if self.copies is not None:
+            self.copies.join()
+            self.copies = None
         if self.loss_scale is not None:
             overflowed = not math.isfinite(grad_norm)  # waits for the device, if that was not done before
             self.loss_scale.update(overflowed)

@@ -154,8 +154,8 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
         yield from line("ep", "all_to_all", purpose, item * rows * hidden, forward + once)
     for purpose in ("experts: tokens", "experts: outputs"):
         yield from line("x", "all_to_all", purpose, item * grid.x * rows * hidden, forward + once)
-    yield from line("ep", "all_to_all", "experts: counts of rows", 8 * experts, forward)
-    yield from line("x", "all_gather", "experts: counts of rows", 8 * grid.x * experts, forward)
+    yield from line("ep", "all_to_all", "experts: counts of rows", 8 * experts, once)
+    yield from line("x", "all_gather", "experts: counts of rows", 8 * grid.x * experts, once)
     yield from line("y", "all_reduce", "router: logits", 4 * tokens * experts, forward)
     yield from line("y", "all_reduce", "router: weights' gradient", 4 * chosen, once)
     yield from line("y", "all_reduce", "experts: outputs of up", item * grid.x * rows * width, 2 * forward)
