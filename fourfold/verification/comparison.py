@@ -104,7 +104,8 @@ class Comparison:
             self._add("validation", [deviation("loss", loss, one, exact)])
 
     def _compare_weights(self, quantity: str, weights: dict[str, Tensor]) -> None:
-        self._add(quantity, deviations(weights, *(reference.weights() for reference in self.references), self._noise()))
+        one, exact = (reference.weights() for reference in self.references)
+        self._add(quantity, deviations(weights, one, exact, self._noise()))
 
     def _noise(self) -> dict[str, float]:
         """Return what one process in float32 deviates before Lion's sign cuts the updates off.
@@ -116,9 +117,8 @@ class Comparison:
 
     def _compare_averages(self, quantity: str, job: Job) -> None:
         if job.average is not None and (averages := self._whole(job.trained, job.average.averages)) is not None:
-            self._add(
-                quantity, deviations(averages, *(reference.averages for reference in self.references), self._noise())
-            )
+            one, exact = (reference.averages for reference in self.references)
+            self._add(quantity, deviations(averages, one, exact, self._noise()))
 
     def _references_step(self, job: Job, step: int) -> list[Figures]:
         max_grad_norm = job.run.optimizer.max_grad_norm
