@@ -52,8 +52,7 @@ class Comparison:
                 f"no label of the random samples of step {step + 1} counts, so there is nothing to compare; give a "
                 "larger training.global_batch_size or seq_length"
             )
-        if step == 0:
-            self._validate(job, micro_batches)
+        validation = self._validated(job, micro_batches) if step == 0 else []
         loss = job.forward_backward(micro_batches, kept)
         scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
         with_gradients = [shard for shard in job.trained if shard.grad is not None]
@@ -66,6 +65,7 @@ class Comparison:
         if gradients is not None and weights is not None:
             one, exact = self._references_step(job, step)
             self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
+            self._add("validation", validation)
             self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
             self._compare_weights("weights", weights)
@@ -97,11 +97,11 @@ class Comparison:
             self._compare_weights("resumed", weights)
         self._compare_averages("resumed", job)
 
-    def _validate(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
+    def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
+        """Compare the first step's samples as validation computes them."""
         loss = job.evaluate(micro_batches)
-        if self.references:
-            one, exact = (reference.evaluate(0) for reference in self.references)
-            self._add("validation", [deviation("loss", loss, one, exact)])
+        of_references = [reference.evaluate(0) for reference in self.references]
+        return [deviation("loss", loss, *of_references)] if of_references else []
 
     def _compare_weights(self, quantity: str, weights: dict[str, Tensor]) -> None:
         one, exact = (reference.weights() for reference in self.references)
