@@ -265,7 +265,7 @@ def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix:
     agents = [start(path, words, environ)]
     wait_until(lambda: listens(port), agents[0])  # the first agent is the one where all agents meet
     agents.append(start(path, words, environ))
-    wait_for_steps(path, 3, agents[0])
+    wait_for_steps(path, 7, agents[0])  # past the first checkpoint
     second = children_of(agents[1].pid)
     agents[1].kill()  # its rank ends with it
     agents[1].communicate(timeout=PATIENCE)
