@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +11,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
@@ -67,7 +69,7 @@ class TwoLevels:
 
 
 class Grid:
-    """A ``DeviceMesh`` of (pp, dp, cp, z, y, x), always all six, over all processes of the job.
+    """The places (pp, dp, cp, z, y, x), always all six, of all processes of the job.
 
     x, y, z, cp, pp: single axes; dp is always taken together with others. batch: the processes that split the batch, dp
     and inside it z. replicas: those that may hold the same weights, dp and cp. tokens: those that split the tokens of a
@@ -90,12 +92,13 @@ class Grid:
         self.sizes = sizes
         warn_of_slow_groups(device_type)
         shape = tuple(getattr(sizes, axis) for axis in AXES)
-        self.mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        self.ranks = torch.arange(sizes.world_size).view(shape)
+        """All ranks, by their places on the six axes."""
         self.device_type = device_type
-        self._axes = {name: self._axis(name, self.mesh[name]) for name in AXES}
-        # Groups over several axes, made at the start: making one later would be a collective in the middle of a step.
-        flat = {"_".join(axes): self.mesh[axes]._flatten("_".join(axes)) for axes in FLATTENED}
-        self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
+        # Groups over several axes too, made at the start: making one later would be a collective in the middle of a
+        # step. On NCCL each group has buffers of its own, so axes of the same ranks share one.
+        groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
         """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
         self.levels: dict[tuple[str, int], TwoLevels] = {}
@@ -107,8 +110,9 @@ class Grid:
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
         # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).
-        self.tokens_mesh: DeviceMesh = flat["dp_cp_z"]
-        ranks = self.tokens_mesh.mesh.view(self.replicas.size, -1)
+        tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
+        self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
+        ranks = tokens.view(self.replicas.size, -1)
         groups = [self.replicas.group, self.z.group]
         self.hybrid_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
         self._place_experts(sizes.ep)
@@ -125,10 +129,10 @@ class Grid:
         """All ranks of this process's place on pp, as one axis. Every process of the job calls it, which may make the
         group."""
         if self.pp.size == 1:
-            ranks = self.mesh.size()
+            ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), dist.group.WORLD or self.x.group)
         if "stage" not in self._axes:
-            ranks = self.mesh.size() // self.pp.size  # neighbors, as pp is the outermost axis
+            ranks = self.ranks.numel() // self.pp.size  # neighbors, as pp is the outermost axis
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]
@@ -146,7 +150,7 @@ class Grid:
             assert whole.size % per_node == 0, f"{name} has {whole.size} ranks, {per_node} in a node"
             warn_of_other_nodes(per_node * self.x.size * self.y.size)
             outer = [axis for axis in AXES if axis not in name.split("_")]
-            ranks = self.mesh.mesh.permute([AXES.index(axis) for axis in (*outer, *name.split("_"))])
+            ranks = self.ranks.permute([AXES.index(axis) for axis in (*outer, *name.split("_"))])
             nodes = ranks.reshape(-1, whole.size // per_node, per_node)
             inside, across = nodes.flatten(0, 1), nodes.mT.flatten(0, 1)
             first, second = self._level(name, inside), self._level(name, across)
@@ -171,7 +175,7 @@ class Grid:
             self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of one
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
-        ranks = self.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
+        ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
@@ -203,7 +207,7 @@ class Grid:
         if pp.size <= 2:
             return {1 - pp.rank: pp} if pp.size == 2 else {}
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
-        rings = self.mesh.mesh.flatten(1)
+        rings = self.ranks.flatten(1)
         found = {}
         # Sets of pairs that share no process: every second pair, and the last one where their number is odd.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
@@ -213,6 +217,14 @@ class Grid:
                     found[first + second - pp.rank] = Axis("pp", 2, dist.get_group_rank(group, dist.get_rank()), group)
         return found
 
-    @staticmethod
-    def _axis(name: str, mesh: DeviceMesh) -> Axis:
-        return Axis(name, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup]) -> Axis:
+        """The axis of these axes. groups: those of the axes before, by the ranks of all of them, and by who shares."""
+        others = [axis for axis in AXES if axis not in axes]
+        size = math.prod(getattr(self.sizes, axis) for axis in axes)
+        sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
+        # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
+        key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
+        if key not in groups:
+            world = dist.group.WORLD if len(sets) == 1 and not key[1] else None
+            groups[key] = world or group_among(sets)
+        return self._axis_among("_".join(axes), groups[key])

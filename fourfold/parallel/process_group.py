@@ -21,9 +21,18 @@ from fourfold.parallel.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 
 MANY_PROCESSES = 256
-NVIDIA_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""Read when a GPU is first used: collectives start before computation that waits, and the streams of all axes, of
-neighbors on pp and of computation have hardware queues of their own (by default there are 8)."""
+NVIDIA_SETTINGS = {
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+"""Read when a GPU is first used. Collectives start before computation that waits. The streams of all axes, of neighbors
+on pp and of computation have hardware queues of their own (by default there are 8). cuBLAS computes the same bits each
+time, which replayed steps need, in the 32 MiB that torch gives it on Hopper anyway. Sizes that change every step, of
+experts' rows and packed documents, do not fragment the memory."""
+
+OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
 """The same for HIP, where streams of one priority have 4 queues by default, and those that share a queue run one after
@@ -40,6 +49,8 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
     The launcher is torchrun or srun; a grid of one process needs none.
     """
     if dist.is_initialized():
+        if device_type == "cuda":
+            set_up_gpu()
         return
     place, meeting_point = read_environment(os.environ), None
     if place is not None:
@@ -67,8 +78,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         )
     on_gpu = device.type == "cuda"
     if on_gpu:
-        for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
-            os.environ.setdefault(name, value)
+        set_up_gpu()
         torch.cuda.set_device(device)
         bind_to_gpu(device)
     try:
@@ -89,6 +99,13 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
     if not on_gpu:
         atexit.unregister(_let_gloo_release)  # once, however many groups this process starts
         atexit.register(_let_gloo_release)
+
+
+def set_up_gpu() -> None:
+    """Set the environment that GPUs are used with, except for what the user has set, under today's name or an older."""
+    for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
+        if OLDER_NAMES.get(name, "") not in os.environ:
+            os.environ.setdefault(name, value)
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:

@@ -6,14 +6,14 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.parallel.checksums import CollectiveInputs, Given, checksum, first_to_differ
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Axis
@@ -24,7 +24,7 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    Every process calls it. What a process sends to others is compared too: this distinguishes the process that computed
+    If they differ, it computes them a third time before it blames a device. Every process calls it. What a process sends to others is compared too: this distinguishes the process that computed
     something different from those that received it. Before that, the copies of weights and moments that several
     processes hold are compared, since a weight that stays wrong gives the same result in both passes.
     """
@@ -37,14 +37,26 @@ class Replay:
         if not self.interval or (step + 1) % self.interval:
             return self.job.forward_backward(micro_batches, kept)
         self._compare_replicas(step)
-        passes = []
-        for _ in range(2):
-            self.job.optimizer.drop_gradients()
-            with _deterministic(self.job.device):
-                loss, given = self._watched(micro_batches, kept)
-            passes.append(given)
-        self._compare_passes(step, *passes)
+        _, first = self._computed(step, micro_batches, kept)
+        loss, second = self._computed(step, micro_batches, kept)
+        if _on_any(first != second, self.job.device):
+            self._blame(step, first, second, self._computed(step, micro_batches, kept)[1])
         return loss
+
+    def _computed(
+        self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor
+    ) -> tuple[Tensor, list[Given]]:
+        self.job.optimizer.drop_gradients()
+        try:
+            with _deterministic(self.job.device):
+                return self._watched(micro_batches, kept)
+        except RuntimeError as error:
+            if "deterministic" not in str(error).lower():
+                raise
+            raise UserError(
+                f"step {step + 1} cannot be computed twice with the same bits on this GPU, as checks.replay_interval = "
+                f"{self.interval} asks ({first_line(error)}); set it to 0"
+            ) from error
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
@@ -59,16 +71,22 @@ class Replay:
         inputs.note(loss, "the loss")
         return loss, inputs.given()
 
-    def _compare_passes(self, step: int, first: list[Given], second: list[Given]) -> None:
-        if not _on_any(first != second, self.job.device):
-            return
+    def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
+        """Raise for two passes that differ. Only if the third agrees with one of them is a device at fault."""
+        is_rare = not _on_any(third != first, self.job.device) or not _on_any(third != second, self.job.device)
         everyone = _gathered((first, second))
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
         hosts = _gathered(platform.node())
         named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
+        if is_rare:
+            raise UserError(
+                f"step {step + 1}, computed three times, once gave different bits on {named}: no weight has changed; "
+                "take that device out of the job, and resume from the last checkpoint"
+            )
         raise UserError(
-            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has changed; take that device "
-            "out of the job, and resume from the last checkpoint"
+            f"step {step + 1}, computed three times, gave three results, first on {named}: either an operation there "
+            "has no fixed order, or the device is wrong each time; run the same file on another device, and if the "
+            "results differ there too, set checks.replay_interval = 0"
         )
 
     def _compare_replicas(self, step: int) -> None:
@@ -133,12 +151,19 @@ def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Make GPU kernels that add in any order, such as attention's backward, add in a fixed one."""
+    if device.type != "cuda":
+        yield
+        return
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(before or device.type == "cuda", warn_only=warn or not before)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    # If it may only warn, attention keeps its atomic backward. Filling what is written anyway would cost bandwidth.
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def _on_any(flag: bool, device: torch.device) -> bool:

@@ -1,4 +1,7 @@
-"""The distance of a result from the exact one, in units of the distance of one process in float32."""
+"""The distance of a result from the exact one, in units of the distance of one process in float32.
+
+The gathered result is on the CPU, and the references are on the device of the job.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,9 @@ def replica_difference(parts: list[Part]) -> float:
 
 def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """The root mean square over tensors of each one's relative difference in the 2-norm."""
-    shares = [float((got[n].double() - t).norm() / t.norm()) for n, t in exact.items() if float(t.norm()) > 0]
+    shares = [float((got[n].to(t.device, t.dtype) - t).norm() / t.norm()) for n, t in exact.items() if float(t.norm()) > 0]
     return math.sqrt(sum(share**2 for share in shares) / len(shares))
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max())
+    return float((a.to(b.device, torch.float64) - b.double()).abs().nan_to_num(nan=math.inf).max())

@@ -1,0 +1,240 @@
+"""A GPU that computes on the CPU: real numbers, and the errors and waits that a real device would have.
+
+Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as it
+does on a GPU, and everything for which the host would wait is counted. ``FakeTensorMode`` has devices but no values, so
+code that reads a value cannot run on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU = torch.device("cuda", 0)
+aten = torch.ops.aten
+
+
+class OnGpu(Tensor):
+    """A tensor of the simulated GPU. For torch's C++ code it is on ``meta``, which needs no driver."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> OnGpu:
+        """Wrap a tensor of the CPU."""
+        made: OnGpu = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device="meta",
+        )
+        made.values = values
+        return made
+
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_meta = property(lambda self: False)
+    is_cpu = property(lambda self: False)
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnGpu({self.values})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute on the CPU what the mode has not taken: autograd's threads run without it."""
+        return _compute(func, args, kwargs or {}, None)
+
+
+class SimulatedGpu(TorchDispatchMode):
+    """Everything on ``cuda`` inside is simulated.
+
+    Attributes:
+        waits: How often the host waited for the device, by the line of fourfold that made it wait.
+    """
+
+    def __init__(self, meta: AsksForMeta) -> None:
+        super().__init__()
+        self.meta = meta
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _compute(func, args, kwargs or {}, self)
+
+
+class AsksForMeta(TorchFunctionMode):
+    """Knows whether Python code asks for tensors on ``meta``. C++ code does too, whenever it asks for one like ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        device = (kwargs or {}).get("device")
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # as torch does, but not with a driver
+        before = self.asks
+        self.asks = before or any(map(_is_meta, tree_leaves((args, kwargs))))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.asks = before
+
+
+@contextmanager
+def simulated_gpu() -> Iterator[SimulatedGpu]:
+    """Put a simulated GPU into this process."""
+    with (
+        patch.object(Tensor, "pin_memory", lambda self, device=None: self),
+        patch.object(torch.cuda, "_lazy_init", lambda: None),
+        patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 0),
+        AsksForMeta() as asks,
+        SimulatedGpu(asks) as mode,
+    ):
+        yield mode
+
+
+def _is_meta(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not isinstance(value, OnGpu) and value.device.type == "meta"
+    return isinstance(value, str | torch.device) and str(value) == "meta"
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: SimulatedGpu | None) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+    wanted = kwargs.get("device")
+    device = torch.device(wanted) if wanted is not None else None
+    is_factory = not tensors and (mode is None or not mode.meta.asks)
+    to_gpu = device is not None and (device.type == "cuda" or (device.type == "meta" and is_factory))
+    if not on_gpu and not to_gpu:
+        return func(*args, **kwargs)
+    is_copy = func in (aten._to_copy.default, aten.copy_.default)
+    if on_gpu and not is_copy:
+        _check_devices(func, tensors)
+    if mode is not None and _waits(func, args, kwargs, bool(on_gpu)):
+        mode.waits[_line()] += 1
+    to_cpu = device is not None and device.type == "cpu"
+    if to_gpu or (device is not None and device.type == "meta" and on_gpu):
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if func is aten._to_copy.default and device is not None and device.type != "cpu" and "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    out = ON_CPU.get(func, func)(*tree_map(_values, args), **tree_map(_values, kwargs))
+    if func is aten._local_scalar_dense.default:
+        return out
+    known = {id(tensor.values): tensor for tensor in on_gpu}  # in-place operations return the tensor they were given
+    if func is aten.copy_.default:
+        return args[0]
+    if to_cpu:
+        return out
+    return tree_map(lambda t: (known[id(t)] if id(t) in known else OnGpu(t)) if isinstance(t, Tensor) else t, out)
+
+
+def _values(value: Any) -> Any:
+    return value.values if isinstance(value, OnGpu) else value
+
+
+def _check_devices(func: Any, tensors: list[Tensor]) -> None:
+    """Numbers of the CPU may meet any device, as torch allows it."""
+    if "c10d" in str(func):
+        return
+    for tensor in tensors:
+        if not isinstance(tensor, OnGpu) and tensor.ndim > 0:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+                f"{tensor.device}, in {func}"
+            )
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
+    """True if the host waits for the device: it reads values, or copies to or from it and waits for the copy."""
+    if func in READ_VALUES:
+        return reads
+    if func is aten._to_copy.default:
+        source, wanted = args[0].device.type, torch.device(kwargs.get("device") or args[0].device).type
+        return {source, wanted} == {"cpu", "cuda"} and not kwargs.get("non_blocking")
+    if func is aten.copy_.default:
+        is_waiting = not (kwargs.get("non_blocking") or args[2:] == (True,))
+        return isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu) and is_waiting
+    return False
+
+
+def _line() -> str:
+    """The line of fourfold that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None and "/fourfold/" not in frame.f_code.co_filename:
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/fourfold/')[2]}:{frame.f_lineno}"
+
+
+def _efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _: bool, dropout: float, causal: bool, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, dropout, causal, attn_mask=bias, scale=scale)
+    seed = torch.zeros((), dtype=torch.int64)
+    return out, F.pad(lse, (0, -lse.shape[2] % 32)), seed, seed.clone()
+
+
+def _efficient_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *rest: Any, scale: float
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    causal = rest[-1]
+    lse = lse[..., : q.shape[2]].contiguous()
+    return *backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale), None
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float) -> tuple[Any, ...]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=scale)
+    seed = torch.zeros((), dtype=torch.int64)
+    return out, lse, None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+
+def _flash_attention_backward(*given: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: tuple[Tensor, Tensor, Tensor] = backward(*given[:6], 0.0, given[11], scale=scale)
+    return grads
+
+
+def _product_in_float32(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+
+READ_VALUES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
+ON_CPU: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash_attention,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+    aten.addmm.dtype_out: _product_in_float32,
+}
+"""CUDA's kernels that the CPU lacks, by the CPU's."""
