@@ -92,14 +92,28 @@ def test_kernels_compute_what_torch_does(
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_awkward_sizes(width: int, group: int) -> None:
+    """Widths of real heads and odd lengths, with padding on the left and a row that sees nothing."""
+    pytest.importorskip("triton")
+    length = 259 + 2 * group
+    visible = left_padded(3, length)
+    visible[1] = False
+    options = {"group": group, "width": width, "d": width // 4, "scale": 0.5}
+    ours, torchs = step("triton", LokiConfig(k=37, min_seq=0), length, batch=3, visible=visible, **options)
+    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+    assert not ours[1].any()
+
+
 def test_more_parts_than_are_merged_at_once() -> None:
     """The parts of a head do not all fit in registers at long contexts."""
     triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
     k = triton_kernels.CHOSEN_SPLIT * triton_kernels.MERGED_BLOCK + 300
-    visible = left_padded(2, k + 100)
-    visible[1, :, : k - 20] = False  # most parts of the second row see nothing
-    ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, batch=2, group=1, visible=visible)
-    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+    for visible in (None, left_padded(2, k + 100)[1:]):  # in the second case the last parts hold no key
+        ours, torchs = step("triton", LokiConfig(k=k, min_seq=0), k + 100, group=1, width=16, d=4, visible=visible)
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
 def test_splits_of_a_row_stay_few() -> None:

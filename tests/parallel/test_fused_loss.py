@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from patience import PATIENCE
 from pool import Pool
 from tiny_runs import GEMMA2, LLAMA, tiny_run
 from torch import Tensor
@@ -109,3 +113,13 @@ def test_the_loss_is_fused_where_triton_can_run(monkeypatch: pytest.MonkeyPatch)
     with patch.object(fused_loss.importlib.util, "find_spec", lambda name: None):
         assert not fuses_loss("cuda"), "no Triton"
     triton_works.cache_clear()
+
+
+@pytest.mark.slow
+def test_loss_kernels_compile_for_a_gpu() -> None:
+    """Without one: down to the machine code of an H100 and of an MI300, in registers alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_loss_kernels.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 2 * 2 * 3 * 2  # kernels, targets, dtypes, with and without a cap

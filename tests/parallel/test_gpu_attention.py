@@ -106,6 +106,9 @@ def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.Mo
         assert kernel_of(bf16, 128) == "flash"
 
 
+ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
 class CpuKernels:
     """torch's operators for a GPU, computed by its kernel for CPUs: they take what the real ones take (as ``meta``
     tensors tell), want the widths that the real ones want, and return log-sum-exps of the real ones' shapes."""
@@ -121,7 +124,7 @@ class CpuKernels:
     def _forward(self, name: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor, ...]:
         made = self._checked(name, (q, k, v, *rest), scale)
         bias, causal = (rest[0], rest[3]) if "flash" not in name else (None, rest[1])
-        flash = ATEN._scaled_dot_product_flash_attention_for_cpu
+        flash = getattr(ATEN, ON_CPU)
         out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         padding = (0, made[1].shape[2] - lse.shape[2])
         return out, torch.nn.functional.pad(lse, padding).view(made[1].shape)
@@ -136,7 +139,7 @@ class CpuKernels:
             bias, out, lse = None, rest[0], rest[1]
             causal = args[11] if "flash" in name else args[-1]
         lse = lse.flatten(2)[..., : q.shape[2]]
-        backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        backward = getattr(ATEN, f"{ON_CPU}_backward")
         gradients = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return (*gradients, None) if "efficient" in name else gradients
 
