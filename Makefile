@@ -2,12 +2,21 @@
 PYTHON ?= python3
 VENV := .venv
 OUT ?= gpu-results
+# Of `make gpu`, all parts together.
+SECONDS ?= 480
+# Packages for a GPU machine without network, and the Python that runs there.
+WHEELS ?=
+GPU_PYTHON ?= 3.12
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 \
+	manylinux1_x86_64
+PIP_DOWNLOAD := -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	$(addprefix --platform ,$(PLATFORMS))
 # Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
 TORCH := torch==2.13.0
 # The tests start many processes: they find compiled modules, also where the shell wants none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-slow-part lint docs gpu clean
+.PHONY: demo test test-slow test-slow-part lint docs gpu gpu-wheels clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
@@ -41,9 +50,17 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
-# With the packages that are there: a machine with a GPU has its own torch, and often no network.
+# With the packages that are there: a machine with a GPU has its own torch, and often no network. docs/gpu.md has more.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(OUT)
+	$(PYTHON) -m benchmarks.gpu $(OUT) --seconds $(SECONDS) $(if $(WHEELS),--wheels $(WHEELS))
+
+# Everything but torch that the tests and the benchmarks need on a GPU machine; torchtitan as a contender.
+gpu-wheels:
+	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) pydantic safetensors xxhash tokenizers charset-normalizer \
+		typer rich pytest pytest-xdist hypothesis 'transformers>=5.21'
+	rm -f $(or $(WHEELS),wheels)/numpy-*.whl # the machine's torch has its own
+	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) --no-deps torchao torchtitan==0.3.0 spmd_types==0.2.3 tyro \
+		docstring_parser typeguard
 
 clean:
 	rm -rf $(VENV) runs data site

@@ -26,7 +26,10 @@ from fourfold.inference.loki.select import DecodeStep, combine_heads, keys_per_s
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "numba": "cpu"}
 
 
-@pytest.fixture(params=list(DEVICES))
+ON_A_GPU = [pytest.mark.gpu] if DEVICES["triton"] == "cuda" else []
+
+
+@pytest.fixture(params=[pytest.param("triton", marks=ON_A_GPU), "numba"])
 def kernels(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return request.param
