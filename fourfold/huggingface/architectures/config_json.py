@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fourfold.config.expected_values import mistake, shown
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
@@ -127,11 +128,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise UserError(f"{where}: {mistake(error.errors()[0], ModelConfig)}") from None
 
 
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -379,9 +376,14 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return section
     if not isinstance(name, str) or not name:
-        raise UserError(f"model.from_hf = {name!r} is neither a folder nor an id of the Hub")
+        raise UserError(
+            f"model.from_hf = {shown(name)} is neither a folder nor an id of the Hub, such as 'Qwen/Qwen3-0.6B'"
+        )
     if section.get("preset") is not None:
-        raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
+        raise UserError(
+            f"model.from_hf = {name!r} and model.preset = {section['preset']!r} both give the "
+            "sizes; leave one of them out"
+        )
     return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))
 
 
