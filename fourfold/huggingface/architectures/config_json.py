@@ -21,6 +21,7 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, regular
 
 CONFIG_FILE = "config.json"
+QUANTIZED = "quantization_config"
 DECISIVE_KEYS = (
     "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
     "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
@@ -86,8 +87,11 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
-    if given.get("quantization_config"):
-        raise UserError(f"{where}: the weights are quantized (quantization_config); the unquantized model is needed")
+    if given.get(QUANTIZED):
+        raise UserError(
+            f"{where}: {QUANTIZED} = {shown(given[QUANTIZED])}; quantized weights are not read: name the "
+            "folder of the unquantized model"
+        )
     activation = given.get(family.activation_key, next(iter(family.activations)))
     if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(
