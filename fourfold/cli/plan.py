@@ -120,6 +120,8 @@ def layout(
     from fourfold.reports.plan_terminal import plan_tables
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    if request.note is not None:
+        print(f"note: {request.note}", file=sys.stderr)
     with working("Searching layouts") as watch:  # seconds; more for 100,000 GPUs
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
@@ -210,6 +212,8 @@ def scaling(
 
     sizes, where = sizes_of(gpus), load_machine(machine)
     request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
+    if request.note is not None:
+        print(f"note: {request.note}", file=sys.stderr)
     with working("Planning each size") as watch:
         points = scaling_curve(
             request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch

@@ -27,5 +27,7 @@ class ActivationCheckpointConfig(Strict):
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:
         if self.offload and self.mode != "full":
-            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose block inputs it moves")
+            raise ValueError(
+                f"offload = true moves what mode = 'full' keeps, and mode is '{self.mode}'; offload = false works"
+            )
         return self

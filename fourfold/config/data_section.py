@@ -12,7 +12,7 @@ from fourfold.config.strict import PathText, Strict
 class Corpus(Strict):
     """One tokenized corpus of a mixture."""
 
-    path: PathText = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
+    path: PathText = Field(examples=["data/corpus"], description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
     weight: float = Field(1.0, gt=0, description="Share of the samples, relative to the other corpora.")
 
 
@@ -26,16 +26,24 @@ class DataConfig(Strict):
         "`fourfold prepare --format preferences`, for [dpo].",
     )
 
-    train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
-    validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
+    train: list[Corpus] = Field(
+        [],
+        examples=[[{"path": "data/corpus"}]],
+        description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.",
+    )
+    validation: list[Corpus] = Field(
+        [], examples=[[{"path": "data/corpus"}]], description="Corpora of the validation loss."
+    )
     source: str | None = Field(
         None,
+        examples=["python-stdlib"],
         description="'python-stdlib': the standard library's own sources, tokenized on first use into `cache_dir`; or "
         "'hf:NAME', 'hf:NAME:SPLIT', 'hf:NAME:CONFIG:SPLIT': a dataset that is "
         "[streamed](data.md#streaming) and tokenized meanwhile.",
     )
     tokenizer: PathText | None = Field(
         None,
+        examples=["bytes"],
         description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with 'python-stdlib', a "
         "byte-pair tokenizer of model.vocab_size trained on it.",
     )
@@ -75,38 +83,55 @@ class DataConfig(Strict):
     @classmethod
     def _known_source(cls, source: str | None) -> str | None:
         if source not in (None, "python-stdlib") and not source.startswith("hf:"):
-            raise ValueError(f"data.source = '{source}' is neither 'python-stdlib' nor of the form 'hf:NAME'")
+            raise ValueError("must be 'python-stdlib' or have the form 'hf:NAME'")
         return source
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if bool(self.train) == (self.source is not None):
-            raise ValueError("give either data.train (corpora) or data.source (built-in text, or hf:NAME)")
+            given = "both" if self.train else "neither"
+            raise ValueError(
+                f"give either data.train (corpora) or data.source (built-in text, or hf:NAME): the run has {given}; "
+                "data.source = 'python-stdlib' alone works"
+            )
         if self.is_streamed and self.tokenizer is None:
-            raise ValueError(f"source = '{self.source}' needs data.tokenizer: 'bytes', or a tokenizer.json")
+            raise ValueError(
+                f"source = '{self.source}' needs data.tokenizer, a path of a tokenizer.json; tokenizer = 'bytes' works"
+            )
         if self.tokenizer == "bytes" and (self.eos_token or self.bos_token):
-            raise ValueError("data.eos_token and data.bos_token need a tokenizer.json, and data.tokenizer is 'bytes'")
+            key = "eos_token" if self.eos_token else "bos_token"
+            raise ValueError(
+                f"{key} = {getattr(self, key)!r} needs a tokenizer.json, and data.tokenizer is 'bytes'; leave {key} out"
+            )
         for key in ("text_key", "eos_token", "bos_token", "streams", "shuffle_buffer", "read_ahead", "read_timeout"):
             if not self.is_streamed and getattr(self, key) != DataConfig.model_fields[key].default:
-                raise ValueError(f"{key} is of a streamed source = 'hf:NAME'; remove it")
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is only for a streamed data.source = 'hf:NAME'; leave {key} out"
+                )
         return self
 
     @model_validator(mode="after")
     def _conversations_are_apart(self) -> DataConfig:
         if self.format == "sft":
             if self.source is not None:
-                raise ValueError("data.source is text; format = 'sft' needs data.train")
+                raise ValueError(
+                    f"source = {self.source!r} is text, and format = 'sft' needs data.train; format = 'text' works"
+                )
             if "mask_documents" in self.model_fields_set and not self.mask_documents:
                 raise ValueError(
-                    "format = 'sft' packs conversations into one sequence, which must not see each other; leave "
-                    "mask_documents out"
+                    "mask_documents = false lets conversations see each other, which format = 'sft' packs into one "
+                    "sequence; mask_documents = true works"
                 )
             self.mask_documents = True
         if self.format == "preferences":
             if self.source is not None or len(self.train) > 1 or len(self.validation) > 1:
                 raise ValueError(
-                    "format = 'preferences' needs one corpus in data.train, and at most one to validate on"
+                    f"format = 'preferences' needs one corpus in data.train, and it has {len(self.train)}, and at most "
+                    f"one in data.validation, and it has {len(self.validation)}; train = [{{ path = 'PAIRS' }}] works"
                 )
             if self.mask_documents:
-                raise ValueError("format = 'preferences' has one answer in a sequence; leave mask_documents out")
+                raise ValueError(
+                    "mask_documents = true is for several documents in a sequence, and format = 'preferences' has one "
+                    "answer in each; mask_documents = false works"
+                )
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from fourfold.config.expected_values import shown
 from fourfold.config.strict import PathText, Strict
 
 
@@ -28,7 +29,10 @@ class ValidationConfig(Strict):
     def _there_are_validations(self) -> ValidationConfig:
         given = [key for key in ("keep_best", "patience") if getattr(self, key)]
         if given and not self.interval:
-            raise ValueError(f"{given[0]} is set, and interval = 0 never validates; interval = 100 works")
+            raise ValueError(
+                f"{given[0]} = {shown(getattr(self, given[0]))} needs validations, and interval = 0 never validates; "
+                "interval = 100 works"
+            )
         return self
 
 
@@ -67,7 +71,9 @@ class AuditConfig(Strict):
     def _documents_given(self) -> AuditConfig:
         if self.interval > 0 and self.documents is None:
             raise ValueError(
-                f"interval = {self.interval} is set, but documents names no file; name one, or interval = 0 works"
+                f"interval = {self.interval} is set, but audit.documents names no file; "
+                "documents = 'canaries.jsonl' works if that file "
+                "exists, and interval = 0 works without one"
             )
         return self
 
@@ -85,8 +91,8 @@ class EvaluationConfig(Strict):
     def _tasks_given(self) -> EvaluationConfig:
         if bool(self.interval) != bool(self.tasks):
             raise ValueError(
-                f"interval = {self.interval} and tasks = {self.tasks} go together; give both, or interval = 0 and "
-                "tasks = []"
+                f"interval = {self.interval} and evaluation.tasks = {self.tasks} go together; give both, "
+                "such as interval = 100 and tasks = ['hellaswag'], or neither"
             )
         return self
 

@@ -57,10 +57,15 @@ class ResponsesConfig(Strict):
     @model_validator(mode="after")
     def _markers(self) -> ResponsesConfig:
         if self.start is None and self.end is not None:
-            raise ValueError("end closes a response that nothing opens; give start too")
+            raise ValueError(
+                f"end = {self.end!r} closes a response that no masks.responses.start opens; give both, or leave end out"
+            )
         for name, marker in (("start", self.start), ("end", self.end)):
             if marker is not None and len(marker) == 0:
-                raise ValueError(f"{name} is empty; give the text or the token ids of the marker")
+                raise ValueError(
+                    f"{name} = {marker!r} is empty; give the text or the token ids of the marker, "
+                    f"such as {name} = '<|im_{name}|>'"
+                )
         return self
 
 

@@ -19,5 +19,8 @@ class LoRAConfig(Strict):
     rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")
     alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
     targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None, min_length=1, description="Linear layers that have an adapter. Default: all of a block's."
+        None,
+        min_length=1,
+        examples=[["q_proj", "v_proj"]],
+        description="Linear layers that have an adapter. Default: all of a block's.",
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from fourfold.config.expected_values import shown
 from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
@@ -40,16 +41,20 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class ModelConfig(Strict):
     """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / OLMo / Gemma shapes are settings of the same keys."""
 
-    preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
+    preset: str | None = Field(
+        None, examples=["gpt2"], description="Start from a preset's sizes; any other key overrides it."
+    )
     from_hf: PathText | None = Field(
         None,
         description="Start from the sizes and the weights of a Hugging Face model: its folder, or its id on the Hub; "
         "any other key overrides its config.json.",
     )
-    vocab_size: Size = Field(description="Tokens that the tokenizer knows.")
-    hidden_size: Size = Field(description="Width of the residual stream.")
-    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS, description="Blocks, each of attention and MLP.")
-    num_attention_heads: Size = Field(description="Query heads.")
+    vocab_size: Size = Field(examples=[50257], description="Tokens that the tokenizer knows.")
+    hidden_size: Size = Field(examples=[768], description="Width of the residual stream.")
+    num_hidden_layers: int = Field(
+        examples=[12], gt=0, le=MOST_LAYERS, description="Blocks, each of attention and MLP."
+    )
+    num_attention_heads: Size = Field(examples=[12], description="Query heads.")
     num_key_value_heads: Size = Field(
         UNSET,
         description="Heads of keys and values; must divide num_attention_heads, which is the default.",
@@ -81,7 +86,9 @@ class ModelConfig(Strict):
         1.0, gt=0, le=1, description="Share of a head's channels, from the first on, that are rotated (GPT-NeoX)."
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained."
+        None,
+        examples=[{"rope_type": "linear", "factor": 2.0}],
+        description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained.",
     )
     sliding_window: int = Field(
         0, ge=0, description="Tokens that a query of a sliding layer sees, itself included; 0: no layer slides."
@@ -172,8 +179,8 @@ class ModelConfig(Strict):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
-                    f"{self.num_attention_heads}; give head_dim, or a hidden_size of "
-                    f"{round_to_multiple(self.hidden_size, self.num_attention_heads)}"
+                    f"{self.num_attention_heads}, and there is no head_dim; hidden_size = "
+                    f"{round_to_multiple(self.hidden_size, self.num_attention_heads)} works"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.query_pre_attn_scalar == UNSET:
@@ -190,8 +197,9 @@ class ModelConfig(Strict):
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
-                f"{self.num_key_value_heads}; {_divisors_text(self.num_attention_heads)} work"
+                f"num_key_value_heads = {self.num_key_value_heads} does not divide model.num_attention_heads = "
+                f"{self.num_attention_heads}; num_key_value_heads = "
+                f"{math.gcd(self.num_key_value_heads, self.num_attention_heads)} works"
             )
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
             share = self.partial_rotary_factor
@@ -203,7 +211,8 @@ class ModelConfig(Strict):
             raise ValueError(
                 f"head_dim = {self.head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
                 f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them; "
-                f"head_dim = {2 * max(1, round(self.head_dim / 2))} with partial_rotary_factor = 1 works"
+                f"head_dim = {2 * max(1, round(self.head_dim / 2))}"
+                f"{'' if share == 1 else ' with partial_rotary_factor = 1'} works"
             )
         for key, unset, other, value in (
             ("rope_scaling", None, "position_embedding", "learned"),
@@ -217,7 +226,10 @@ class ModelConfig(Strict):
             *((key, unset, "num_experts", 0) for key, unset in OF_EXPERTS.items()),
         ):
             if getattr(self, key) != unset and getattr(self, other) == value:
-                raise ValueError(f"{key} has no meaning with {other} = {value!r}; remove one of them")
+                raise ValueError(
+                    f"{key} = {shown(getattr(self, key))} has no meaning with "
+                    f"model.{other} = {shown(value)}; leave {key} out"
+                )
         return self
 
     def _fill_layer_types(self) -> None:
@@ -227,7 +239,7 @@ class ModelConfig(Strict):
         if not self.sliding_window:
             if "sliding_attention" in self.layer_types:
                 raise ValueError(
-                    "layer_types has 'sliding_attention', which needs a sliding_window; layer_types = [] has none"
+                    f"layer_types = {self.layer_types} needs model.sliding_window, which is 0; layer_types = [] works"
                 )
             self.layer_types = []
             return
@@ -248,24 +260,27 @@ class ModelConfig(Strict):
             )
         if not self.gated_mlp or self.mlp_bias:
             raise ValueError(
-                "experts are gated MLPs without biases: they need mlp = 'swiglu' or 'geglu', and mlp_bias = false"
+                f"num_experts = {self.num_experts} is for gated MLPs without biases, and "
+                f"mlp = '{self.mlp}', mlp_bias = {shown(self.mlp_bias)}; "
+                "mlp = 'swiglu' with mlp_bias = false works"
             )
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of num_hidden_layers = "
-                f"{self.num_hidden_layers} with experts; lower it, or set num_experts = 0"
+                f"{self.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError(
-                "shared_expert_gate = true needs shared_expert_intermediate_size, for example "
-                f"{self.moe_intermediate_size}"
+                "shared_expert_gate = true gates a shared expert, and shared_expert_intermediate_size = 0 makes none; "
+                f"shared_expert_intermediate_size = {self.moe_intermediate_size} works"
             )
 
     def check_countable(self) -> None:
         """Raise ``UserError`` for more parameters than any machine can count the bytes of."""
         if self.num_parameters > MOST_PARAMETERS:
             raise UserError(
-                f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make [model] smaller"
+                f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make model.hidden_size = "
+                f"{self.hidden_size} or model.num_hidden_layers = {self.num_hidden_layers} smaller"
             )
 
     def is_sliding(self, layer: int) -> bool:
@@ -354,9 +369,3 @@ class ModelConfig(Strict):
 def round_to_multiple(number: int, of: int) -> int:
     """The multiple of ``of`` (at least one) that is nearest to ``number``."""
     return max(1, round(number / of)) * of
-
-
-def _divisors_text(number: int) -> str:
-    """The divisors, or the small ones where there are too many numbers to try."""
-    found = ", ".join(str(d) for d in range(1, min(number, 1000) + 1) if number % d == 0)
-    return found if number <= 1000 else f"{found} and others"

@@ -36,7 +36,7 @@ class ParameterGroup(Strict):
     def _says_something(self) -> ParameterGroup:
         if self.lr_ratio == 1 and self.weight_decay is None:
             raise ValueError(
-                f"the group of {', '.join(self.parameters)} has neither lr_ratio nor weight_decay; give one"
+                f"parameters = {self.parameters} have neither lr_ratio nor weight_decay; lr_ratio = 0.1 works"
             )
         return self
 
@@ -72,7 +72,9 @@ class OptimizerConfig(Strict):
         "too small for bf16 are right on average; moments are float32.",
     )
     groups: list[ParameterGroup] = Field(
-        [], description="Parameters with a learning rate, or a weight decay, of their own."
+        [],
+        examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]],
+        description="Parameters with a learning rate, or a weight decay, of their own.",
     )
 
     @model_validator(mode="after")

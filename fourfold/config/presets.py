@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from fourfold.config.expected_values import shown
 from fourfold.errors import UserError
 
 _GPT: dict[str, Any] = {
@@ -152,7 +153,7 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
-        raise UserError(f"model.preset = '{name}' is not a preset; {hint}")
+        raise UserError(f"model.preset = {shown(name)} is not a preset; {hint}")
     return filled(section, PRESETS[name])
 
 

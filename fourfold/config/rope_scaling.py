@@ -33,5 +33,8 @@ class RopeScaling(Strict):
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if getattr(self, low) >= getattr(self, high):
-                raise ValueError(f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}")
+                raise ValueError(
+                    f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}; "
+                    f"{low} = {getattr(self, high) / 2} works"
+                )
         return self

@@ -62,7 +62,10 @@ class ParallelConfig(Strict):
         2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
     )
     layers_per_stage: tuple[int, ...] | None = Field(
-        None, strict=False, description="Layers of each stage. Default: balanced, counting embedding and head."
+        None,
+        strict=False,
+        examples=[(4, 4)],
+        description="Layers of each stage. Default: balanced, counting embedding and head.",
     )
 
     @property
@@ -104,9 +107,9 @@ class OverlapConfig(Strict):
 
 class TrainingConfig(Strict):
     micro_batch_size: Size = Field(1, description="Sequences that one rank runs at once.")
-    global_batch_size: Size = Field(description="Sequences of one optimizer step, over all ranks.")
-    seq_length: Size = Field(description="Tokens of a sequence.")
-    train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
+    global_batch_size: Size = Field(examples=[32], description="Sequences of one optimizer step, over all ranks.")
+    seq_length: Size = Field(examples=[1024], description="Tokens of a sequence.")
+    train_steps: int = Field(examples=[1000], gt=0, description="Optimizer steps of the whole run.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Type of weights and activations in the step; fp16 with loss scaling."
     )
@@ -143,7 +146,8 @@ class TrainingConfig(Strict):
             )
         if self.reduce_dtype not in ("fp32", self.precision):
             raise ValueError(
-                f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'"
+                f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'; "
+                "reduce_dtype = 'fp32' works"
             )
         if self.float8 != "none" and self.precision != "bf16":
             raise ValueError(
@@ -208,13 +212,13 @@ class RunConfig(Strict):
         "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Folder of the run inside output_dir."
     )
     output_dir: PathText = Field("runs", description="Folder that holds the folders of all runs.")
-    model: ModelConfig
-    data: DataConfig
+    model: ModelConfig = Field(examples=[{"preset": "gpt2"}])
+    data: DataConfig = Field(examples=[{"source": "python-stdlib"}])
     masks: MasksConfig = MasksConfig()
     moe: MoEConfig = MoEConfig()
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
-    training: TrainingConfig
+    training: TrainingConfig = Field(examples=[{"global_batch_size": 32, "seq_length": 1024, "train_steps": 1000}])
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -256,7 +260,7 @@ class RunConfig(Strict):
         if given and not self.model.num_experts:
             raise ValueError(
                 f"moe.{given[0]} = {getattr(self.moe, given[0])} is for mixtures of experts, and "
-                "model.num_experts = 0; remove it"
+                f"model.num_experts = 0; moe.{given[0]} = 0 works"
             )
         if self.moe.bias_update_rate and not self.model.router_bias:
             raise ValueError(
@@ -288,7 +292,8 @@ class RunConfig(Strict):
             )
         if self.lora.rank and self.moe.bias_update_rate:
             raise ValueError(
-                f"lora.rank = {self.lora.rank} freezes the biases of routers; set moe.bias_update_rate = 0"
+                f"lora.rank = {self.lora.rank} freezes the biases of routers, and moe.bias_update_rate = "
+                f"{self.moe.bias_update_rate} moves them; moe.bias_update_rate = 0 works"
             )
         unpredicted = {"lora": self.lora.rank, "dpo": self.dpo.beta}
         for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
@@ -302,12 +307,12 @@ class RunConfig(Strict):
     def _pairs_stay_together(self) -> RunConfig:
         if not self.dpo.beta:
             if self.data.format == "preferences":
-                raise ValueError("data.format = 'preferences' is for [dpo]; set dpo.beta, for example to 0.1")
+                raise ValueError("data.format = 'preferences' is for [dpo], and dpo.beta = 0; dpo.beta = 0.1 works")
             return self
         if self.data.format != "preferences":
             raise ValueError(
                 f"dpo.beta = {self.dpo.beta} compares answers in pairs, and data.format = '{self.data.format}' has "
-                "none; set data.format = 'preferences', or dpo.beta = 0"
+                "none; data.format = 'preferences' works, or dpo.beta = 0"
             )
         if self.training.micro_batch_size % 2:
             raise ValueError(
@@ -315,7 +320,10 @@ class RunConfig(Strict):
                 f"of a pair are in one micro-batch; micro_batch_size = {self.training.micro_batch_size + 1} works"
             )
         if self.masks.goldfish.strategy != "none":
-            raise ValueError(f"dpo.beta = {self.dpo.beta} compares whole answers; set masks.goldfish.strategy = 'none'")
+            raise ValueError(
+                f"dpo.beta = {self.dpo.beta} compares whole answers, and masks.goldfish.strategy = "
+                f"'{self.masks.goldfish.strategy}' leaves tokens out; strategy = 'none' works"
+            )
         if self.moe.capacity_factor:
             raise ValueError(
                 f"moe.capacity_factor = {self.moe.capacity_factor} drops rows in training, and dpo compares with a "

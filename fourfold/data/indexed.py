@@ -62,6 +62,11 @@ def check_exists(prefix: str | Path) -> None:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file, but a folder, a named pipe or a device")
         if not path.is_file():
+            stem = Path(prefix).with_suffix("")
+            if Path(prefix).suffix in (".bin", ".idx") and bin_path(stem).is_file():
+                raise UserError(
+                    f"path = '{prefix}' is one file of a corpus, and a prefix is needed; path = '{stem}' works"
+                )
             where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
             raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")
 

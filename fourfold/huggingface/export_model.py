@@ -130,7 +130,7 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
     """
     path = Path(name).expanduser()
-    if not path.is_dir() or (path / CONFIG_FILE).is_file():
+    if not path.is_dir() or (path / CONFIG_FILE).exists():
         found = str(local_folder(name, PATTERNS))
         yield found, found
         return

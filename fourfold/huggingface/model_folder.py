@@ -80,7 +80,7 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 def source_of(checkpoint: Path) -> Path | None:
     """The small files of the model that a checkpoint was imported from, or its run began with."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
-    found = next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+    found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:
         check_model_folder(found)
     return found

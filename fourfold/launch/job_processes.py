@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from fourfold.data.files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
+from fourfold.exit_codes import CRASH, DONE
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
@@ -92,9 +95,29 @@ def run_in_group(
         call = imported(function)
     with lossy_output(any_error=True), _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         try:
-            return call(place, *args)
+            with _no_silent_exit():
+                return call(place, *args)
         except SystemExit as end:  # the job itself never raises it, so its code says nothing about the job
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job was done") from end
+
+
+@contextlib.contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """Make ``os._exit(0)`` in this process a crash: launchers and job scripts would take it for the end of the job."""
+    leave, process_id = os._exit, os.getpid()
+
+    def leave_as_crashed(code: int) -> NoReturn:
+        if code == DONE and os.getpid() == process_id:  # a child that was forked may leave as it likes
+            traceback.print_stack()
+            print("fourfold: something called os._exit(0) before the job was done", file=sys.stderr, flush=True)
+            code = CRASH
+        leave(code)
+
+    os._exit = leave_as_crashed
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def imported(function: str) -> Any:

@@ -64,7 +64,7 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
         raise UserError(
             f"{option} {name} does not exist; give a checkpoint, the folder of a run, or a Hugging Face model"
         )
-    if is_of_the_hub or (path / "config.json").is_file():
+    if is_of_the_hub or (path / "config.json").exists():
         if request.overrides and option == "--model":
             raise UserError(
                 f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; import it with "

@@ -10,7 +10,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import model_of, read_config
+from fourfold.huggingface.architectures.config_json import QUANTIZED, model_of, read_config
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import OPTIMIZERS, Workload
@@ -39,6 +39,8 @@ class Request:
     run: RunConfig | None
     precision: str | None
     optimizer: str | None
+    note: str | None = None
+    """What the user should know about the model's file."""
 
 
 def request_from_options(
@@ -61,7 +63,7 @@ def request_from_options(
     for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
         if value is not None and not 1 <= value <= LARGEST[name]:
             raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}")
-    run = own = None
+    run = own = note = None
     if run_file is not None:
         run = load_run(run_file, overrides)
         sizes, name, own = run.model, run.name, workload_of(run)
@@ -71,7 +73,7 @@ def request_from_options(
         assert model is not None
         if gpus is None:
             raise UserError("--gpus is missing: how many GPUs to plan for")
-        sizes, name = _load_model(model)
+        sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         base = workload_of_model(sizes).but(seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
     changes: dict[str, int] = {}
@@ -85,13 +87,16 @@ def request_from_options(
         raise UserError(
             f"--seq {base.step.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
         )
-    return Request(name, sizes, base, gpus, own, run, precision, optimizer)
+    return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
 
 
-def _load_model(name: str) -> tuple[ModelConfig, str]:
-    """Load the sizes of a preset, a config.json, or a folder that has one; and a short name."""
+def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:
+    """Load the sizes of a preset, a config.json, or a folder that has one, with a short name, and a note."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
-        return ModelConfig.model_validate(with_preset({"preset": name})), name
+        return ModelConfig.model_validate(with_preset({"preset": name})), name, None
     folder = path if path.is_dir() else path.parent
-    return model_of(read_config(path), name), folder.resolve().name
+    config, note = read_config(path), None
+    if config.pop(QUANTIZED, None):  # it changes the stored weights, not the model that is trained
+        note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
+    return model_of(config, name), folder.resolve().name, note

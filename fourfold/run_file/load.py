@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from fourfold.config.expected_values import key_at, mistake, section_of
 from fourfold.config.layout import check_layout
 from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
@@ -64,20 +64,9 @@ CLOSE_SPELLING = 0.75
 """Similarity above which a key counts as a misspelling: 0.9 for seq_lenght and seq_length, 0.71 for streaming and
 train."""
 
-WRONG_TYPES = {
-    "model_type": "must be a section of keys",
-    "list_type": "must be a list",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be text in quotes",
-    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', and not begin with '.'",
-}
-"""The meaning of pydantic's types of errors in a run file."""
+
+UNKNOWN = "extra_forbidden"
+"""pydantic's type of error for an unknown key."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -107,11 +96,13 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
         run = RunConfig.model_validate(table)
     except ValidationError as error:
         mistakes = error.errors()
-        first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
-        place = ".".join(str(part) for part in first["loc"])
-        unknown = first["type"] == "extra_forbidden"
-        source = next((f"--set {text}" for text in overrides if _sets(text, place, unknown)), where)
-        raise UserError(f"{source}: {_sentence(first, place, len(mistakes) - 1)}") from None
+        first = next((m for m in mistakes if m["type"] == UNKNOWN), mistakes[0])
+        place, unknown = _place(first), first["type"] == UNKNOWN
+        text = f"unknown key '{place}'; {_nearest(first['loc'])}" if unknown else mistake(first, RunConfig)
+        if more := len(set(map(_place, mistakes))) - 1:
+            text += f" (and {more} more mistake{'s' if more > 1 else ''})"
+        source = next((f"--set {given}" for given in reversed(overrides) if _sets(given, place, unknown)), where)
+        raise UserError(f"{source}: {text}") from None
     check_layout(run)
     run.model.check_countable()
     if run.model.from_hf is not None:
@@ -145,30 +136,16 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
+def _place(error: ErrorDetails) -> str:
+    """The dotted name of a mistaken key; the schema does not have an unknown one."""
+    location = error["loc"]
+    return ".".join(map(str, location)) if error["type"] == UNKNOWN else key_at(RunConfig, location).place
+
+
 def _sets(override: str, place: str, unknown: bool) -> bool:
     """Whether an override sets the key at `place`, or made the unknown section there."""
     key = override.partition("=")[0].strip()
     return key == place or (unknown and key.startswith(f"{place}."))
-
-
-def _sentence(first: ErrorDetails, place: str, more: int) -> str:
-    """One sentence for the first mistake, with the number of the others."""
-    if first["type"] == "extra_forbidden":
-        text = f"unknown key '{place}'; {_nearest(first['loc'])}"
-    elif first["type"] == "missing":
-        text = f"'{place}' is missing"
-    elif first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
-        text = f"[{place}] {reason}" if place else reason
-    else:
-        problem = WRONG_TYPES.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
-        text = f"{place} = {_shortened(first['input'])}: {problem}"
-    return text + (f" (and {more} more mistake{'s' if more > 1 else ''})" if more else "")
-
-
-def _shortened(value: Any) -> str:
-    """A value as Python writes it, where that is short enough for a sentence."""
-    return reprlib.repr(value)
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
@@ -196,10 +173,3 @@ def _section(names: Sequence[str]) -> type[BaseModel]:
     for name in names:
         model = section_of(model.model_fields[name].annotation) or model
     return model
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section behind an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)

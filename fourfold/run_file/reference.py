@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fourfold.config.expected_values import section_of, type_name
 from fourfold.config.model import UNSET, ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
-from fourfold.run_file.load import ELSEWHERE, section_of
+from fourfold.run_file.load import ELSEWHERE
 
 INTRODUCTION = """\
 # The run file
@@ -37,9 +37,6 @@ The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [
 and `[training]` have required keys; a preset gives those of `[model]`. At the end are the [presets](#presets), and the
 [names that other frameworks use](#names-elsewhere).
 """
-
-NAMES = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}
-SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 
 
 def reference() -> str:
@@ -75,39 +72,14 @@ def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, 
 def _table(fields: dict[str, FieldInfo]) -> str:
     rows = ["| key | type | default | |", "|---|---|---|---|"]
     for name, field in fields.items():
-        cells = (f"`{name}`", _type(field), _default(field), field.description or "")
+        cells = (
+            f"`{name}`",
+            type_name(field.annotation, field.metadata),
+            _default(field),
+            field.description or "",
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
-
-
-def _type(field: FieldInfo) -> str:
-    limits = [
-        f"{SIGNS[type(m)][0]} {_number(getattr(m, SIGNS[type(m)][1]))}" for m in field.metadata if type(m) in SIGNS
-    ]
-    return " ".join([_type_name(field.annotation), ", ".join(limits)]).strip()
-
-
-def _type_name(annotation: Any) -> str:
-    if annotation in NAMES:
-        return NAMES[annotation]
-    origin, args = get_origin(annotation), [arg for arg in get_args(annotation) if arg is not types.NoneType]
-    if origin is Annotated:
-        return _type_name(args[0])
-    if origin is Literal:
-        return _one_of([f"`{json.dumps(value)}`" for value in args])
-    if origin in (Union, types.UnionType):
-        return _one_of([_type_name(arg) for arg in args])
-    if origin is list:
-        return f"list of {_type_name(args[0])}" if section_of(args[0]) is None else "list of tables"
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"list of {_type_name(args[0])}s"
-    if origin is tuple:
-        return f"list of {len(args)} {_type_name(args[0])}s"
-    return "table"
-
-
-def _one_of(names: list[str]) -> str:
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _default(field: FieldInfo) -> str:
@@ -118,10 +90,6 @@ def _default(field: FieldInfo) -> str:
     if field.default is None or (field.default == UNSET and Gt(0) in field.metadata):
         return "none"
     return f"`{json.dumps(field.default)}`"
-
-
-def _number(value: float) -> str:
-    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value >= 2**20 else f"{value:g}"
 
 
 def _presets() -> str:

@@ -1,4 +1,4 @@
-"""fourfold plan and fourfold machine calibrate as a user types them."""
+"""fourfold plan as a user types it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from command_line import Cli
-from planner_rows import HEADER, row_text
 from report_pages import chart_specs, check_looks, opened, without_scripts
-from tiny_corpus import make_corpus, run_file
 
 from fourfold.config.presets import PRESETS
 from fourfold.planning.machines.machine import load_machine
@@ -150,6 +148,24 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
     assert imported == preset
 
 
+def test_a_quantized_model_is_planned_in_bf16_and_says_so(cli: Cli, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1024,
+              "max_position_embeddings": 512}  # fmt: skip
+    args = ("--gpus", 8, "--limit", "pp=1", "--json")
+    records = []
+    for added in ({}, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | added))
+        code, out, errors = cli("plan", "--model", tmp_path, *args)
+        assert code == 0 and ("quantized weights (quantization_config): the plan trains in bf16" in errors) == bool(
+            added
+        )
+        records.append(json.loads(out)["best"])
+    assert records[0] == records[1]
+    _, _, errors = cli("plan", "scaling", "--model", tmp_path, "--precision", "fp8", "--gpus", "8,16", *args[2:])
+    assert "the plan trains in fp8" in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -209,50 +225,6 @@ def test_help_lists_every_choice(cli: Cli) -> None:
 )
 def test_a_memory_is_printed_with_three_digits(size: float, text: str) -> None:
     assert gigabytes(size) == text and gigabytes(1.2e12) == "1,200"
-
-
-def measured_rows(path: Path, first: int, count: int) -> Path:
-    lines = [
-        row_text(row_id=str(first + i), tp=2 ** (i % 4), micro_batch=1 + (i // 4) % 2, step_seconds=1 + 0.1 * i)
-        for i in range(count)
-    ]  # fmt: skip
-    path.write_text("\n".join([HEADER, *lines]), encoding="utf-8")
-    return path
-
-
-def test_validate_prints_what_scripts_rely_on(cli: Cli, tmp_path: Path) -> None:
-    rows, others = measured_rows(tmp_path / "a.csv", 0, 9), measured_rows(tmp_path / "b.csv", 100, 8)
-    code, out, _ = cli("plan", "validate", rows, "--calibrate-on", others, "--json")
-    record = json.loads(out)
-    assert code == 0 and record["rows"] == 9 and record["skipped"] == {}
-    assert set(record) >= {"median_abs_error", "mean_abs_error", "by_source", "sweeps", "machine_file_only"}
-    assert (
-        record["by_source"]["T"]["mean_abs_error"]
-        == record["mean_abs_error"]
-        < record["machine_file_only"]["mean_abs_error"]
-    )
-    assert set(record["sweeps"]) >= {"regret_mean", "spearman_median"}
-    assert "8 rows" in record["constants"]
-    code, out, _ = cli("plan", "validate", rows, "--rows")
-    assert code == 0 and "mean" in out and "predicted s" in out
-    assert "mean regret" in out and "predicted to fit" in out and "regret mean 0" not in out
-
-
-def test_the_rows_that_come_with_fourfold_are_validated(cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = cli("plan", "validate", "--measured", "--json")
-    record = json.loads(out)
-    assert code == 0 and record["constants"] == "shipped with fourfold, fitted to these rows"
-    assert record["rows"] > 700 and record["mean_abs_error"] < 0.07 and record["memory"]["fit_recall"] > 0.97
-    code, _, error = cli("plan", "validate", tmp_path / "none.csv", "--measured")
-    assert code == 2 and "contradict each other" in error
-
-
-def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> None:
-    rows = measured_rows(tmp_path / "a.csv", 0, 9)
-    code, _, error = cli("plan", "validate", rows, "--calibrate-on", rows)
-    assert code == 2 and "is also to be validated" in error
-    code, _, error = cli("plan", "validate", tmp_path / "none.csv")
-    assert code == 2 and "cannot be read" in error
 
 
 def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
@@ -350,59 +322,3 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
         assert drawn["Step time against memory"].shapes > 100
         pictures = " ".join(shown.locator(".plot svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
     assert "NaN" not in pictures and "undefined" not in pictures
-
-
-def test_calibrate_measures_this_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fourfold.tuning import microbenchmark
-
-    monkeypatch.setattr(microbenchmark, "SECONDS_PER_POINT", 0.02)
-    target = tmp_path / "mine.toml"
-    code, out, _ = cli("calibrate", "--out", target, "--processes", 1, "--json")
-    record = json.loads(out)
-    assert code == 0
-    machine = load_machine(str(target))
-    assert machine.achieved == pytest.approx(max(max(kinds.values()) for kinds in record["matmuls"].values()), rel=1e-4)
-    assert set(next(iter(record["matmuls"].values()))) == {"NN", "NT", "TN"}
-    assert machine.memory_bandwidth > 0 and machine.launch > 0
-    code, out, _ = cli("plan", "--model", "gpt2", "--machine", target, "--gpus", 1, "--global-batch", 4, "--precision",
-                       "fp32", "--json")  # fmt: skip
-    assert code == 0 and json.loads(out)["best"]["step_seconds"] > 0
-
-
-def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
-    target = tmp_path / "mine.toml"
-    code, out, _ = cli("calibrate", "--out", target, "--from", measured_rows(tmp_path / "a.csv", 0, 9), "--machine",
-                       "dgx-a100", "--json")  # fmt: skip
-    assert code == 0 and json.loads(out)["rows"] == 9
-    assert dict(load_machine(str(target)).efficiency)["matmul"] > 0
-    code, _, error = cli("calibrate", "--out", tmp_path / "mine", "--from", tmp_path / "a.csv")
-    assert code == 2 and "must end in .toml" in error
-    (tmp_path / "steps.jsonl").touch()
-    (tmp_path / "run").mkdir()
-    missing = "has no run.toml beside it"
-    for path, sentence in (("none", "none does not exist"), ("steps.jsonl", missing), ("run", missing)):
-        code, _, error = cli("calibrate", "--out", target, "--from", tmp_path / path)
-        assert code == 2 and sentence in error
-
-
-def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: Cli, tmp_path: Path) -> None:
-    path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=12)
-    machine = tmp_path / "mine.toml"
-    steps = ("--set", f"metrics.machine={machine}")
-
-    code, out, _ = cli("train", path, "--set", "metrics.machine=laptop", "--set", "name=first")
-    first = tmp_path / "runs" / "first"
-    assert code == 0 and "predicted" not in out and not (first / "prediction.json").exists()
-
-    assert cli("calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
-    code, out, _ = cli("train", path, *steps, "--set", "name=second")
-    assert code == 0 and "Predicted and measured" in out and "seconds a step" in out
-    record = json.loads((tmp_path / "runs" / "second" / "prediction.json").read_text())
-    assert record["machine"] == "mine" and record["steps"] == 10 and record["measured_memory_bytes"] is None
-    lines = (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()
-    seconds = sorted(json.loads(line)["step_seconds"] for line in lines[3:10])
-    assert record["measured_step_seconds"] == pytest.approx(seconds[3])
-    assert record["predicted_step_seconds"] > 0
-
-    code, out, errors = cli("train", path, "--set", "metrics.machine=lapptop", "--set", "name=third")
-    assert code == 2 and "did you mean 'laptop'?" in errors and not (tmp_path / "runs" / "third").exists()

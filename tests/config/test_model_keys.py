@@ -52,16 +52,16 @@ def test_a_base_that_is_that_of_the_others_is_none() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"layer_types": [S]}, "layer_types has 'sliding_attention', which needs a sliding_window"),
+        ({"layer_types": [S]}, "layer_types = .'sliding_attention'. needs model.sliding_window"),
         ({"rope_local_base_freq": 0.5, "sliding_window": 4}, "rope_local_base_freq = 0.5 is neither 0 nor above 1"),
-        ({"rope_local_base_freq": 500.0}, "rope_local_base_freq has no meaning with sliding_window = 0"),
+        ({"rope_local_base_freq": 500.0}, "rope_local_base_freq = 500.0 has no meaning with model.sliding_window = 0"),
         (
             {"rope_local_base_freq": 500.0, "position_embedding": "learned", "sliding_window": 4},
-            "rope_local_base_freq has no meaning with position_embedding = 'learned'",
+            "rope_local_base_freq = 500.0 has no meaning with model.position_embedding = 'learned'",
         ),
         (
             {"norm_placement": "after", "parallel_residual": True},
-            "norm_placement has no meaning",
+            "norm_placement = 'after' has no meaning with model.parallel_residual = true",
         ),
     ],
 )

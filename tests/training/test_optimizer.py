@@ -260,7 +260,7 @@ def test_groups_of_parameters_have_rates_and_decays_of_their_own(pool: Pool) -> 
 def test_a_run_with_groups_is_traced() -> None:
     groups = {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.5}]}
     assert trace(tiny_run(GPT, {"x": 2}, optimizer=groups)).memory == trace(tiny_run(GPT, {"x": 2})).memory
-    with pytest.raises(UserError, match="neither lr_ratio nor weight_decay"):
+    with pytest.raises(UserError, match="have neither lr_ratio nor weight_decay"):
         tiny_run(GPT, optimizer={"groups": [{"parameters": ["*"]}]})
 
 

@@ -126,12 +126,12 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
     [
         ({"data__streams": 3}, "data.streams = 3 does not divide training.global_batch_size = 4"),
         ({"data__tokenizer": None}, "source = 'hf:tales' needs data.tokenizer"),
-        ({"data__source": "tales"}, "source = 'tales' is neither 'python-stdlib' nor of the form 'hf:NAME'"),
+        ({"data__source": "tales"}, "data.source = 'tales': must be 'python-stdlib' or have the form 'hf:NAME'"),
         ({"data__train": [{"path": "corpus"}]}, r"give either data.train \(corpora\) or data.source"),
-        ({"data__source": "python-stdlib"}, "streams is of a streamed source = 'hf:NAME'; remove it"),
+        ({"data__source": "python-stdlib"}, "is only for a streamed data.source = 'hf:NAME'; leave streams out"),
         (
             {"data__bos_token": "auto"},
-            "data.eos_token and data.bos_token need a tokenizer.json, and data.tokenizer is 'bytes'",
+            "data.bos_token = 'auto' needs a tokenizer.json, and data.tokenizer is 'bytes'",
         ),
     ],
 )

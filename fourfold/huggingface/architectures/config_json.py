@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fourfold.config.expected_values import mistake, shown
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
@@ -20,6 +21,7 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, regular
 
 CONFIG_FILE = "config.json"
+QUANTIZED = "quantization_config"
 DECISIVE_KEYS = (
     "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
     "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
@@ -85,8 +87,11 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
-    if given.get("quantization_config"):
-        raise UserError(f"{where}: the weights are quantized (quantization_config); the unquantized model is needed")
+    if given.get(QUANTIZED):
+        raise UserError(
+            f"{where}: {QUANTIZED} = {shown(given[QUANTIZED])}; quantized weights are not read: name the "
+            "folder of the unquantized model"
+        )
     activation = given.get(family.activation_key, next(iter(family.activations)))
     if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(
@@ -127,11 +132,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise UserError(f"{where}: {mistake(error.errors()[0], ModelConfig)}") from None
 
 
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -381,9 +382,14 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return section
     if not isinstance(name, str) or not name:
-        raise UserError(f"model.from_hf = {name!r} is neither a folder nor an id of the Hub")
+        raise UserError(
+            f"model.from_hf = {shown(name)} is neither a folder nor an id of the Hub, such as 'Qwen/Qwen3-0.6B'"
+        )
     if section.get("preset") is not None:
-        raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
+        raise UserError(
+            f"model.from_hf = {name!r} and model.preset = {section['preset']!r} both give the "
+            "sizes; leave one of them out"
+        )
     return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from fourfold.config.expected_values import mistake
 from fourfold.config.model import MOST_LAYERS
 from fourfold.planning.calibration.programs import PROGRAMS
 
@@ -223,11 +224,9 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
         first = error.errors()[0]
         if not first["loc"]:
             raise ValueError(str(first["ctx"]["error"])) from None
-        column = first["loc"][0]
         if first["type"] == "missing":
-            raise ValueError(f"{column} is empty; {_choices(str(column))}") from None
-        reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
-        raise ValueError(f"{column} = {first['input']!r}: {reason[0].lower()}{reason[1:]}") from None
+            raise ValueError(f"{first['loc'][0]} is empty; {_choices(str(first['loc'][0]))}") from None
+        raise ValueError(mistake(first, MeasuredRow)) from None
 
 
 def _choices(column: str) -> str:

@@ -1,0 +1,179 @@
+"""What each key of a schema takes, in words, and turning pydantic's errors into sentences that say it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import reprlib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from fourfold.parsing import parse_toml
+
+NAMES = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}
+SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
+SIMPLE = (1, 0.5, 2.0, "name", ["name"], [1], [])
+"""Values to suggest for keys that have neither an example nor a default."""
+PATTERN = "string_pattern_mismatch"
+"""The error of a name that no folder should have; only names of runs have a pattern."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a schema, or an item of its list."""
+
+    place: str
+    """Its dotted name."""
+    annotation: Any
+    metadata: list[Any]
+    samples: list[Any]
+    """Its examples, which the schema accepts, and its default, which stands for "unset" if the schema refuses it."""
+
+    def example(self, given: Any) -> Any:
+        """Return a value that the schema accepts, as near to the given one as it gets; None if it knows none."""
+        schema: TypeAdapter[Any] = TypeAdapter(Annotated[self.annotation, Field(), *self.metadata])
+        for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
+            if isinstance(candidate, dict) and candidate in self.samples:
+                return candidate  # a preset gives the keys that the schema misses
+            if isinstance(candidate, BaseModel):
+                return {name: value for name, value in candidate if value is not None and type(value) in NAMES}
+            if candidate is not None and (type(candidate), candidate) != (type(given), given):
+                try:
+                    schema.validate_python(candidate, strict=True)
+                except ValidationError:
+                    continue
+                return candidate
+        return None
+
+
+def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
+    """Return the key at a location of pydantic's, without the alternatives of a union that pydantic adds."""
+    annotation: Any = schema
+    key = Key("", schema, [], [])
+    for part in location:
+        section = section_of(annotation)
+        if isinstance(part, int):
+            items = [
+                get_args(kind)[0] for kind in (annotation, *get_args(annotation)) if get_origin(kind) in (list, tuple)
+            ]
+            default = next((sample for sample in key.samples if isinstance(sample, (list, tuple))), ())
+            key = Key(f"{key.place}.{part}", items[0], [], list(default[part : part + 1]))
+        elif section is not None and part in section.model_fields:
+            field = section.model_fields[part]
+            samples = [*(field.examples or []), None if field.is_required() else field.default]
+            key = Key(f"{key.place}.{part}".lstrip("."), field.annotation, field.metadata, samples)
+        else:
+            break
+        annotation = key.annotation
+    return key
+
+
+def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
+    """Say in one sentence which key is wrong, what it is, what it must be, and a value that works."""
+    key = key_at(schema, error["loc"])
+    reason = f"must be {_with_article(type_name(key.annotation, key.metadata))}".replace("`", "").replace('"', "'")
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"])
+        if (section := section_of(key.annotation)) is not None:
+            is_key = reason.partition(" ")[0] in section.model_fields
+            return f"{key.place}.{reason}" if key.place and is_key else reason
+    elif error["type"] == PATTERN:
+        reason = "must be letters, digits, '.', '_' and '-', and not begin with '.'"
+    example = key.example(None if error["type"] == "missing" else error["input"])
+    if example is not None and not reason.startswith("must be '") and "true or false" not in reason:
+        reason += f", such as {shown(example)}"
+    if error["type"] == "missing":
+        return f"'{key.place}' is missing; it {reason}"
+    return f"{key.place} = {shown(error['input'])}: {reason}"
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section behind an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)
+
+
+def shown(value: Any) -> str:
+    """Return a value as TOML, shortened if it is long."""
+    return _TOML.repr(value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value)
+
+
+class _Toml(reprlib.Repr):
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_tuple(self, value: tuple[Any, ...], level: int) -> str:
+        return self.repr_list(list(value), level)
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        pairs = [f"{key} = {self.repr1(item, level - 1)}" for key, item in islice(value.items(), self.maxdict)]
+        return f"{{ {', '.join(pairs)} }}" if level and pairs else "{}"
+
+
+_TOML = _Toml()
+_TOML.maxstring = _TOML.maxother = 60
+
+
+def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
+    """Yield what may have been meant: a number without its quotes, a list around its only item."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            yield parse_toml(f"value = {given}")["value"]
+        required = [] if section is None else [k for k, field in section.model_fields.items() if field.is_required()]
+        if len(required) == 1:
+            yield from ({required[0]: given}, [{required[0]: given}])
+    elif isinstance(given, float) and given.is_integer():
+        yield int(given)
+    if isinstance(given, (str, int)) and not isinstance(given, bool):
+        yield [given]
+
+
+def type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Return the words for a type and its limits."""
+    limits, lengths = [], []
+    for bound in (bound for given in metadata for bound in getattr(given, "metadata", [given])):
+        if type(bound) in SIGNS:
+            sign, name = SIGNS[type(bound)]
+            limits.append(f"{sign} {_number(getattr(bound, name))}")
+        elif isinstance(bound, (MinLen, MaxLen)):
+            lengths.append("not empty" if isinstance(bound, MinLen) else f"at most {bound.max_length} long")
+    return ", ".join([" ".join([_base_name(annotation), " and ".join(limits)]).strip(), *lengths])
+
+
+def _base_name(annotation: Any) -> str:
+    if annotation in NAMES:
+        return NAMES[annotation]
+    origin, args = get_origin(annotation), [arg for arg in get_args(annotation) if arg is not types.NoneType]
+    if origin is Annotated:
+        return type_name(args[0], args[1:])
+    if origin is Literal:
+        return _one_of([f"`{json.dumps(value)}`" for value in args])
+    if origin in (Union, types.UnionType):
+        return _one_of([type_name(arg) for arg in args])
+    if origin is list:
+        return f"list of {type_name(args[0])}{'s' * (args[0] in NAMES or section_of(args[0]) is not None)}"
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"list of {type_name(args[0])}s"
+    if origin is tuple:
+        return f"list of {len(args)} {type_name(args[0])}s"
+    return "table"
+
+
+def _with_article(name: str) -> str:
+    return name if name.startswith("`") else f"an {name}" if name.startswith("i") else f"a {name}"
+
+
+def _one_of(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _number(value: float) -> str:
+    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value >= 2**20 else f"{value:g}"
