@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.options import add_tiny
 from fourfold.config.loss_masks import GoldfishConfig
@@ -62,11 +61,8 @@ def main() -> None:
     add_tiny(options)
     given = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     models, rounds = (TINY, 1) if given.tiny else (MODELS, given.rounds)
     results = {name: measure(name, *model, device, rounds) for name, model in models.items()}
-    dist.destroy_process_group()
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.options import add_tiny
 from fourfold.config.optimizer_rules import Rule
@@ -51,7 +50,6 @@ def main() -> None:
     add_tiny(options)
     given = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     alone = [f"parallel.{axis}=1" for axis in AXES]
     run = load_run(given.run, [*alone, *given.set, *(TINY if given.tiny else [])])
     rates = given.rates[:1] if given.tiny else given.rates
@@ -64,7 +62,6 @@ def main() -> None:
     for name in RATIOS:
         seconds = statistics.median(found[name].seconds for found in results.values())
         print(f"{name}: {seconds * 1e3:.1f} ms a step")
-    dist.destroy_process_group()
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

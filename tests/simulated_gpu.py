@@ -1,8 +1,8 @@
 """A GPU that computes on the CPU: real numbers, and the errors and waits that a real device would have.
 
 Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as it
-does on a GPU, and everything for which the host would wait is counted. ``FakeTensorMode`` has devices but no values, so
-code that reads a value cannot run on it.
+does on a GPU. So does a collective that gloo runs and NCCL does not. Everything that the host would wait for is counted.
+``FakeTensorMode`` has devices but no values, so code that reads a value cannot run on it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from fourfold.parallel.communicate import NCCL_TYPES
 
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -74,12 +76,14 @@ class SimulatedGpu(TorchDispatchMode):
 
     Attributes:
         waits: How often the host waited for the device, by the line of fourfold that made it wait.
+        collectives: How often each operation of c10d ran, but for those that send Python objects.
     """
 
     def __init__(self, meta: AsksForMeta) -> None:
         super().__init__()
         self.meta = meta
         self.waits: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,6 +117,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
+        patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 0),
         AsksForMeta() as asks,
@@ -128,12 +133,16 @@ def _is_meta(value: Any) -> bool:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: SimulatedGpu | None) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
     wanted = kwargs.get("device")
     device = torch.device(wanted) if wanted is not None else None
     is_factory = not tensors and (mode is None or not mode.meta.asks)
     to_gpu = device is not None and (device.type == "cuda" or (device.type == "meta" and is_factory))
+    if func.namespace == "c10d" and mode is not None and not _sends_objects():
+        _check_collective(func, tensors)
+        mode.collectives[func._overloadpacket.__name__] += 1
     if not on_gpu and not to_gpu:
         return func(*args, **kwargs)
     is_copy = func in (aten._to_copy.default, aten.copy_.default)
@@ -144,7 +153,6 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Sim
     to_cpu = device is not None and device.type == "cpu"
     if to_gpu or (device is not None and device.type == "meta" and on_gpu):
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if func is aten._to_copy.default and device is not None and device.type != "cpu" and "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     out = ON_CPU.get(func, func)(*tree_map(_values, args), **tree_map(_values, kwargs))
@@ -172,6 +180,32 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
                 f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
                 f"{tensor.device}, in {func}"
             )
+
+
+def _sends_objects() -> bool:
+    """Torch moves the bytes of objects to the device of the group by itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "_object" in frame.f_code.co_name and "distributed_c10d" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _check_collective(func: Any, tensors: list[Tensor]) -> None:
+    """Raise as NCCL does. Gloo accepts all of these."""
+    name = func._overloadpacket.__name__
+    if name == "barrier":
+        return
+    if name not in OF_NCCL:
+        raise RuntimeError(f"ProcessGroupNCCL does not support {name}")
+    for tensor in tensors:
+        if not isinstance(tensor, OnGpu):
+            raise RuntimeError(f"No backend type associated with device type CPU, in {name}")
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"Tensors must be contiguous, in {name}")
+        if tensor.dtype not in NCCL_TYPES:
+            raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype}, in {name}")
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
@@ -205,7 +239,15 @@ def _efficient_attention(
 
 
 def _efficient_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *rest: Any, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     causal = rest[-1]
@@ -229,6 +271,10 @@ def _product_in_float32(total: Tensor, left: Tensor, right: Tensor, out_dtype: t
     return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
 
 
+OF_NCCL = {
+    "allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_",
+    "alltoall_", "broadcast_", "send", "recv_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_",
+}  # fmt: skip
 READ_VALUES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
 ON_CPU: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,

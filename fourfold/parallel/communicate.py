@@ -24,6 +24,12 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+NCCL_TYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+)
+
+
 class Purpose(NamedTuple):
     """The reason for a collective, and the name of the operation where the library's own would mislead."""
 
@@ -76,13 +82,29 @@ class Pending(NamedTuple):
         return self.out if self.finish is None else self.finish(self.out)
 
 
+def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
+    """Assert what NCCL demands, on every backend, so that runs on gloo fail when runs on GPUs would.
+
+    Args:
+        ranks: ``received`` has ranks[0] elements for every ranks[1] elements of ``given``.
+    """
+    for tensor in (given,) if received is None else (given, received):
+        assert tensor.dtype in NCCL_TYPES, f"NCCL does not know {tensor.dtype}"
+        assert tensor.is_contiguous(), f"NCCL wants a contiguous tensor, not strides {tensor.stride()}"
+    if received is not None:
+        assert (received.dtype, received.device) == (given.dtype, given.device), (received, given)
+        assert received.numel() * ranks[1] == given.numel() * ranks[0], f"{given.shape} becomes {received.shape}"
+
+
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
     if axis.size == 1:
         return Pending(part)
+    part = part.contiguous()
     out = part.new_empty((axis.size, *part.shape))
+    check_for_nccl(part, out, (axis.size, 1))
     with purpose(why, axis=axis):
-        work = all_gather_single(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
+        work = all_gather_single(out.view(-1), part.view(-1), group=axis.group, async_op=True)
     return Pending(out, [work], lambda parts: _join(parts, dim))
 
 
@@ -93,10 +115,12 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if by_all_to_all(axis.group):
         received = torch.empty_like(parts)
+        check_for_nccl(parts, received)
         with purpose(why, axis=axis):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
         return Pending(received, [work], sum_parts)
     out = parts.new_empty(parts.shape[1:])
+    check_for_nccl(parts, out, (1, axis.size))
     with purpose(why, axis=axis):
         work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(out, [work])
@@ -107,6 +131,7 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
+    check_for_nccl(partial)
     with purpose(why, axis=axis):
         work = dist.all_reduce(partial, group=axis.group, async_op=True)
     return Pending(partial, [work])
@@ -116,6 +141,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
     """Send to the next rank of ``axis``, and receive what the rank before sends."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
+    check_for_nccl(tensor, received)
     after, before = (dist.get_global_rank(axis.group, (axis.rank + step) % axis.size) for step in (1, -1))
     operations = [
         dist.P2POp(dist.isend, tensor, after, axis.group),
@@ -132,6 +158,7 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
+    check_for_nccl(tensor, received)
     operations = [dist.P2POp(dist.isend, tensor, peer, pair.group), dist.P2POp(dist.irecv, received, peer, pair.group)]
     with purpose(why, "all_reduce", pair):
         return Pending(received, dist.batch_isend_irecv(operations)).wait()
@@ -140,12 +167,14 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
     """Send to the other rank of a pair; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
+    check_for_nccl(tensor)
     with purpose(why, axis=pair, sender=pair.rank):
         return Pending(tensor, [_started(dist.isend(tensor, _other(pair), group=pair.group))])
 
 
 def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
     """Receive into ``out`` from the other rank of a pair."""
+    check_for_nccl(out)
     with purpose(why, axis=pair, sender=1 - pair.rank):
         return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
 
@@ -164,6 +193,7 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
     """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
+    check_for_nccl(parts, received)
     with purpose(why, "all_to_all", axis):
         work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(received, [work]).wait()
@@ -175,7 +205,9 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
     Returns the rows received, in the order of the ranks; received: how many there are from each.
     """
     rows = rows.contiguous()
+    assert sum(sent) == len(rows) and len(sent) == len(received) == axis.size, f"{len(rows)} rows are sent as {sent}"
     out = rows.new_empty(sum(received), *rows.shape[1:])
+    check_for_nccl(rows)
     with purpose(why, "all_to_all", axis):
         work = dist.all_to_all_single(out, rows, list(received), list(sent), group=axis.group, async_op=True)
     return Pending(out, [work]).wait()

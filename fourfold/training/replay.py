@@ -24,9 +24,10 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    If they differ, it computes them a third time before it blames a device. Every process calls it. What a process sends to others is compared too: this distinguishes the process that computed
-    something different from those that received it. Before that, the copies of weights and moments that several
-    processes hold are compared, since a weight that stays wrong gives the same result in both passes.
+    If they differ, it computes them a third time before it blames a device. Every process calls it. What a process
+    sends to others is compared too: this distinguishes the process that computed something different from those that
+    received it. Before that, the copies of weights and moments that several processes hold are compared, since a weight
+    that stays wrong gives the same result in both passes.
     """
 
     def __init__(self, job: Job) -> None:

@@ -59,7 +59,8 @@ def replica_difference(parts: list[Part]) -> float:
 
 def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """The root mean square over tensors of each one's relative difference in the 2-norm."""
-    shares = [float((got[n].to(t.device, t.dtype) - t).norm() / t.norm()) for n, t in exact.items() if float(t.norm()) > 0]
+    known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
+    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
     return math.sqrt(sum(share**2 for share in shares) / len(shares))
 
 

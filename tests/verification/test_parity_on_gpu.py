@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from low_precision import PrecisionError, precision_error
 from pool import Pool
 from simulated_gpu import GPU, simulated_gpu
 from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.verification.low_precision import PrecisionError, precision_error
 from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
 
