@@ -19,6 +19,7 @@ from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
 
@@ -53,12 +54,17 @@ class TrainingState(Protocol):
 
     recent: RecentSteps
     best: BestValidation
+    copies: CopyStream | None
+    """Copies of an asynchronous save, which the optimizer waits for."""
 
     @property
     def run(self) -> RunConfig: ...
 
     @property
     def grid(self) -> Grid: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def shards(self) -> Sequence[LocalShard]: ...

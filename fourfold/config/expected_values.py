@@ -19,7 +19,7 @@ from fourfold.parsing import parse_toml
 
 NAMES = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}
 SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
-SIMPLE = (1, 0.5, 2.0, "name", ["name"], [1], [])
+SIMPLE: tuple[Any, ...] = (1, 0.5, 2.0, "name", ["name"], [1], [])
 """Values to suggest for keys that have neither an example nor a default."""
 PATTERN = "string_pattern_mismatch"
 """The error of a name that no folder should have; only names of runs have a pattern."""
@@ -38,7 +38,8 @@ class Key:
 
     def example(self, given: Any) -> Any:
         """Return a value that the schema accepts, as near to the given one as it gets; None if it knows none."""
-        schema: TypeAdapter[Any] = TypeAdapter(Annotated[self.annotation, Field(), *self.metadata])
+        annotated: Any = Annotated[self.annotation, Field(), *self.metadata]
+        schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
             if isinstance(candidate, dict) and candidate in self.samples:
                 return candidate  # a preset gives the keys that the schema misses

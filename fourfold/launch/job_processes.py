@@ -106,12 +106,12 @@ def _no_silent_exit() -> Iterator[None]:
     """Make ``os._exit(0)`` in this process a crash: launchers and job scripts would take it for the end of the job."""
     leave, process_id = os._exit, os.getpid()
 
-    def leave_as_crashed(code: int) -> NoReturn:
-        if code == DONE and os.getpid() == process_id:  # a child that was forked may leave as it likes
+    def leave_as_crashed(status: int) -> NoReturn:
+        if status == DONE and os.getpid() == process_id:  # a child that was forked may leave as it likes
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job was done", file=sys.stderr, flush=True)
-            code = CRASH
-        leave(code)
+            status = CRASH
+        leave(status)
 
     os._exit = leave_as_crashed
     try:

@@ -68,7 +68,8 @@ class Groups:
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The rows of each group."""
-        return rows[: sum(self.sizes)].split(self.sizes)
+        parts: tuple[Tensor, ...] = rows[: sum(self.sizes)].split(self.sizes)
+        return parts
 
     def zero_empty(self, out_EOI: Tensor) -> None:
         """Write zeros to the matrices of the empty groups, without a wait."""

@@ -55,8 +55,10 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Draw the blocks on this process's share of the cores, always on the CPU, so that every device has the same values.
-    A GPU copies them from pinned memory while the next ones are drawn."""
+    """Draw the blocks on this process's share of the cores, on the CPU, so that every device has the same values.
+
+    A GPU copies them from pinned memory while the next ones are drawn.
+    """
     rows, columns = slices
     rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
     last_block = math.ceil(rows.stop / rows_per_block)

@@ -25,8 +25,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 NCCL_TYPES = frozenset(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 )
 
 

@@ -113,8 +113,8 @@ class Grid:
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)
-        groups = [self.replicas.group, self.z.group]
-        self.hybrid_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
+        two_groups = [self.replicas.group, self.z.group]
+        self.hybrid_mesh = DeviceMesh.from_group(two_groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
         self._place_experts(sizes.ep)
 
     def axis(self, name: str) -> Axis:
@@ -130,7 +130,7 @@ class Grid:
         group."""
         if self.pp.size == 1:
             ranks = self.ranks.numel()
-            return Axis("world", ranks, dist.get_rank(), dist.group.WORLD or self.x.group)
+            return Axis("world", ranks, dist.get_rank(), _world())
         if "stage" not in self._axes:
             ranks = self.ranks.numel() // self.pp.size  # neighbors, as pp is the outermost axis
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
@@ -225,6 +225,6 @@ class Grid:
         # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
-            world = dist.group.WORLD if len(sets) == 1 and not key[1] else None
-            groups[key] = world or group_among(sets)
+            is_world = len(sets) == 1 and not key[1]
+            groups[key] = _world() if is_world else group_among(sets)
         return self._axis_among("_".join(axes), groups[key])
