@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from pool import Pool, prepare_fork_server
 from report_pages import chromium
 from results_file import ResultsFile
-from sampling import Sampling, add_options, mark_long_matrices
+from sampling import Sampling, add_options, mark_long_matrices, wants_gpus
 from tiny_corpus import make_corpus
 
 from fourfold.launch import worker_processes
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample, and write results, if an option says so."""
+    """Sample, and write results, if an option says so. Hide GPUs from all tests but those that ``-m gpu`` selects."""
+    if not wants_gpus(config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one; worker processes inherit it
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
     if seed is not None or minutes is not None:
         config.pluginmanager.register(Sampling(seed, minutes))

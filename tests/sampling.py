@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections import defaultdict
 
@@ -14,6 +15,11 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("sampling")
     group.addoption("--sample", metavar="SEED", help="Run the selected tests in an order that SEED decides.")
     group.addoption("--minutes", type=float, default=None, help="Start no test after this time.")
+
+
+def wants_gpus(markers: str) -> bool:
+    """Whether ``-m`` selects the tests that need a GPU. All other tests run on CPUs, with gloo, on any machine."""
+    return re.search(r"(?<!not )\bgpu\b", markers) is not None
 
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:

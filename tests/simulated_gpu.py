@@ -1,7 +1,7 @@
 """A GPU that computes on the CPU: real numbers, and the errors and waits that a real device would have.
 
-Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as it
-does on a GPU. So does a collective that gloo runs and NCCL does not. Everything that the host would wait for is counted.
+Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as
+it does on a GPU. So does a collective that gloo runs and NCCL does not. All waits of the host are counted.
 ``FakeTensorMode`` has devices but no values, so code that reads a value cannot run on it.
 """
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from pool import Pool
+from sampling import wants_gpus
+
+from fourfold.environment import Place
+from fourfold.launch.job_processes import device_of
 
 pytest_plugins = ["pytester"]
 
@@ -13,7 +21,7 @@ def outcome(pytester: pytest.Pytester, *options: str) -> tuple[list[str], str]:
     """The names of the tests that ran, in order, and the last lines."""
     pytester.makeconftest(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from sampling import Sampling, add_options as pytest_addoption\n"
+        "from sampling import wants_gpus, Sampling, add_options as pytest_addoption\n"
         "def pytest_configure(config):\n"
         "    config.pluginmanager.register(Sampling(config.getoption('--sample'), config.getoption('--minutes')))\n"
     )
@@ -42,7 +50,7 @@ def test_a_long_matrix_keeps_a_few_fast_cases(pytester: pytest.Pytester) -> None
     pytester.makeini("[pytest]\nmarkers =\n    slow: s\n    fast_cases(n): f\n")
     pytester.makeconftest(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import pytest\nfrom sampling import mark_long_matrices\n"
+        "import pytest\nfrom sampling import wants_gpus, mark_long_matrices\n"
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_collection_modifyitems(items): mark_long_matrices(items)\n"
     )
@@ -53,3 +61,25 @@ def test_a_long_matrix_keeps_a_few_fast_cases(pytester: pytest.Pytester) -> None
     fast = pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider", "-m", "not slow")
     assert [line.split("[")[1].split("]")[0] for line in fast.outlines if "test_one" in line] == ["1", "4", "7"]
     fast.assert_outcomes(passed=4, deselected=6)
+
+
+@pytest.mark.parametrize(
+    ("markers", "wanted"),
+    [("not slow", False), ("", False), ("not gpu", False), ("gpu", True), ("gpu and not slow", True)],
+)
+def test_only_the_tests_of_gpus_see_a_gpu(markers: str, wanted: bool) -> None:
+    assert wants_gpus(markers) is wanted
+
+
+def test_workers_compute_on_the_cpu_of_a_machine_with_a_gpu(pool: Pool, request: pytest.FixtureRequest) -> None:
+    """Two processes of a run with ``device = "auto"`` would want a GPU each."""
+    if wants_gpus(request.config.getoption("markexpr")):
+        pytest.skip("-m gpu shows the GPUs")
+    assert pool.run(2, device_beside_a_gpu) == ["cpu", "cpu"]
+
+
+def device_beside_a_gpu(rank: int, world_size: int) -> str:
+    """The device of a process on a machine with one GPU, which CUDA shows unless it is hidden."""
+    visible = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1
+    with patch.object(torch.cuda, "device_count", lambda: visible):
+        return device_of(Place(rank, rank, world_size, world_size, launcher="local"), "auto").type

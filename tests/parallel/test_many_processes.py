@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool
+from simulated_gpu import simulated_gpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.config.run import ParallelConfig
@@ -85,8 +88,33 @@ def test_settings_of_a_gpu_are_made_before_it_is_used(
 
     assert start()["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert int(seen[-1][queues]) > 4 and left_alone not in seen[-1]
+    if hip is None:
+        assert seen[-1]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "what replayed steps need"
+        assert seen[-1]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     os.environ[queues] = "3"
     assert start()[queues] == "3", "the user's own setting stays"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_own_allocator_settings_win(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    process_group.set_up_gpu()
+    of_allocator = {key: value for key, value in os.environ.items() if "ALLOC_CONF" in key}
+    assert of_allocator == {name: "max_split_size_mb:64"}
+
+
+def test_settings_of_a_gpu_are_made_for_a_group_that_the_program_started(
+    pool: Pool,
+) -> None:
+    assert pool.run(1, settings_after_a_grid) == [":4096:8"]
+
+
+def settings_after_a_grid(rank: int, world_size: int) -> str | None:
+    with patch.dict(os.environ):
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        with simulated_gpu():
+            Grid(ParallelConfig(), "cuda")
+        return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
 def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
