@@ -27,6 +27,7 @@ HELPERS = {
     "limits",
     "one_gpu",
     "options",
+    "optuna_samplers",
     "peers",
     "ranks",
     "startup_job",
