@@ -68,6 +68,12 @@ class TwoLevels:
         return self.inside.rank * self.across.size + self.across.rank
 
 
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "it was started"
+    return world
+
+
 class Grid:
     """The places (pp, dp, cp, z, y, x), always all six, of all processes of the job.
 

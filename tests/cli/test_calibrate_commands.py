@@ -104,7 +104,9 @@ def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: C
     first = tmp_path / "runs" / "first"
     assert code == 0 and "predicted" not in out and not (first / "prediction.json").exists()
 
-    assert cli("machine", "calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
+    assert (
+        cli("machine", "calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
+    )
     code, out, _ = cli("train", path, *steps, "--set", "name=second")
     assert code == 0 and "Predicted and measured" in out and "seconds a step" in out
     record = json.loads((tmp_path / "runs" / "second" / "prediction.json").read_text())

@@ -46,7 +46,6 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]
         ("plan layout --machine dgx-a", ["dgx-a100", "dgx-a100-40"]),
         ("plan --gpus 8 --model llama3-", ["llama3-8b", "llama3-70b", "llama3-405b"]),
         ("plan --model gpt2 --precision fp", ["fp16", "fp32", "fp8"]),
-        ("tune run.toml --method t", ["tpe"]),
         ("tune run.toml --slurm f", ["frontier"]),
         ("export-hf runs/a out --model-type qwen3_", ["qwen3_moe"]),
         ("generate --attention l", ["loki"]),
