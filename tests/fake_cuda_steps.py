@@ -9,53 +9,54 @@ import json
 import os
 import sys
 import traceback
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "verification")]
 
-import torch
-from fake_cuda import HostWaits, pretend
-from layouts import Case
-from tiny_runs import tiny_run
-from torch.distributed.fsdp import fully_shard
-from torch._subclasses.fake_tensor import FakeTensorMode
+import test_parity  # noqa: E402 (found by the line above)
+import torch  # noqa: E402
+from fake_cuda import HostWaits, pretend  # noqa: E402
+from layouts import Case  # noqa: E402
+from tiny_runs import tiny_run  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from fourfold.parallel import fully_sharded
-from fourfold.parallel.grid import Grid
-from fourfold.training.job import Job, StepResult, meta_stages
-from fourfold.training.step_checks import figures_of_all_ranks
-from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.trace import fake_processes
+from fourfold.checkpoints.checkpoint import layout_of  # noqa: E402
+from fourfold.checkpoints.global_tensors import trained_parts  # noqa: E402
+from fourfold.checkpoints.rank_files import entries_of  # noqa: E402
+from fourfold.parallel import fully_sharded  # noqa: E402
+from fourfold.parallel.grid import Grid  # noqa: E402
+from fourfold.parallel.offload import CopyStream  # noqa: E402
+from fourfold.training.job import Job, StepResult, meta_stages  # noqa: E402
+from fourfold.training.step_checks import figures_of_all_ranks  # noqa: E402
+from fourfold.verification.batches import random_micro_batches  # noqa: E402
+from fourfold.verification.trace import fake_processes  # noqa: E402
 
 
 def cases() -> dict[str, Case]:
     """Cases by name."""
-    import layouts_of_experts
-    import test_parity
-
-    of_experts = layouts_of_experts.CASES | layouts_of_experts.SLOW_CASES
     found = test_parity.CASES | test_parity.SLOW_CASES
     for family, model in test_parity.FAMILIES.items():
         for axis, (grid, sections) in test_parity.ONE_AXIS.items():
             found[f"{family} on {axis}"] = (model, grid, sections)
-    assert of_experts
     return found
 
 
 def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
-    """The lines at which the host waits in the second step of a case, with how often it does."""
+    """The lines at which the host waits in a step and an asynchronous save, with how often it does."""
     model, grid_sizes, sections = case
     training = {**sections.get("training", {}), "precision": precision}
     micro_batches = 2 * grid_sizes.get("pp", 1) * grid_sizes.get("dp", 1) * grid_sizes.get("z", 1)
     training["global_batch_size"] = micro_batches * training.get("micro_batch_size", 2)
     run = tiny_run(model, grid_sizes, **{**sections, "training": training})
     ranks = run.parallel.world_size
+    rank = ranks - ranks // run.parallel.pp  # of the last stage, which has the head
     cuda = torch.device("cuda", 0)
     waits = HostWaits()
-    with fake_processes(ranks, ranks - 1), waits.patched():
+    with fake_processes(ranks, rank), waits.patched():
         grid = Grid(run.parallel, "cuda")
         tokens = run.training.micro_batch_size * run.training.seq_length // (run.parallel.x * run.parallel.cp)
         waits.rows = tokens * run.model.num_experts_per_tok // max(1, run.model.num_experts)
@@ -68,6 +69,8 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
             kept = job.count_kept(batches)
             loss = job.forward_backward(batches, kept)
             figures = figures_of_all_ranks(StepResult(loss, job.clip(), kept), False, False)
+            parts, job.copies = trained_parts(job, with_averages=False), CopyStream(cuda)
+            entries_of(parts, layout_of(parts, grid, run.overlap.shards_per_node), job.copies)
             job.update(0, figures.grad_norm)
     return dict(waits.waits)
 
@@ -83,13 +86,11 @@ def main(names: list[str]) -> None:
     pretend()
     everything, found = cases(), dict[str, Any]()
     for name in names or everything:
-        print(name, file=sys.stderr, flush=True)
         try:
             found[name] = take_step(everything[name])
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            if names:
-                traceback.print_exc()
+            traceback.print_exc()
+            found[name] = {f"{type(error).__name__}: {str(error)[:300]}": 1}
     print(json.dumps(found, indent=1), flush=True)
     os._exit(0)  # torch's own end would look for a GPU
 

@@ -38,6 +38,7 @@ class HostNumbers:
         """The integers, as nested lists."""
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
         numbers: list[int] = self._copy.tolist()
         return numbers
 

@@ -125,7 +125,10 @@ class SharedAttentionCore(AttentionCore):
         first, count = self.kv_needed[0], len(self.kv_needed)
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
-        return heads[:, :, torch.tensor(self.kv_needed, device=kv.device)].flatten(2)
+        needed = torch.tensor(self.kv_needed)
+        if kv.is_cuda:  # the host does not wait for a copy from pinned memory
+            needed = needed.pin_memory().to(kv.device, non_blocking=True)
+        return heads[:, :, needed].flatten(2)
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:

@@ -81,8 +81,8 @@ def test_calibrate_measures_this_machine(cli: Cli, tmp_path: Path, monkeypatch: 
 
 def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
     target = tmp_path / "mine.toml"
-    code, out, _ = cli("machine", "calibrate", "--out", target, "--from", measured_rows(tmp_path / "a.csv", 0, 9), "--machine",
-                       "dgx-a100", "--json")  # fmt: skip
+    rows = measured_rows(tmp_path / "a.csv", 0, 9)
+    code, out, _ = cli("machine", "calibrate", "--out", target, "--from", rows, "--machine", "dgx-a100", "--json")
     assert code == 0 and json.loads(out)["rows"] == 9
     assert dict(load_machine(str(target)).efficiency)["matmul"] > 0
     code, _, error = cli("machine", "calibrate", "--out", tmp_path / "mine", "--from", tmp_path / "a.csv")

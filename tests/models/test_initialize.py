@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
+from fourfold.models import initialize as initialize_module
 from fourfold.models.initialize import BLOCK_ELEMENTS, fill_slice, initialize
 from fourfold.models.transformer import Transformer
 
@@ -40,6 +41,16 @@ def test_any_slice_is_the_slice_of_the_whole(shape: tuple[int, int]) -> None:
         assert torch.equal(fill(NAME, shape, slices), whole[slices])
     assert torch.equal(fill("norm.weight", (shape[0],), (slice(1, 3),)), torch.ones(2))
     assert torch.equal(fill("norm.bias", (shape[0],), (slice(1, 3),)), torch.zeros(2))
+
+
+def test_more_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, part = (5000, 300), (slice(100, 4900), slice(7, 299))
+    alone = fill(NAME, shape)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(initialize_module, "available_cores", lambda: 4)
+    monkeypatch.setattr(initialize_module, "BLOCKS_AT_ONCE", 3)
+    assert torch.equal(fill(NAME, shape), alone)
+    assert torch.equal(fill(NAME, shape, part), alone[part])
 
 
 def test_no_rows_are_no_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -111,6 +112,32 @@ def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
     nothing = grouped_product(rows[:0], weights, Groups(torch.tensor([0, 0, 0])))
     nothing.sum().backward()
     assert nothing.shape == (0, 2)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill memory that nothing has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_dropped_rows_that_the_experts_are_given_change_nothing(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host does not know how many rows were dropped, so the experts get all of them."""
+    layer, x = mixture(), torch.randn(3, 11, 24, requires_grad=True)
+    layer.capacity_factor = factor
+    is_data = torch.arange(11) < torch.tensor([11, 4, 7])[:, None]
+
+    def outputs() -> tuple[Tensor, ...]:
+        out = layer(x, is_data)
+        return out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))
+
+    without = outputs()
+    monkeypatch.setattr(Order, "taken", lambda order, groups: len(order.place_N))
+    for one, other in zip(outputs(), without, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_layer_that_runs_again_keeps_no_order_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:

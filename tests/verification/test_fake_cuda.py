@@ -1,0 +1,58 @@
+"""Training steps on fake CUDA tensors: no operation mixes devices, and the host waits only at the lines named here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import layouts
+import layouts_of_experts
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "fake_cuda_steps.py"
+FIGURES = "step_checks.py:figures_of_all_ranks: reads numbers"
+"""The one wait of a step: the loss, the gradient norm and the flags of all ranks."""
+
+COUNTS = "grouped.py:read: waits for an event"
+"""The counts of an exchange of rows, which NCCL takes from the host. The copy began before the rows were taken. Once a
+layer with experts and micro-batch, never when the layer runs again."""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the step itself shows it")
+
+FAST = {
+    "x2 y2, y shares the batch": 0,
+    "z2 dp2 zero 3 goldfish packed": 0,
+    "experts, dp2, experts whole": 0,
+    "experts, y2 ep2 z2": 4,
+    "experts, x2 ep2 dp2": 4,
+}
+"""Cases, and how often the counts are waited for: two layers with experts, two micro-batches."""
+
+
+def waits(*names: str) -> dict[str, dict[str, int]]:
+    """The lines at which the host waits in a step of each case; without names of all cases."""
+    done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def expected(counts: int) -> dict[str, int]:
+    return {FIGURES: 1, COUNTS: counts} if counts else {FIGURES: 1}
+
+
+def test_a_step_waits_for_the_gpu_once_and_for_the_counts_of_experts() -> None:
+    assert waits(*FAST) == {name: expected(counts) for name, counts in FAST.items()}
+
+
+@pytest.mark.slow
+def test_no_case_of_the_parity_suite_waits_elsewhere() -> None:
+    found = waits()
+    assert found.keys() >= layouts.CASES.keys() | {f"experts, {name}" for name in layouts_of_experts.SLOW_CASES}
+    others = {
+        name: lines for name, lines in found.items() if lines.get(FIGURES) != 1 or lines.keys() - {FIGURES, COUNTS}
+    }
+    assert not others
