@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -117,6 +118,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
+        patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 0),
