@@ -26,9 +26,9 @@ DECISIVE_KEYS = (
     "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
     "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
     "norm_placement", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
-    "attn_logit_softcapping", "final_logit_softcapping",
-    "num_experts", "moe_intermediate_size", "router_score", "norm_topk_prob", "router_bias", "routed_scaling_factor",
-    "shared_expert_intermediate_size", "shared_expert_gate", "first_k_dense_replace",
+    "attn_logit_softcapping", "final_logit_softcapping", "num_experts", "moe_intermediate_size", "router_score",
+    "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
+    "first_k_dense_replace",
 )  # fmt: skip
 """Keys of [model] that decide which family a model can be."""
 
