@@ -9,26 +9,26 @@ import json
 import os
 import sys
 import traceback
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "verification")]
 
-import torch
-from fake_cuda import HostWaits, pretend
-from layouts import Case
-from tiny_runs import tiny_run
-from torch.distributed.fsdp import fully_shard
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch  # noqa: E402
+from fake_cuda import HostWaits, pretend  # noqa: E402
+from layouts import Case  # noqa: E402
+from tiny_runs import tiny_run  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from fourfold.parallel import fully_sharded
-from fourfold.parallel.grid import Grid
-from fourfold.training.job import Job, StepResult, meta_stages
-from fourfold.training.step_checks import figures_of_all_ranks
-from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.trace import fake_processes
+from fourfold.parallel import fully_sharded  # noqa: E402
+from fourfold.parallel.grid import Grid  # noqa: E402
+from fourfold.training.job import Job, StepResult, meta_stages  # noqa: E402
+from fourfold.training.step_checks import figures_of_all_ranks  # noqa: E402
+from fourfold.verification.batches import random_micro_batches  # noqa: E402
+from fourfold.verification.trace import fake_processes  # noqa: E402
 
 
 def cases() -> dict[str, Case]:
