@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -118,6 +119,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
+        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's messages of failures name it
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
