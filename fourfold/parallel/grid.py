@@ -231,6 +231,7 @@ class Grid:
         # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
-            is_world = len(sets) == 1 and not key[1]
-            groups[key] = _world() if is_world else group_among(sets)
+            group = _world() if len(sets) == 1 and not key[1] else group_among(sets)
+            assert group is not None, "every process is in one of the sets"
+            groups[key] = group
         return self._axis_among("_".join(axes), groups[key])

@@ -94,7 +94,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

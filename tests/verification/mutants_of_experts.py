@@ -180,8 +180,8 @@ EXPERTS = [
     on_grid(
         "rows that come back are in the order of the experts of all ranks",
         "parallel.dispatch:Dispatch.back",
-        "_permuted(rows_Nh, _inverse(order_N), order_N)",
-        "_permuted(rows_Nh, order_N, _inverse(order_N))",
+        "_permuted(rows_Nh, traffic.inverse_N, traffic.order_N)",
+        "_permuted(rows_Nh, traffic.order_N, traffic.inverse_N)",
         MIXTURE,
         EP2,
     ),

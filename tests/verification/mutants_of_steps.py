@@ -102,15 +102,15 @@ MODEL = [
     ),
     Mutant(
         "initial weights are uniform",
-        "models.initialize:_fill_normal",
-        "torch.randn(last - first, shape[1], generator=generator).mul_(std)",
-        "(torch.rand(last - first, shape[1], generator=generator) - 0.5).mul_(std * 12**0.5)",
+        "models.initialize:_draw",
+        "torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), out=out)",
+        "out.uniform_(-(3**0.5), 3**0.5, generator=torch.Generator().manual_seed(seed))",
     ),
     Mutant(
         "all blocks of rows draw the same weights",
         "models.initialize:_fill_normal",
-        "generator.manual_seed(_block_seed(seed, name, block))",
-        "generator.manual_seed(_block_seed(seed, name, 0) if rows.start == 0 else 1)",
+        "_block_seed(seed, name, block)",
+        "_block_seed(seed, name, 0) + (rows.start > 0)",
         grid=X2,
     ),
 ]

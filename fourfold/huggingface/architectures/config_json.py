@@ -386,10 +386,8 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
             f"model.from_hf = {shown(name)} is neither a folder nor an id of the Hub, such as 'Qwen/Qwen3-0.6B'"
         )
     if section.get("preset") is not None:
-        raise UserError(
-            f"model.from_hf = {name!r} and model.preset = {section['preset']!r} both give the "
-            "sizes; leave one of them out"
-        )
+        both = f"model.from_hf = {name!r} and model.preset = {section['preset']!r}"
+        raise UserError(f"{both} both give the sizes; leave one of them out")
     return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))
 
 
