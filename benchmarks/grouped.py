@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.one_gpu import device_of, name_of, seconds_of
 from benchmarks.options import add_tiny, write_figures
-from fourfold.models.grouped import grouped_product
+from fourfold.models.grouped import Groups, grouped_product
 
 SIZES = {
     "mixtral-8x7b": (8, 4096, 14336, 2048),
@@ -47,22 +47,23 @@ def main() -> int:
 def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.device, rounds: int) -> dict[str, float]:
     """TFLOP/s of each way to multiply."""
     generator = torch.Generator().manual_seed(0)
-    groups = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator).tolist()
+    sizes = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator)
+    groups, sizes = Groups(sizes.to(device)), sizes.tolist()
     options = {"device": device, "dtype": torch.bfloat16}
-    rows = torch.randn(sum(groups), inputs, **options).requires_grad_()
+    rows = torch.randn(sum(sizes), inputs, **options).requires_grad_()
     weights = torch.randn(experts, outputs, inputs, **options).requires_grad_()
-    grad = torch.randn(sum(groups), outputs, **options)
+    grad = torch.randn(sum(sizes), outputs, **options)
     plain_rows, plain_weights = rows.detach(), weights.detach()
 
     def both() -> None:
         torch.autograd.grad(grouped_product(rows, weights, groups), (rows, weights), grad)
 
     def loop() -> None:
-        for part, weight in zip(plain_rows.split(groups), plain_weights, strict=True):
+        for part, weight in zip(plain_rows.split(sizes), plain_weights, strict=True):
             part @ weight.T
 
     repeats = 5 if device.type == "cuda" else 1
-    flops = 2 * sum(groups) * inputs * outputs
+    flops = 2 * sum(sizes) * inputs * outputs
     works = {
         "forward": (flops, lambda: grouped_product(plain_rows, plain_weights, groups)),
         "one matmul": (flops, lambda: plain_rows @ plain_weights[0].T),

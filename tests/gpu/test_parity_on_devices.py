@@ -25,8 +25,8 @@ GRIDS: dict[str, tuple[dict[str, int], list[str]]] = {
     "ep": ({"dp": 2, "ep": 2}, MIXTURE),
     "x, experts": ({"x": 2}, MIXTURE),
     "x y": ({"x": 2, "y": 2}, PACKED),
-    "pp z": (
-        {"pp": 2, "z": 2},
+    "pp dp zero bubble": (
+        {"pp": 2, "dp": 2},
         [ONE, "model.num_hidden_layers=4", 'parallel.schedule="ZBVZeroBubble"'],
     ),
     "x z dp": ({"x": 2, "z": 2, "dp": 2}, []),

@@ -97,7 +97,7 @@ def test_kernels_compute_what_torch_does(
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [pytest.param(width, marks=ON_A_GPU) for width in (64, 80, 96, 128, 256)])
 def test_awkward_sizes(width: int, group: int) -> None:
     """Widths of real heads and odd lengths, with padding on the left and a row that sees nothing."""
     pytest.importorskip("triton")
