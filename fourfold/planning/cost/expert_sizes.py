@@ -131,13 +131,13 @@ def _activated(work: Workload, rows: Rows) -> Number:
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Peak bytes of the backward of a block's experts: with weights that are sharded over data, and with others.
+    """Return the peak bytes of the backward of a block's experts: with weights sharded over data, and with others.
 
-    At the experts' width the gradients of the product, of gate and up, and one that is made on the way; and the rows of
-    two gradients, in the order in which they come and in that of the experts.
+    The peak is at the experts' width, the gradients of gate, up and their product, or it is the rows of two gradients,
+    in the order in which they come and in the order of the experts. Each frees what the other would need.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y
     weight = model.experts * model.hidden * model.expert_inner / (layout.x * layout.y * layout.ep)
-    both = 4 * inner + 2 * hidden
+    both = np.maximum(3 * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight
