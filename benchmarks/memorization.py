@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.one_gpu import device_of, process_group
 from benchmarks.options import add_tiny
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
@@ -60,9 +61,10 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     add_tiny(options)
     given = options.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     models, rounds = (TINY, 1) if given.tiny else (MODELS, given.rounds)
-    results = {name: measure(name, *model, device, rounds) for name, model in models.items()}
+    with process_group(device):
+        results = {name: measure(name, *model, device, rounds) for name, model in models.items()}
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

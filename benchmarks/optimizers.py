@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.one_gpu import device_of, process_group
 from benchmarks.options import add_tiny
 from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import AXES, RunConfig
@@ -49,14 +50,15 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     add_tiny(options)
     given = options.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     alone = [f"parallel.{axis}=1" for axis in AXES]
     run = load_run(given.run, [*alone, *given.set, *(TINY if given.tiny else [])])
     rates = given.rates[:1] if given.tiny else given.rates
     print("| lr | " + " | ".join(RATIOS) + " |\n" + "|---" * (1 + len(RATIOS)) + "|")
     results: dict[str, dict[Rule, Result]] = {}
     for rate in rates:
-        found = {name: trained(run, name, ratio * rate, device) for name, ratio in RATIOS.items()}
+        with process_group(device):
+            found = {name: trained(run, name, ratio * rate, device) for name, ratio in RATIOS.items()}
         results[f"{rate:g}"] = found
         print(f"| {rate:g} | " + " | ".join(f"{result.loss:.3f}" for result in found.values()) + " |", flush=True)
     for name in RATIOS:

@@ -114,6 +114,22 @@ class AsksForMeta(TorchFunctionMode):
             self.asks = before
 
 
+class Event:
+    """Stands for an event of CUDA: everything that was issued is done."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
 @contextmanager
 def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
@@ -122,6 +138,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
         patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's messages of failures name it
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
+        patch.object(torch.cuda, "Event", Event),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 0),
         AsksForMeta() as asks,

@@ -103,7 +103,7 @@ class Grid:
         self.device_type = device_type
         # Groups over several axes too, made at the start: making one later would be a collective in the middle of a
         # step. On NCCL each group has buffers of its own, so axes of the same ranks share one.
-        groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
         """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
@@ -223,7 +223,7 @@ class Grid:
                     found[first + second - pp.rank] = Axis("pp", 2, dist.get_group_rank(group, dist.get_rank()), group)
         return found
 
-    def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup]) -> Axis:
+    def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup | None]) -> Axis:
         """The axis of these axes. groups: those of the axes before, by the ranks of all of them, and by who shares."""
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
