@@ -170,7 +170,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def test_interval_and_tasks_go_together(tmp_path: Path) -> None:
     for changes in ({"evaluation__interval": 0}, {"evaluation__tasks": []}):
-        with pytest.raises(UserError, match="go together; give both, or interval = 0"):
+        with pytest.raises(UserError, match="go together; give both, such as interval = 100"):
             load_run(evaluated(tmp_path, tmp_path, **changes))
 
 

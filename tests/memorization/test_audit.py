@@ -284,7 +284,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
     assert "Warning: the goldfish mask leaves out" in output
     code, output, errors = cli("masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json")
     assert json.loads(output)["goldfish"] is None
-    for wrong, message in (("k=1", "greater than or equal to 2"), ("h=0", "greater than or equal to 1")):
+    for wrong, message in (("k=1", "must be an integer ≥ 2"), ("h=0", "must be an integer ≥ 1")):
         code, output, errors = cli("masks", trained / "run.toml", "--set", f"masks.goldfish.{wrong}")
         assert (code, output) == (2, "")
         assert message in errors
