@@ -128,7 +128,9 @@ def kernel_for(q_BNQD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudn
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether torch's public attention prefers cuDNN's kernel on this GPU, a Hopper."""
+    """Return whether torch's public attention prefers cuDNN's kernel on this GPU, a Hopper, whose backward is atomic."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
     is_wanted = torch.backends.cuda.cudnn_sdp_enabled() and "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
     return is_hopper and is_wanted and (torch.backends.cudnn.version() or 0) > CUDNN

@@ -96,6 +96,8 @@ def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.Mo
         assert kernel_of(bf16, 128, is_masked=True) == kernel_of(fp32, 128) == "efficient"
         assert kernel_of(bf16, 128, queries=1) == "flash"
         assert kernel_of(bf16, 128, device="cpu") == "cpu"
+        with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+            assert kernel_of(bf16, 128) == "flash"
         monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
         assert kernel_of(bf16, 128) == "flash"
         monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
