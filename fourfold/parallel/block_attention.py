@@ -128,7 +128,7 @@ def kernel_for(q_BNQD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudn
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether torch's public attention prefers cuDNN on this GPU, a Hopper. Its backward is not deterministic."""
+    """Return whether torch's own attention prefers cuDNN on this GPU (Hopper). Its backward is not deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return False
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
