@@ -38,6 +38,10 @@ from fourfold.verification.durations import PICOSECOND, Durations
 from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
+MATMUL_WORKSPACES = 2 * 32 * 2**20
+"""Bytes that torch holds for matmuls on a Hopper GPU, which no ``Memory`` counts: 32 MiB for each thread that has a
+cuBLAS handle, the thread of the forward and the thread of the backward."""
+
 WINDOWS = ("early", "late")
 """Parts of a step in which the peaks of memory are linear in the layers: ``Recorder.watch``."""
 
