@@ -214,8 +214,8 @@ def test_rows_that_are_no_pairs(cli: Cli, tmp_path: Path, row: dict[str, Any]) -
     ("sections", "message"),
     [
         ({"training": {"micro_batch_size": 1}}, "micro_batch_size = 1 must be even with dpo"),
-        ({"dpo": {}}, "data.format = 'preferences' is for .dpo.; set dpo.beta"),
-        ({"masks": {"goldfish": {"strategy": "hash"}}}, "compares whole answers; set masks.goldfish.strategy"),
+        ({"dpo": {}}, "data.format = 'preferences' is for .dpo., and dpo.beta = 0"),
+        ({"masks": {"goldfish": {"strategy": "hash"}}}, "compares whole answers, and masks.goldfish.strategy"),
         ({"data": {"source": "python-stdlib", "format": "preferences"}}, "needs one corpus in data.train"),
         ({"metrics": {"machine": "laptop"}}, "which does not predict dpo"),
     ],
