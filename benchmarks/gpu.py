@@ -145,8 +145,8 @@ def suite(gpu: bool, tests: str | None, environment: dict[str, str]) -> list[str
     """pytest over the files with tests for a GPU: five processes share one, since no test fills it."""
     files = ["tests/gpu"]
     if gpu:
-        tests = sorted((ROOT / "tests").rglob("test_*.py"))
-        marked = [path for path in tests if "mark.gpu" in path.read_text(encoding="utf-8")]
+        every = sorted((ROOT / "tests").rglob("test_*.py"))
+        marked = [path for path in every if "mark.gpu" in path.read_text(encoding="utf-8")]
         files += [str(path.relative_to(ROOT)) for path in marked if path.parent.name != "gpu"]
     several = importlib.machinery.PathFinder.find_spec(
         "xdist", [*environment["PYTHONPATH"].split(os.pathsep), *sys.path]

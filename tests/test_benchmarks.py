@@ -142,6 +142,15 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatc
         gpu_record(tmp_path, monkeypatch, "--only", "such")
 
 
+def test_the_suite_on_a_gpu_names_files_and_the_tests_that_were_asked_for() -> None:
+    words = gpu.suite(True, None, {"PYTHONPATH": ""})
+    assert all(isinstance(word, str) for word in words) and "-k" not in words
+    files = [word for word in words if word.endswith(".py")]
+    assert files and all((gpu.ROOT / file).is_file() for file in files)
+    asked = gpu.suite(True, "replayed or wide", {"PYTHONPATH": ""})
+    assert asked[asked.index("-k") + 1] == "replayed or wide"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_kill_leaves_the_figures(number: signal.Signals, tmp_path: Path) -> None:
     """The figures of finished parts, and of the part that runs as far as it has written them. The part ends too."""
