@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib.machinery
 import json
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import add_tiny, write_figures
+from fourfold.processes import end_with_starter
 
 ROOT = Path(__file__).parents[1]
 BUDGET = 480.0
@@ -39,7 +39,6 @@ LEAST = 10.0
 END_SECONDS = 5.0
 """Time for a part to end after SIGTERM, before SIGKILL."""
 POLL = 0.2
-PR_SET_PDEATHSIG = 1
 clock = time.monotonic
 
 
@@ -177,7 +176,7 @@ def _run(
         output = files.enter_context(figures.open("w")) if part.prints else log
         process = subprocess.Popen(
             [sys.executable, *words], stdout=output, stderr=log, cwd=ROOT, env=environment, start_new_session=True,
-            preexec_fn=_end_with_this_program,
+            preexec_fn=end_with_starter,  # if this program is killed, the GPU is wanted for something else
         )  # fmt: skip
         try:
             seen = 0
@@ -232,12 +231,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _end_with_this_program() -> None:
-    """Have the kernel end a part if this program is killed: the GPU is wanted for something else then."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _stop(number: int, frame: object) -> None:
     raise Stopped
 
@@ -255,18 +248,8 @@ def _environment(
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if arguments.wheels is not None:
         site, wheels = work / "site", sorted(map(str, arguments.wheels.glob("*.whl")))
-        words = [
-            "-m",
-            "pip",
-            "install",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-            "--no-cache-dir",
-            "--target",
-            str(site),
-        ]
-        done = subprocess.run([sys.executable, *words, *wheels], capture_output=True, text=True, check=False)
+        words = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target"]
+        done = subprocess.run([sys.executable, *words, str(site), *wheels], capture_output=True, text=True, check=False)
         result = "done" if done.returncode == 0 else f"exit code {done.returncode}"
         record["parts"]["wheels"] = {
             "result": result,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.one_gpu import device_of, name_of, seconds_of
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.one_gpu import device_of, seconds_of, write_rows
+from benchmarks.options import add_device, failure_in
 from fourfold.models.grouped import Groups, grouped_product
 
 SIZES = {
@@ -33,14 +33,13 @@ def main() -> int:
     print(f"{'TFLOP/s':16}" + "".join(f"{column:>22}" for column in columns))
     for name, sizes in (TINY if arguments.tiny else SIZES).items():
         row: dict[str, Any] = {"model": name, "experts, inputs, outputs, rows": sizes}
-        try:
+        with failure_in(row):
             row["tflops"] = speeds(*sizes, device, rounds=2 if arguments.tiny else 20)
             print(f"{name:16}" + "".join(f"{row['tflops'][column]:22.2f}" for column in columns), flush=True)
-        except Exception as error:  # whatever it is, the other sizes are still to be measured
-            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+        if "error" in row:
             print(f"{name:16}  failed: {row['error'].splitlines()[0][:120]}", flush=True)
         rows.append(row)
-        write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+        write_rows(arguments.json, device, rows)
     return 1 if all("error" in row for row in rows) else 0
 
 
@@ -75,9 +74,7 @@ def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.dev
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    add_tiny(parser)
+    add_device(parser)
     return parser.parse_args()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks.one_gpu import device_of, name_of
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.options import add_device, failure_in, write_figures
 from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
 
@@ -45,11 +45,10 @@ def main() -> int:
     print(f"{'type':6}{'mask':12}{head}{'ours':>12}{'plain':>12}{'ratio':>8}")
     for size, name, mask in itertools.product(TINY if arguments.tiny else SIZES, DTYPES, MASKS):
         row = dict(zip(("type", "mask", "length", "width", "group"), (name, mask, *size), strict=True))
-        try:
+        with failure_in(row):
             row |= error_of(name, mask, *size, device)
             end = f"{row['ours']:12.3g}{row['plain']:12.3g}{row['ratio']:8.2f}"
-        except Exception as error:  # whatever it is, the other sizes are still to be tried
-            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+        if "error" in row:
             end = f"  failed: {row['error'].splitlines()[0][:100]}"
         print(f"{name:6}{mask:12}{size[0]:8}{size[1]:7}{size[2]:7}{end}", flush=True)
         record["errors"].append(row)
@@ -145,9 +144,7 @@ def chosen_kernel(name: str, mask: str, length: int, width: int, group: int, dev
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE", help="also write the tables there")
-    add_tiny(parser)
+    add_device(parser)
     return parser.parse_args()
 
 

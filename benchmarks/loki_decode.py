@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.cache_traffic import CacheTraffic
 from benchmarks.one_gpu import name_of, round_seconds
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.options import add_device, write_figures
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
@@ -264,9 +264,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
     parser.add_argument("--proxy-dtype", default="same", choices=["same", "bf16"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    add_tiny(parser)
+    add_device(parser)
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.contexts, arguments.k, arguments.rounds = "256", 64, 2

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.one_gpu import device_of, name_of
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.options import add_device, write_figures
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.measured_run import row_of_run
 from fourfold.planning.machines.machine import load_machine
@@ -173,10 +173,8 @@ def fourfold(*words: object) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--machine", metavar="FILE", help="default: dgx-h100 for a GPU, laptop for a CPU")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
-    add_tiny(parser)
+    add_device(parser)
     return parser.parse_args()
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.host_waits import host_waits
-from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group, seconds_of
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, process_group, seconds_of, write_rows
+from benchmarks.options import add_device, failure_in
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
 from fourfold.config.run import RunConfig
@@ -44,17 +44,15 @@ def main() -> int:
             seconds: dict[str, float] = {}
             for contender, maker in contenders(run, device).items():
                 row: dict[str, Any] = {"model": name, "contender": contender}
-                try:
+                with failure_in(row):
                     row |= measure(maker, run, device, arguments.rounds)
                     seconds[contender] = row["step_seconds"]
                     if contender == "fourfold" and TRANSFORMERS in seconds:
                         row["times_hugging_face"] = seconds[TRANSFORMERS] / seconds[contender]
-                except Exception as error:  # whatever it is, the others are still to be measured
-                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
                 free_memory(device)
                 rows.append(row)
                 _print(row)
-                write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+                write_rows(arguments.json, device, rows)
     return 1 if all("error" in row for row in rows) else 0
 
 
@@ -96,10 +94,8 @@ def _print(row: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    add_tiny(parser)
+    add_device(parser)
     return parser.parse_args()
 
 

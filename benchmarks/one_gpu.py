@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import write_figures
 from fourfold.environment import Place
 from fourfold.parallel.process_group import end_process_group, start_process_group
 
@@ -23,6 +24,11 @@ def device_of(name: str) -> torch.device:
 
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def write_rows(path: str | None, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """Write a table as far as it has come, with what it was measured on."""
+    write_figures(path, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.host_waits import host_waits
-from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, process_group, write_rows
+from benchmarks.options import add_device, failure_in
 from benchmarks.ranks import draw_quickly
 from benchmarks.train_gpu import LLAMA3_8B, TINY
 from fourfold.config.run import RunConfig
@@ -48,16 +48,14 @@ def main() -> int:
     for name, mode in MODES.items() if not arguments.tiny else [("selective", MODES["selective"])]:
         for compiled in (False, True):
             row: dict[str, Any] = {"recompute": name, "compiled": compiled}
-            try:
+            with failure_in(row):
                 row |= step_of(run_of(arguments, mode, compiled, layers=2), device)
                 if compiled:
                     row["graphs_of_4"] = step_of(run_of(arguments, mode, compiled, layers=4), device)["graphs"]
-            except Exception as error:  # whatever it is, the other rows are still to be measured
-                row["error"] = f"{type(error).__name__}: {error}"[:2000]
             free_memory(device)
             rows.append(row)
             _print(row)
-            write_figures(arguments.json, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
+            write_rows(arguments.json, device, rows)
     return 1 if all("error" in row for row in rows) else 0
 
 
@@ -116,10 +114,8 @@ def run_of(arguments: argparse.Namespace, mode: dict[str, Any], compiled: bool, 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    add_tiny(parser)
+    add_device(parser)
     return parser.parse_args()
 
 

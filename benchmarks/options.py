@@ -1,10 +1,12 @@
-"""What all benchmarks share: the tiny form, and figures in a file."""
+"""Options that benchmarks share, rows of a table that may fail, and figures in a file."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,22 @@ from typing import Any
 def add_tiny(parser: argparse.ArgumentParser) -> None:
     """Add ``--tiny``, with which the tests run every benchmark on a CPU."""
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script; its numbers mean nothing")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, ``--json`` and ``--tiny``."""
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    add_tiny(parser)
+
+
+@contextlib.contextmanager
+def failure_in(row: dict[str, Any]) -> Iterator[None]:
+    """Put any failure into the row as ``error``, so that it does not end the table."""
+    try:
+        yield
+    except Exception as error:  # whatever it is, other rows are still to be measured
+        row["error"] = f"{type(error).__name__}: {error}"[:2000]
 
 
 def write_figures(path: str | Path | None, record: Any) -> None:

@@ -16,14 +16,14 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from benchmarks import titan
-from benchmarks.one_gpu import device_of, free_memory, memory_gib, name_of, process_group, seconds_of
-from benchmarks.options import add_tiny, write_figures
+from benchmarks.one_gpu import device_of, free_memory, memory_gib, process_group, seconds_of, write_rows
+from benchmarks.options import add_tiny, failure_in
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
 from fourfold.config.run import RunConfig
@@ -83,20 +83,18 @@ def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace,
     print(f"{'':26}{'ms/step':>9}{'tokens/s':>10}{'TFLOP/s':>10}{'of ceiling':>12}{'peak GiB':>10}{'× HF':>8}")
     theirs: dict[str, float] = {}
     for name, maker in _contenders(eager, sequence, model, options, device, arguments).items():
-        row = Row(name, sequence, layers)
-        try:
-            row = replace(row, **_measure(name, maker, eager, device, arguments))
-            theirs[name] = row.tokens_per_second or math.nan
+        figures: dict[str, Any] = {}
+        with failure_in(figures):
+            figures |= _measure(name, maker, eager, device, arguments)
+            theirs[name] = figures["tokens_per_second"]
             rival = theirs.get("Hugging Face, compiled" if "compiled" in name else "Hugging Face")
             if "Hugging Face" not in name and rival is not None:
-                row = replace(row, times_hugging_face=row.tokens_per_second / rival)
-        except Exception as error:  # whatever it is, the other contenders are still to be measured
-            row = replace(row, error=f"{type(error).__name__}: {error}"[:2000])
+                figures["times_hugging_face"] = figures["tokens_per_second"] / rival
+        row = Row(name, sequence, layers, **figures)
         free_memory(device)
         rows.append(row)
         _print(row)
-        record = {"torch": torch.__version__, "device": name_of(device), "rows": [asdict(row) for row in rows]}
-        write_figures(arguments.json, record)
+        write_rows(arguments.json, device, [asdict(row) for row in rows])
 
 
 def _contenders(
