@@ -33,10 +33,9 @@ def deviations(
         noise: What one process deviates at least, by the tensor's name. Absent names have no such limit.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
+    least = noise or {}
     found = [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
-    return missing + [
-        each._replace(one_process=max(each.one_process, (noise or {}).get(each.tensor, 0.0))) for each in found
-    ]
+    return missing + [each._replace(one_process=max(each.one_process, least.get(each.tensor, 0.0))) for each in found]
 
 
 def largest_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:

@@ -29,7 +29,7 @@ class ReferenceOptimizer:
             key: p for key, p in parameters.items() if name == "lion" or (name == "muon" and _is_hidden(key, p))
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
-        self.cut = {key: torch.zeros_like(p) for key, p in self.own.items()}
+        self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
         """What the ends of Lion's sign cut off the updates of all steps."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
