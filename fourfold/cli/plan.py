@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from typer._click import Context
     from typer._click.shell_completion import CompletionItem
 
+    from fourfold.planning.request import Request
+
 
 class LayoutUnlessNamed(TyperGroup):
     """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
@@ -120,8 +122,7 @@ def layout(
     from fourfold.reports.plan_terminal import plan_tables
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
-    if request.note is not None:
-        print(f"note: {request.note}", file=sys.stderr)
+    _print_note(request)
     with working("Searching layouts") as watch:  # seconds; more for 100,000 GPUs
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
@@ -212,8 +213,7 @@ def scaling(
 
     sizes, where = sizes_of(gpus), load_machine(machine)
     request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
-    if request.note is not None:
-        print(f"note: {request.note}", file=sys.stderr)
+    _print_note(request)
     with working("Planning each size") as watch:
         points = scaling_curve(
             request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch
@@ -229,3 +229,9 @@ def scaling(
         "points": [point.record() for point in points],
     }
     show(record, as_json, lambda _: scaling_table(points, weak))
+
+
+def _print_note(request: Request) -> None:
+    """Say on stderr what the user should know about the model's file."""
+    if request.note is not None:
+        print(f"note: {request.note}", file=sys.stderr)

@@ -71,9 +71,8 @@ class AuditConfig(Strict):
     def _documents_given(self) -> AuditConfig:
         if self.interval > 0 and self.documents is None:
             raise ValueError(
-                f"interval = {self.interval} is set, but audit.documents names no file; "
-                "documents = 'canaries.jsonl' works if that file "
-                "exists, and interval = 0 works without one"
+                f"interval = {self.interval} is set, but audit.documents names no file; documents = 'canaries.jsonl' "
+                "works if that file exists, and interval = 0 works without one"
             )
         return self
 

@@ -17,6 +17,7 @@ from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
 from fourfold.heartbeat import join
 from fourfold.parallel.process_group import (
+    default_group,
     ensure_process_group,
     group_among,
     limit_waiting,
@@ -66,12 +67,6 @@ class TwoLevels:
         """The number of this process's shard: the shards of all processes with its place in their nodes are neighbors,
         so that both levels find their parts in one piece."""
         return self.inside.rank * self.across.size + self.across.rank
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "it was started"
-    return world
 
 
 class Grid:
@@ -136,7 +131,7 @@ class Grid:
         group."""
         if self.pp.size == 1:
             ranks = self.ranks.numel()
-            return Axis("world", ranks, dist.get_rank(), _world())
+            return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
             ranks = self.ranks.numel() // self.pp.size  # neighbors, as pp is the outermost axis
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
@@ -231,7 +226,7 @@ class Grid:
         # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
-            group = _world() if len(sets) == 1 and not key[1] else group_among(sets)
+            group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)
             assert group is not None, "every process is in one of the sets"
             groups[key] = group
         return self._axis_among("_".join(axes), groups[key])

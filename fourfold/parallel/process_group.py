@@ -122,13 +122,19 @@ def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store
     return attempt_store(store, place.rank, place.world_size, timeout) if of_agent else store
 
 
+def default_group() -> dist.ProcessGroup:
+    """Return the group of all processes, which has been started."""
+    world = dist.group.WORLD
+    assert world is not None, "it was started"
+    return world
+
+
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group the timeout of the default group; torch gives groups of a mesh its own, for gloo 30 minutes."""
     if dist.get_backend(group) not in ("gloo", "nccl"):  # the trace's waits for nobody
         return
     device = torch.device(device_type)
-    assert dist.group.WORLD is not None, "it was started"
-    timeout = dist.group.WORLD._get_backend(device).options._timeout
+    timeout = default_group()._get_backend(device).options._timeout
     group._get_backend(device)._set_default_timeout(timeout)
 
 
@@ -147,8 +153,7 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
 
 def warn_of_slow_groups(device_type: str) -> None:
     """Print a warning where torch makes the groups of a grid one by one, each a barrier of all processes."""
-    world = dist.group.WORLD
-    assert world is not None, "it was started"
+    world = default_group()
     many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
     if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
         print(
