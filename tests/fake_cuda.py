@@ -8,7 +8,6 @@ believes that a GPU is there, which ``pretend`` arranges for the rest of this pr
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,11 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from fourfold_lines import line_of_fourfold
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-REPOSITORY = Path(__file__).parents[1]
 _KEPT: list[Any] = []
 IS_BUILT, HAS_PRIMARY_CONTEXT = 2, 4
 """Places of virtual functions of torch's AcceleratorHooksInterface, behind two destructors."""
@@ -73,7 +72,7 @@ class HostWaits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """Record that the host waits here."""
-        self.waits[f"{_line()}: {what}"] += 1
+        self.waits[f"{line_of_fourfold()}: {what}"] += 1
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -180,15 +179,3 @@ class _Event:
 
     def synchronize(self) -> None:
         self._waits.note("waits for an event")
-
-
-def _line() -> str:
-    """The innermost line of fourfold on the stack, as ``file.py:function``."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(str(REPOSITORY / "fourfold")):
-            return f"{Path(path).name}:{frame.f_code.co_name}"
-        assert frame.f_back is not None
-        frame = frame.f_back
-    return "elsewhere"

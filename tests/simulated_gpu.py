@@ -7,7 +7,7 @@ it does on a GPU. So does a collective that gloo runs and NCCL does not. All wai
 
 from __future__ import annotations
 
-import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 import torch.nn.functional as F
+from fourfold_lines import line_of_fourfold
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,7 +171,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Sim
     if on_gpu and not is_copy:
         _check_devices(func, tensors)
     if mode is not None and _waits(func, args, kwargs, bool(on_gpu)):
-        mode.waits[_line()] += 1
+        mode.waits[line_of_fourfold()] += 1
     to_cpu = device is not None and device.type == "cpu"
     if to_gpu or (device is not None and device.type == "meta" and on_gpu):
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -205,12 +206,8 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
 
 def _sends_objects() -> bool:
     """Torch moves the bytes of objects to the device of the group by itself."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if "_object" in frame.f_code.co_name and "distributed_c10d" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    return any("_object" in code.co_name and "distributed_c10d" in code.co_filename for code in codes)
 
 
 def _check_collective(func: Any, tensors: list[Tensor]) -> None:
@@ -240,14 +237,6 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool
         is_waiting = not (kwargs.get("non_blocking") or args[2:] == (True,))
         return isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu) and is_waiting
     return False
-
-
-def _line() -> str:
-    """The line of fourfold that is being run."""
-    frame = sys._getframe(1)
-    while frame is not None and "/fourfold/" not in frame.f_code.co_filename:
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/fourfold/')[2]}:{frame.f_lineno}"
 
 
 def _efficient_attention(

@@ -80,6 +80,20 @@ GEMMA3 = GEMMA2 | {
 }
 """Two kinds of rotary tables, QK-norm, no caps."""
 
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "qwen": QWEN,
+    "olmo": OLMO,
+    "neox": NEOX,
+    "gemma": GEMMA,
+    "sliding": SLIDING,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+}
+"""The dense ones by short names."""
+
 MIXTURE = {"preset": "llama-tiny", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 """Mixtral: softmax over the chosen experts."""
 

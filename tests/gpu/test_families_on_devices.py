@@ -8,33 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from one_device import CPU, PACKED, distance, long_sequences, losses_apart, run_on, steps_on, wide
-from tiny_runs import (
-    DEEPSEEK,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GPT,
-    LLAMA,
-    MIXTURE,
-    NEOX,
-    OLMO,
-    OLMO2,
-    QWEN,
-    QWEN_MOE,
-    SLIDING,
-)
+from tiny_runs import DEEPSEEK, DENSE, LLAMA, MIXTURE, QWEN_MOE
 
-FAMILIES = {
-    "llama": LLAMA,
-    "gpt": GPT,
-    "qwen": QWEN,
-    "olmo": OLMO,
-    "neox": NEOX,
-    "gemma": GEMMA,
-    "sliding": SLIDING,
-    "olmo2": OLMO2,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
+FAMILIES = DENSE | {
     "mixture": MIXTURE,
     "qwen_moe": QWEN_MOE,
     "deepseek": DEEPSEEK,

@@ -1,14 +1,10 @@
-"""Compiles every kernel of Loki down to machine code, without a GPU: python compile_loki_kernels.py"""
+"""Compiles every kernel of Loki down to machine code, without a GPU: PYTHONPATH=tests python FILE"""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-
 import torch
 import triton
+from compiled_kernels import usage_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -57,19 +53,8 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
             assert len(binary.asm[code]) > 0
             assert binary.metadata.shared <= most_shared, (name, dtype, d, width, binary.metadata.shared)
             if code == "cubin":
-                assert stack_of(binary.asm[code]) == 0, (name, dtype, d, width, "registers spill")
+                assert usage_of(binary.asm[code]).stack == 0, (name, dtype, d, width, "registers spill")
             print(name, dtype, width, d, reduce, target.arch, binary.metadata.warp_size, binary.metadata.shared)
-
-
-def stack_of(cubin: bytes) -> int:
-    """Bytes of local memory for each thread, which a kernel uses if its registers do not suffice."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    (size,) = re.findall(r"STACK:(\d+)", report)
-    return int(size)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Compiles the kernels of the loss down to machine code, without a GPU: python compile_loss_kernels.py"""
+"""Compiles the kernels of the loss down to machine code, without a GPU: PYTHONPATH=tests python FILE"""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-
 import triton
+from compiled_kernels import usage_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,21 +27,9 @@ def compile_both(dtype: str, capped: bool) -> None:
         for target, code in TARGETS:
             source = ASTSource(kernel, signature, fixed, attributes)
             binary = triton.compile(source, target=target, options={"num_warps": 8})
-            usage = usage_of(binary.asm[code]) if code == "cubin" else ""
-            assert "STACK:0 " in usage or code != "cubin", (name, dtype, usage)
+            usage = usage_of(binary.asm[code]) if code == "cubin" else None
+            assert usage is None or usage.stack == 0, (name, dtype, usage)
             print(name, dtype, capped, target.arch, len(binary.asm[code]) > 0, usage)
-
-
-def usage_of(cubin: bytes) -> str:
-    """Registers, and bytes of local memory that a kernel uses if they do not suffice."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:\d+ STACK:\d+ ", report)
-    assert found is not None, report
-    return found.group()
 
 
 if __name__ == "__main__":

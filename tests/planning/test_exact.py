@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from exact_collectives import collective_lines
 from exact_parameters import stored_bytes
-from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT, LLAMA, NEOX, OLMO, OLMO2, QWEN, SLIDING, tiny_run
+from tiny_runs import DENSE, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
@@ -18,17 +18,7 @@ from fourfold.planning.cost.stage_split import blocks_of_ranks
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import TraceReport, trace
 
-MODELS = {
-    "llama": LLAMA,
-    "gpt": GPT,
-    "qwen": QWEN,
-    "olmo": OLMO,
-    "neox": NEOX,
-    "gemma": GEMMA,
-    "sliding": SLIDING,
-    "olmo2": OLMO2,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
+MODELS = DENSE | {
     "wide": LLAMA | {"intermediate_size": 704},
     "heavy": LLAMA | {"intermediate_size": 2816, "vocab_size": 128},
     "uneven": LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
