@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import fourfold
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.sources import list_inputs
 from fourfold.data.tokenizer import HFTokenizer
-from fourfold.data.transformers_tokenizer import open_tokenizer
+from fourfold.data.transformers_tokenizer import load_any_tokenizer, open_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.export_model import as_huggingface
 from fourfold.huggingface.import_model import import_huggingface
@@ -111,6 +112,8 @@ def test_named_pipes_are_refused(folder: Path, name: str) -> None:
     file.unlink()
     os.mkfifo(file)
     assert f"cannot read {file}" in refusal(folder)
+    with pytest.raises(UserError, match=re.escape(f"cannot read {file}")), as_huggingface(str(folder)) as (named, _):
+        load_any_tokenizer(named)
 
 
 def test_named_pipes_of_a_corpus_are_refused(tmp_path: Path) -> None:
