@@ -33,6 +33,7 @@ from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
 from fourfold.cli.tune_matmul import tune_matmul
+from fourfold.cli.usage import check_arguments, usage_sentence, with_option
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
@@ -99,6 +100,7 @@ def main() -> None:
     try:
         try:
             with lossy_output():
+                check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
                 sys.stdout.flush()  # here a full disk is still an error
             sys.exit(code)
@@ -106,13 +108,11 @@ def main() -> None:
             error.show()
             sys.exit(REFUSED)
         except ClickException as error:
-            from fourfold.cli.usage import usage_sentence
-
             raise UserError(usage_sentence(error)) from None
     except typer.Abort:
         sys.exit(CRASH)
     except UserError as error:
-        print(f"fourfold: {sentence(error)}", file=sys.stderr)
+        print(f"fourfold: {with_option(sentence(error), sys.argv[1:])}", file=sys.stderr)
         sys.exit(REFUSED)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

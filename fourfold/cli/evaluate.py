@@ -19,15 +19,19 @@ def evaluate(
         str, typer.Option(metavar="NAMES", help=f"Tasks of lm-eval, separated by commas; {TASK_LIST}")
     ] = "",
     include_path: TaskFolder = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in a task's prompt. Default: the task's.")
+    ] = None,
     limit: TaskLimit = None,
-    overlap: Annotated[int, typer.Option(help="Tokens that each window repeats from the one before.")] = 1,
+    overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the one before.")] = 1,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window. Default: the model's context; for a Hugging Face model at most 2048."),
+        typer.Option(
+            min=1, help="Tokens of a window. Default: the model's context; for a Hugging Face model at most 2048."
+        ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences that one rank scores at a time.")] = 8,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences that one rank scores at a time.")] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:

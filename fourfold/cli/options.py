@@ -23,7 +23,7 @@ Overrides = Annotated[
 ]
 TASK_LIST = "`lm-eval ls tasks` lists them."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-TaskLimit = Annotated[int | None, typer.Option("--limit", help="Documents per task. Default: all.")]
+TaskLimit = Annotated[int | None, typer.Option("--limit", min=1, help="Documents per task. Default: all.")]
 TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder of your own tasks.")]
 MACHINES = f"The path of a machine file (.toml), or one of {', '.join(machine_names())}."
 complete_machine = one_of_or_toml(machine_names)

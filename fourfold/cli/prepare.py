@@ -125,7 +125,7 @@ def prepare(
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
     elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
-        raise UserError("--repeats and the --canary options need --canaries N, the number of documents to plant")
+        raise UserError("--repeats and the --canary options need --canaries N, such as --canaries 200")
     try:
         summary = data.prepare(
             inputs,

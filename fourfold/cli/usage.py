@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -15,6 +17,32 @@ from fourfold.errors import UserError
 
 SHORT = {"plan layout": "plan"}
 """Commands whose name may be left out."""
+
+
+LARGEST = 2**64 - 1
+"""The largest whole number that an option takes, as --seed does."""
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise ``UserError`` for an empty value, as of a shell's unset variable, and for a number that nothing holds."""
+    for before, argument in pairwise(("", *arguments)):
+        given, equals, value = argument.partition("=")
+        option, value = (given, value) if equals and given.startswith("--") else (before, argument)
+        if not value and option != "--prompt":
+            where = f"the value of {option}" if option.startswith("--") else "an argument"
+            raise UserError(f"{where} is empty (''); write it out, or leave it out if its default is meant")
+        if value.isdecimal() and int(value[:40]) > LARGEST:
+            raise UserError(f"{option} {value[:40]}: must be at most {LARGEST:,}, such as 8".lstrip())
+
+
+def with_option(problem: str, arguments: Sequence[str]) -> str:
+    """Put the option in front of a sentence that names only its value, as functions do that know no options."""
+    for option, value in pairwise(arguments):
+        is_name = option.startswith("--") and "=" not in option and not value.startswith("-") and len(value) > 1
+        is_said = re.search(rf"(?<![\w/.-]){re.escape(value)}(?![\w/-])", problem) is not None
+        if is_name and is_said and not value.isdecimal() and "--" not in problem:
+            return f"{option} {value}: {problem}"
+    return problem
 
 
 def usage_sentence(error: ClickException) -> str:

@@ -58,10 +58,10 @@ class AuditRequest(ScoringRequest):
 
     def check(self) -> None:
         """Raise UserError for sizes that cannot be audited."""
-        if self.suffix < 1 or self.prefix < 1:
-            raise UserError(f"--suffix {self.suffix} and --prefix {self.prefix} must both be at least 1 token")
-        if self.generate < 0 or self.offset < 0 or self.micro_batch_size < 1:
-            raise UserError("--generate and --offset are at least 0, and --micro-batch-size at least 1")
+        for name, least in (("suffix", 1), ("prefix", 1), ("generate", 0), ("offset", 0), ("micro_batch_size", 1)):
+            if not least <= getattr(self, name) < 2**31:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise UserError(f"{option} must be from {least} to {2**31 - 1:,}, such as {least}")
         self.sampling.check()
 
 

@@ -115,7 +115,7 @@ def plan_request(
     for_page: also what only the page shows, the curve and the refused layouts. watch: as in ``search``.
     """
     if tokens is not None and not 0 < tokens < float("inf"):
-        raise UserError(f"--tokens {tokens:g} must be a number above 0")
+        raise UserError(f"--tokens {tokens:g} must be a number above 0, such as 2e12")
     machine = load_machine(machine_name)
     constants, limits = constants_for(machine), parse_limits(limit_settings)
     plan = make_plan(request.base, machine, constants, request.gpus, top, limits, watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ def request_from_options(
     """Make the request; raises ``UserError`` for options that contradict each other or are out of range."""
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
+    if model is not None and overrides:
+        raise UserError(f"--set {overrides[0]} changes a run file, and --model {model} is none; give RUN.toml instead")
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; there are {', '.join(BITS)}")
     if optimizer is not None and optimizer not in OPTIMIZERS:
@@ -94,6 +97,10 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
     """Load the sizes of a preset, a config.json, or a folder that has one, with a short name, and a note."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
+        if os.sep in name:
+            raise UserError(
+                f"--model {name} does not exist; give the folder of a config.json, or a preset such as gpt2"
+            )
         return ModelConfig.model_validate(with_preset({"preset": name})), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None

@@ -2,10 +2,78 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from command_line import Cli, one_sentence
+from typer.main import get_command
 
-from fourfold.cli.app import PANELS
+from fourfold.cli.app import EARLIER, PANELS, app
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command, with the words that name it."""
+    for name, command in group.commands.items():
+        if name not in EARLIER:
+            yield from (
+                commands(command, (*words, name)) if hasattr(command, "commands") else [((*words, name), command)]
+            )
+
+
+def wrong_values(kind: object, limits: Any) -> Iterator[str]:
+    """Values that an option of a type refuses, whatever else the command line has."""
+    yield ""
+    kinds = {kind, *typing.get_args(kind)}
+    if kinds & {int, float}:
+        yield from ("many", str(10**30)) if int in kinds else ("many",)
+        yield from [] if limits.min is None else [str(limits.min - 1)]
+        yield from [] if limits.max is None else [str(limits.max + 1)]
+    if any(typing.get_origin(each) is typing.Literal for each in kinds):
+        yield "zzz"
+
+
+def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli: Cli) -> None:
+    """It names the option, the value, and what works; a shell's unset variable is a wrong value too."""
+    refused = 0
+    for words, command in commands(get_command(app)):
+        hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+        for parameter in command.params:
+            option = max(parameter.opts, key=len)
+            if (
+                not option.startswith("--")
+                or option in ("--help", "--prompt")
+                or bool in typing.get_args(hints[parameter.name])
+            ):
+                continue
+            kind, limits = typing.get_args(hints[parameter.name])
+            for value in wrong_values(kind, limits):
+                sentence = one_sentence(cli(*words, option, value))
+                assert option in sentence and (value or "''") in sentence and len(sentence) < 400, (words, sentence)
+                assert any(hint in sentence for hint in ("must be", "write it out")), (words, sentence)
+                refused += 1
+    assert refused > 150
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("plan --model= --gpus 8", "the value of --model is empty ('')"),
+        ("plan --model gpt2 --gpus 2 --machine a-100", "--machine a-100: machine 'a-100' is unknown; "),
+        ("plan --model gpt2 --gpus 2 --write no/such/file", "--write no/such/file: cannot write no/such/file: No such"),
+        ("plan --model gpt2 --gpus 2 --set parallel.x=2", "--set parallel.x=2 changes a run file, and --model gpt2 is"),
+        (
+            "plan --model ./Qwen3 --gpus 2",
+            "--model ./Qwen3 does not exist; give the folder of a config.json, or a preset",
+        ),
+        ("plan --model gpt2 --gpus 2 --tokens nan", "--tokens nan must be a number above 0, such as 2e12"),
+        ("report runs/a --out page.html", "--out page.html is for the page of several runs"),
+    ],
+)
+def test_a_refusal_names_the_option(cli: Cli, line: str, sentence: str) -> None:
+    assert f"fourfold: {sentence}" in one_sentence(cli(*line.split()))
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(tokens=[1] * 50, tokenizer="other"), {}, "another tokenizer than the model's"),
         (line(text="a" * 90, count=-1), {}, 'has -1 as "count"; it is a whole number'),
         (line(text="a" * 90, count=0), {}, "so none was trained on"),
-        (line(text="a" * 90), {"--suffix": 0}, "must both be at least 1"),
+        (line(text="a" * 90), {"--suffix": 0}, "--suffix 0 must be from 1"),
         (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),
         (line(text="a" * 90), {"--max-exact-match": 2}, "must be a share from 0 to 1"),
         (line(text="a" * 90), {"--temperature": 0}, "sampling needs a number above 0"),
