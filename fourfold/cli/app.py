@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import reprlib
 import sys
 from collections.abc import Callable
@@ -100,6 +101,8 @@ def main() -> None:
     try:
         try:
             with lossy_output():
+                if not os.environ.get("COLUMNS", "").strip(" 0"):  # shells without a terminal set 0: no line would fit
+                    os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
                 sys.stdout.flush()  # here a full disk is still an error

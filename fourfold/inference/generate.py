@@ -16,6 +16,8 @@ from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError, first_line
 from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
+COLDEST = 1e-6
+"""A lower temperature makes scaled logits infinite in 32 bits."""
 SCORE_KEYS = (
     "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
@@ -37,8 +39,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature} must be at least 0 (0: always the most likely token)")
+        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
+            raise UserError(
+                f"--temperature {self.temperature} must be 0 (always the most likely token), or at least {COLDEST:g}"
+            )
         if not 0 <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):

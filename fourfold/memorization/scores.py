@@ -31,9 +31,9 @@ class Sampling:
 
     def check(self) -> None:
         """Raise UserError for a scheme that cannot sample."""
-        if not 0 < self.temperature < math.inf:
+        if not 1e-6 <= self.temperature < math.inf:  # below, scaled logits are infinite in 32 bits
             raise UserError(
-                f"--temperature {self.temperature}: sampling needs a number above 0 (greedy decoding is always audited)"
+                f"--temperature {self.temperature}: sampling needs at least 1e-6, such as 1 (greedy is always audited)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k}: at least 1 token must remain")

@@ -236,6 +236,11 @@ def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
     assert f"fourfold tune RUN.toml --nproc 16 --space {record['space'][0]}" in text
 
 
+def test_a_terminal_of_no_width_is_one_of_the_default_width(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "s/step" in cli(*SMALL, "--limit", "pp=1", "--top", 1)[1]
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """A line for every layout, with what it chooses in columns, unless all rows share it and the room is short."""
