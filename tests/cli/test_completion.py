@@ -28,7 +28,7 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]
         patch.setenv("_FOURFOLD_COMPLETE", "complete_bash")
         patch.setenv("COMP_WORDS", " ".join(("fourfold", *words)))
         patch.setenv("COMP_CWORD", str(len(words)))
-        code, output, errors = cli(*words)
+        code, output, errors = cli()
     assert (code, errors) == (0, "")
     return output.split()
 
