@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.huggingface.architectures.config_json import config_of
-from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.initialize import initialize
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
@@ -77,7 +77,8 @@ def hugging_face(
         model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)
     assert model.config._attn_implementation == "sdpa"
     if same_weights:
-        model.load_state_dict(in_modules(model, initial_weights(run.model, run.training.seed)))
+        weights = initial_weights(run.model, run.training.seed)
+        model.load_state_dict(in_modules(model, rows_in_files(model), weights))
     model.to(dtype)
     model.train()
     optimizer = adamw(run, model.parameters())

@@ -140,7 +140,7 @@ def test_torchrun_starts_again(
         os.kill(process_id, signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
-    assert len(losses(tmp_path)) == 200
+    assert len(losses(tmp_path)) == 40
     assert 40 in checkpoint_steps(tmp_path)
     attempts = (tmp_path / "runs" / "run" / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line).get("restarts") for line in attempts] == [0, 1, None]

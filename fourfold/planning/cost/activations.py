@@ -233,7 +233,10 @@ class BlockBytes(Cases):
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         # The input of the block that the backward comes to next is on its way back from the host's memory.
         several = np.ceil(layers / layout.recompute_every) > 1
-        return again + backward + np.where(full & layout.offload & several, self.full, 0)
+        again = again + np.where(full & layout.offload & several, self.full, 0)
+        # The backward has freed the blocks behind the last recomputed one when it comes to that block.
+        freed = (layers - 1) % layout.recompute_every * self.whole
+        return backward + np.maximum(again - freed, 0)
 
 
 def block_bytes(work: Workload) -> BlockBytes:
