@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.options import add_tiny
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import CheckpointConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 

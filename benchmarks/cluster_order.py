@@ -26,8 +26,8 @@ from benchmarks.cluster_runs import ALL, CPU, add_cluster, cluster_run, products
 from benchmarks.ranks import fourfold, one_step, random_batch
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.process_group import ensure_process_group
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.process_group import ensure_process_group
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.machines.write import measured_machine

@@ -24,7 +24,7 @@ from benchmarks.accelerators import accelerators
 from benchmarks.cluster_runs import ALL, CPU, NONE, add_cluster, cluster_run, grid_of, products, size_of
 from benchmarks.limits import communication_of, without_communication
 from benchmarks.ranks import fourfold, interleave, random_batch
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 
 ACTS_ON = {
     "input_gradients": "xy",

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.one_gpu import device_of, name_of
 from benchmarks.options import add_device, failure_in, write_figures
-from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
-from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
+from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.document_attention import attend_documents, attend_documents_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "documents", "blind", "packed")

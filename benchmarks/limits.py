@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.peers import Step
-from fourfold.parallel import communicate, fsdp_on_gloo
+from fourfold.parallel.data import fsdp_on_gloo
+from fourfold.parallel.grid import communicate
 from fourfold.verification.durations import PRODUCTS, is_attention
 
 COLLECTIVES = {

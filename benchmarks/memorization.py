@@ -29,7 +29,7 @@ from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.corpora import micro_batches
 from fourfold.training.job import Job

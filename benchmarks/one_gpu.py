@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.options import write_figures
 from fourfold.environment import Place
-from fourfold.parallel.process_group import end_process_group, start_process_group
+from fourfold.parallel.grid.process_group import end_process_group, start_process_group
 
 
 def device_of(name: str) -> torch.device:

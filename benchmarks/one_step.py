@@ -22,7 +22,7 @@ from benchmarks.options import add_device, failure_in
 from benchmarks.ranks import draw_quickly
 from benchmarks.train_gpu import LLAMA3_8B, TINY
 from fourfold.config.run import RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

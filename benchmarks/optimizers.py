@@ -21,7 +21,7 @@ from benchmarks.one_gpu import device_of, process_group
 from benchmarks.options import add_tiny
 from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import AXES, RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import load_run
 from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job

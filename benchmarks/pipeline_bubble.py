@@ -23,9 +23,9 @@ from benchmarks.train_gpu import LLAMA3_8B
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.launch.job_processes import device_of, run_on_grid
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.schedule import bubble, schedule_ops, timeline
-from fourfold.parallel.stopwatch import Stopwatch
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.pipeline.schedule import bubble, schedule_ops, timeline
+from fourfold.parallel.pipeline.stopwatch import Stopwatch
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

@@ -18,7 +18,7 @@ from benchmarks.peers import Step, my_rows
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.models.transformer import IGNORE_INDEX
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 

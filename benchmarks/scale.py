@@ -35,7 +35,7 @@ from fourfold.checkpoints.global_tensors import layout_of, trained_parts
 from fourfold.checkpoints.rank_files import dtype_of
 from fourfold.config.run import RunConfig
 from fourfold.models.tensor_files import Entry, write_tensors
-from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 

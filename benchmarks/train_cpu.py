@@ -35,7 +35,7 @@ from benchmarks.ranks import (
     ratio,
     run_on_ranks,
 )
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 
 CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ from benchmarks.optuna_samplers import Method, Sampled
 from benchmarks.ranks import run_on_ranks
 from fourfold.config.run import RunConfig
 from fourfold.data.prepare import prepare
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.planning.search.plan import describe_layout
 from fourfold.training.job import Job
 from fourfold.tuning.candidates import Candidates

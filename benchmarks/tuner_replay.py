@@ -27,10 +27,10 @@ from benchmarks.options import add_tiny
 from benchmarks.optuna_samplers import Method, Sampled
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import with_preset
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.rows import Row, read_rows
 from fourfold.planning.calibration.score import fit_rows
-from fourfold.planning.cases import stack
 from fourfold.planning.machines.constants import Constants, prior_constants
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.program_flags import OTHER_PROGRAM

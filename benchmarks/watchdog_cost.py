@@ -19,7 +19,7 @@ from benchmarks.options import add_tiny
 from benchmarks.ranks import run_on_ranks
 from fourfold import heartbeat
 from fourfold.heartbeat import SIZE, Heartbeat
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

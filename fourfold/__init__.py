@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from fourfold.config.run import ParallelConfig
     from fourfold.huggingface.parallelize import Parallelized, parallelize
     from fourfold.jobs import train
-    from fourfold.parallel.grid import Grid
+    from fourfold.parallel.grid.grid import Grid
     from fourfold.run_file.load import load_run
 
 __version__ = "0.1.0"
 __all__ = ["Grid", "ParallelConfig", "Parallelized", "__version__", "load_run", "parallelize", "train"]
 
 _MODULES = {
-    "Grid": "fourfold.parallel.grid",
+    "Grid": "fourfold.parallel.grid.grid",
     "ParallelConfig": "fourfold.config.run",
     "Parallelized": "fourfold.huggingface.parallelize",
     "load_run": "fourfold.run_file.load",

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fourfold.parallel.communicate import NCCL_TYPES
+from fourfold.parallel.grid.communicate import NCCL_TYPES
 
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from make import INK, LINE, PAPER, SOFT, Drawing
 
 from fourfold.config.run import ParallelConfig, Schedule
 from fourfold.config.stages import stages_per_rank
-from fourfold.parallel.schedule import Op, Span, bubble, schedule_ops, timeline
+from fourfold.parallel.pipeline.schedule import Op, Span, bubble, schedule_ops, timeline
 
 PP, DRAWN = 4, 8
 COLORS = {

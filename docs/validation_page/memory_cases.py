@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import needed_bytes, p_out_of_memory, peak_memory
 
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)

@@ -6,8 +6,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import CACHED, SPREAD, UNUSABLE, normal_share, peak_memory, runtime_bytes
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from validation_page.cells import percent, table

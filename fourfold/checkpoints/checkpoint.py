@@ -33,6 +33,7 @@ from fourfold.checkpoints.compatible import (
     check_same_optimizer,
     check_same_order,
 )
+from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import Layout, write_layout
 from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
@@ -45,19 +46,18 @@ from fourfold.checkpoints.global_tensors import (
     weight_parts,
 )
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, seal
+from fourfold.checkpoints.leftover_checkpoints import remove, remove_unfinished
 from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
-from fourfold.checkpoints.remains import remove, remove_unfinished
-from fourfold.checkpoints.room import check_room
 from fourfold.checkpoints.saved_state import CheckpointState, StreamPosition, read_state, state_of, write_state
 from fourfold.checkpoints.verify import shapes_of, verified
 from fourfold.config.run import CheckpointConfig
 from fourfold.data.files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.offload import CopyStream
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
+from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
-from fourfold.parallel.together import decided_by_rank_0, failing_together
 
 
 class _Save(NamedTuple):

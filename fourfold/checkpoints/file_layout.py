@@ -18,7 +18,7 @@ from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
 from fourfold.config.run import AXES
 from fourfold.config.strict import Strict
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
-from fourfold.parallel.sharding import chunk, cut, piece_of
+from fourfold.parallel.tensor.sharding import chunk, cut, piece_of
 
 LAYOUT_FILE = "layout.json"
 MOST_RANKS = 2**20

@@ -16,10 +16,10 @@ from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_NAMES
 from fourfold.models.mixture import is_router_bias
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.expert_load import ExpertLoad
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.offload import CopyStream
+from fourfold.parallel.experts.expert_load import ExpertLoad
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
 

@@ -18,9 +18,9 @@ from fourfold.errors import UserError
 from fourfold.heartbeat import doing
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
 from fourfold.models.tensor_files import Entry, Written, opened_tensors, write_tensors
-from fourfold.parallel.communicate import all_gather
-from fourfold.parallel.grid import Axis
-from fourfold.parallel.offload import CopyStream
+from fourfold.parallel.grid.communicate import all_gather
+from fourfold.parallel.grid.grid import Axis
+from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Key of a file's metadata under which torch.distributed.checkpoint keeps where each part begins in the whole."""

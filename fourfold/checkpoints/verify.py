@@ -19,7 +19,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import STATES, rule_of
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.shared_failure import failing_together
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -18,7 +18,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.inference.lm_eval_tasks import find_tasks, run_tasks
 from fourfold.memorization.scorers import Scorer
-from fourfold.parallel.together import raise_together
+from fourfold.parallel.grid.shared_failure import raise_together
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse
 from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import TASKS_FILE, add_record

@@ -23,8 +23,8 @@ from fourfold.huggingface.tokenizer_file import check_tokenizer_fits
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.lora import ADAPTERS
 from fourfold.models.tensor_files import Entry
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.state import initialize_shards
-from fourfold.parallel.together import failing_together
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:

@@ -25,16 +25,16 @@ from fourfold.huggingface.parallelized_files import (
 )
 from fourfold.models.autograd import differentiable
 from fourfold.models.dtypes import DTYPES
-from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
-from fourfold.parallel.fully_sharded import FullySharded
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.replicated import Replicated
-from fourfold.parallel.sharding import tie_again, tied_names
+from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
+from fourfold.parallel.data.fully_sharded import FullySharded
+from fourfold.parallel.data.replicated import Replicated
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import failing_together
+from fourfold.parallel.other_models.tensor_plan import Placed, lay_out
+from fourfold.parallel.other_models.whole_residual import WholeEmbedding
 from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
-from fourfold.parallel.tensor_plan import Placed, lay_out
-from fourfold.parallel.together import failing_together
-from fourfold.parallel.whole_residual import WholeEmbedding
+from fourfold.parallel.tensor.sharding import tie_again, tied_names
 
 PRECISIONS = ("fp32", "bf16")
 """Types in which a step may compute."""

@@ -26,9 +26,9 @@ from fourfold.data.files import new_folder, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.huggingface.expert_files import Rows
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.state import LocalShard, gather_full
-from fourfold.parallel.together import failing_together
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import regular
 

@@ -55,7 +55,7 @@ def run_on_grid(
     with temporary_folder() as folder:
         meeting_point = (folder / "store").as_uri()  # a file, since another program could take a port
         task = (meeting_point, function, args, wanted_device, timeout)
-        modules = [function.partition(":")[0], "fourfold.parallel.process_group"]
+        modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
 
 
@@ -130,7 +130,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
     """The GPU of this process where there are any (and the run file wants it), else the CPU."""
     import torch
 
-    from fourfold.parallel.process_group import gpu_of
+    from fourfold.parallel.grid.process_group import gpu_of
 
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if not gpus:
@@ -153,7 +153,7 @@ def _check_world_size(place: Place, world_size: int) -> None:
 
 @contextlib.contextmanager
 def _default_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> Iterator[None]:
-    from fourfold.parallel.process_group import end_process_group, start_process_group
+    from fourfold.parallel.grid.process_group import end_process_group, start_process_group
 
     start_process_group(place, meeting_point, device, timeout)
     failed = True

@@ -15,7 +15,7 @@ from fourfold.memorization.extraction import extraction, match_rate
 from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import MEMORIZATION_FILE, add_record

@@ -22,10 +22,10 @@ from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.huggingface.transformers_models import load_model
 from fourfold.memorization.scores import Sampling, score_logits
-from fourfold.parallel.communicate import all_gather, reduce_scatter
-from fourfold.parallel.context import share_of_sequences, take_chunks
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import ParallelHead, chunk_size
+from fourfold.parallel.attention.context import share_of_sequences, take_chunks
+from fourfold.parallel.grid.communicate import all_gather, reduce_scatter
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]

@@ -11,24 +11,24 @@ from torch import nn
 from fourfold.config.layout import attention_split, context_method
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
-from fourfold.parallel.context import DocumentTables
-from fourfold.parallel.data_parallel import DataParallel, StepTypes, units_of
-from fourfold.parallel.embedding import Embedding
-from fourfold.parallel.experts import ParallelMixture
-from fourfold.parallel.float8 import use_float8
-from fourfold.parallel.fully_sharded import FullySharded
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import ParallelHead
-from fourfold.parallel.interleave import interleave
-from fourfold.parallel.linear import Linear4D, LinearGroup
-from fourfold.parallel.norm import Norm
-from fourfold.parallel.offload import offload_inputs
-from fourfold.parallel.preference_head import PreferenceHead
-from fourfold.parallel.product_layouts import Layouts, lay_out_products
-from fourfold.parallel.recompute import compile_blocks, recompute
-from fourfold.parallel.replicated import Replicated
-from fourfold.parallel.sharding import Tiled, tie_again, tied_names
+from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
+from fourfold.parallel.attention.context import DocumentTables
+from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
+from fourfold.parallel.data.fully_sharded import FullySharded
+from fourfold.parallel.data.replicated import Replicated
+from fourfold.parallel.experts.experts import ParallelMixture
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.offload import offload_inputs
+from fourfold.parallel.memory.recompute import compile_blocks, recompute
+from fourfold.parallel.overlap.interleave import interleave
+from fourfold.parallel.tensor.embedding import Embedding
+from fourfold.parallel.tensor.float8 import use_float8
+from fourfold.parallel.tensor.head import ParallelHead
+from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
+from fourfold.parallel.tensor.norm import Norm
+from fourfold.parallel.tensor.preference_head import PreferenceHead
+from fourfold.parallel.tensor.product_layouts import Layouts, lay_out_products
+from fourfold.parallel.tensor.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
 """A pattern of module names → a function of (name, module) that makes the replacement."""

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.initialize import fill_slice
-from fourfold.parallel.communicate import all_reduce, purpose
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.sharding import Tile
+from fourfold.parallel.grid.communicate import all_reduce, purpose
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.sharding import Tile
 
 
 @dataclass(frozen=True)

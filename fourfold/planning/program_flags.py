@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 
 
 @dataclass(frozen=True)

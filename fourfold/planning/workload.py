@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")

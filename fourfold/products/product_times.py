@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.config.layout import ProductSizes
 from fourfold.heartbeat import doing
-from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.parallel.tensor.product_layouts import LaidOutProducts, LayerLayout, Way
 from fourfold.products.product_table import Gain, TunedLayer
 
 LEAST_GAIN = 1.02

@@ -90,7 +90,7 @@ def timeline_bars(best: Prediction) -> tuple[list[Bar], str]:
 
 
 def _pipeline_bars(best: Prediction, stages: int, micro_batches: int, backward: float, forward: float) -> list[Bar]:
-    from fourfold.parallel.schedule import schedule_ops, timeline
+    from fourfold.parallel.pipeline.schedule import schedule_ops, timeline
 
     layout = best.work.layout
     schedule = SCHEDULES[int(layout.schedule)]

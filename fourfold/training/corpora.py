@@ -30,8 +30,8 @@ from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.tokenizer_file import added_beyond
-from fourfold.parallel.context import share_of_sequences
-from fourfold.parallel.grid import Axis
+from fourfold.parallel.attention.context import share_of_sequences
+from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17

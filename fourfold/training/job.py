@@ -20,17 +20,17 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import add_adapters, trained_shapes
 from fourfold.models.mixture import Mixture
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.context import share_of_sequences
-from fourfold.parallel.data_parallel import DataParallel
+from fourfold.parallel.attention.context import share_of_sequences
+from fourfold.parallel.data.data_parallel import DataParallel
 from fourfold.parallel.decoder import parallelize_decoder
-from fourfold.parallel.expert_load import ExpertLoad
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.offload import CopyStream
-from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
-from fourfold.parallel.preference_head import PreferenceHead
-from fourfold.parallel.product_layouts import Layouts
+from fourfold.parallel.experts.expert_load import ExpertLoad
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.offload import CopyStream
+from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
+from fourfold.parallel.tensor.preference_head import PreferenceHead
+from fourfold.parallel.tensor.product_layouts import Layouts
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
+from fourfold.checkpoints.disk_space import check_room_at_start
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
-from fourfold.checkpoints.remains import tidy
-from fourfold.checkpoints.room import check_room_at_start
+from fourfold.checkpoints.leftover_checkpoints import tidy
 from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.environment import Place
@@ -27,10 +27,10 @@ from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_s
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import device_of, imported
 from fourfold.launch.stop_signals import StopRequest
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.float8 import require_float8
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.together import decided_by_rank_0, failing_together, raise_together
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, raise_together
+from fourfold.parallel.tensor.float8 import require_float8
 from fourfold.training.attempts import note_end, note_start
 from fourfold.training.best_validation import is_exhausted, is_last_step, note_validation
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, Rule, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import LocalShard
 from fourfold.training.newton_schulz import orthogonalize, update_scale
 from fourfold.training.owned_matrices import Matrix, OwnedMatrices

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fourfold.checkpoints.file_layout import Layout
 from fourfold.checkpoints.global_tensors import SavedPart, own_layout
-from fourfold.parallel.communicate import send_rows
-from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.grid.communicate import send_rows
+from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.state import LocalShard
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]

@@ -20,8 +20,8 @@ from fourfold.data.loader import Loader
 from fourfold.data.masks import LossMask
 from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
-from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.together import decided_by_rank_0, failing_together
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.parsing import parse_json
 from fourfold.training.corpora import Corpora, micro_batches
 from fourfold.training.job import Job

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
 from fourfold.errors import UserError, first_line
-from fourfold.parallel.checksums import CollectiveInputs, Given, checksum, first_to_differ
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.grid import Axis
+from fourfold.parallel.grid.checksums import CollectiveInputs, Given, checksum, first_to_differ
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.grid import Axis
 from fourfold.parallel.state import LocalShard
 from fourfold.training.job import Job
 

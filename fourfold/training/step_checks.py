@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
 from fourfold.errors import UserError
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.bad_steps import (
     BAD_STEPS_FILE,
     leaves_out,

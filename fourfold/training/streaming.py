@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fourfold.checkpoints.saved_state import StreamPosition, read_state
 from fourfold.errors import UserError
-from fourfold.parallel.communicate import purpose
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.corpora import Corpora
 
 

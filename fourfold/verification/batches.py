@@ -12,7 +12,7 @@ from fourfold.data.dataset import Windows, documents_of
 from fourfold.data.goldfish import goldfish_mask
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.masks import LossMask, document_boundary
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.corpora import micro_batches
 
 

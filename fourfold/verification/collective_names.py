@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from fourfold.parallel.communicate import PURPOSE
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.communicate import PURPOSE
+from fourfold.parallel.grid.grid import Grid
 from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")

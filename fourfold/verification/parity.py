@@ -23,7 +23,7 @@ from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfi
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import device_of
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import LossScale
 from fourfold.verification.comparison import Against, Comparison

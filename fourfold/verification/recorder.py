@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.block_attention import Scores
-from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
-from fourfold.parallel.document_attention import Limits, attend_in_turn, differentiate_in_turn
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.offload import OFFLOAD
+from fourfold.parallel.attention.block_attention import Scores
+from fourfold.parallel.attention.document_attention import Limits, attend_in_turn, differentiate_in_turn
+from fourfold.parallel.grid.communicate import ON_WAIT, PURPOSE, Purpose
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.offload import OFFLOAD
 from fourfold.training.job import Job
 from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.durations import PRODUCTS, Durations, is_attention

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fourfold.config.run import RunConfig
 from fourfold.data.files import temporary_name, write_output, writing
 from fourfold.data.tokenizer import Tokenizer
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.job import Job
 from fourfold.training.run_folder import PROFILE_FILE
 from fourfold.verification.chrome_trace import ChromeTrace, NamedSpan

@@ -20,9 +20,9 @@ from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.models.causal_attention import AttentionCore
-from fourfold.parallel.context import share_of_sequences
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import ParallelHead
+from fourfold.parallel.attention.context import share_of_sequences
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.head import ParallelHead
 from fourfold.planning.machines.machine import Machine
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (

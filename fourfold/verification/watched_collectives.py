@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.exposure import Line
 

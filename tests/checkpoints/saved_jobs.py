@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer
 from fourfold.config.run import CheckpointConfig, RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 

@@ -19,8 +19,8 @@ from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.checkpoints import checkpoint
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
-from fourfold.checkpoints.remains import tidy
-from fourfold.checkpoints.room import check_room_at_start, checkpoint_bytes, free_bytes
+from fourfold.checkpoints.disk_space import check_room_at_start, checkpoint_bytes, free_bytes
+from fourfold.checkpoints.leftover_checkpoints import tidy
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.data.files import WriteFailed
 from fourfold.run_file.load import load_run

@@ -16,8 +16,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import stage_layers
-from fourfold.parallel.context import chunks_of
-from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.parallel.attention.context import chunks_of
+from fourfold.parallel.pipeline.schedule import bubble, schedule_ops, timeline
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.cost.weight_traffic import weight_traffic_seconds
 from fourfold.planning.machines.machine import load_machine

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.process_group import end_process_group, start_process_group
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.process_group import end_process_group, start_process_group
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 

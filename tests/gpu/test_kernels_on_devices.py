@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fourfold.models.grouped import Groups, grouped_product, has_kernel
-from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
-from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
+from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.document_attention import attend_documents, attend_documents_backward
 
 Record = Callable[[str, object], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

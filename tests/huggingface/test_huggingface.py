@@ -23,7 +23,7 @@ from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job

@@ -18,7 +18,7 @@ from fourfold.huggingface.import_model import import_huggingface, load_pretraine
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.models.transformer import parameter_shapes
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 
 transformers = pytest.importorskip("transformers")
 

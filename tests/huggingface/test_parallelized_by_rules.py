@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel import tensor_plan
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.other_models import tensor_plan
 
 
 def own_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:

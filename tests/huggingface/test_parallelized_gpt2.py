@@ -14,16 +14,16 @@ from torch import Tensor
 import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 
 FAULTS = {
     "y cuts queries, keys and values from each other": (
-        "fourfold.parallel.input_first",
+        "fourfold.parallel.other_models.conv1d",
         "weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)",
         "weight.flatten(1)",
     ),
     "the bias is added feature by feature": (
-        "fourfold.parallel.whole_residual",
+        "fourfold.parallel.other_models.whole_residual",
         "out + self.bias.flatten()",
         "out + self.bias.T.flatten()",
     ),

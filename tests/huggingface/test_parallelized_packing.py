@@ -11,7 +11,7 @@ from torch import nn
 
 import fourfold
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from compiled_kernels import usage_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fourfold.parallel import loss_kernels
+from fourfold.parallel.tensor import loss_kernels
 
 TARGETS = [(GPUTarget("cuda", 90, 32), "cubin"), (GPUTarget("hip", "gfx942", 64), "hsaco")]
 TYPES = {"labels": "*i64", "both": "*fp32", "normalizers": "*fp32", "factors": "*fp32", "softcap": "fp32"}

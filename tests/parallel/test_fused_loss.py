@@ -18,8 +18,8 @@ from tuned_products import parity_on_cpu
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.models.softcap import softcapped
-from fourfold.parallel import fused_loss, head
-from fourfold.parallel.fused_loss import differentiate_logits, fuses_loss, normalize_logits, triton_works
+from fourfold.parallel.tensor import fused_loss, head
+from fourfold.parallel.tensor.fused_loss import differentiate_logits, fuses_loss, normalize_logits, triton_works
 from fourfold.verification.parity_report import ParityReport
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")

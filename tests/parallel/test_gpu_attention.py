@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fourfold.models import causal_attention
 from fourfold.models.causal_attention import AttentionContext, AttentionCore
-from fourfold.parallel import block_attention, document_attention
-from fourfold.parallel.block_attention import ATEN, Scores, attend_block, attend_block_backward, kernel_for
-from fourfold.parallel.document_attention import Limits
+from fourfold.parallel.attention import block_attention, document_attention
+from fourfold.parallel.attention.block_attention import ATEN, Scores, attend_block, attend_block_backward, kernel_for
+from fourfold.parallel.attention.document_attention import Limits
 from fourfold.planning.cost.activations import kept_by_core
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import trace

@@ -14,8 +14,8 @@ from tiny_runs import LLAMA, MIXTURE, tiny_run
 
 import fourfold
 from fourfold.config.run import ParallelConfig, RunConfig
-from fourfold.parallel.communicate import check_for_nccl, send_rows
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.communicate import check_for_nccl, send_rows
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 

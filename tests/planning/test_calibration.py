@@ -12,13 +12,13 @@ from planner_rows import HEADER, row_text
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit, from_table, to_toml
 from fourfold.planning.calibration.machine_constants import constants_for, outside_calibrated_range
 from fourfold.planning.calibration.machine_fit import fit_machine
 from fourfold.planning.calibration.measured_run import compare_run
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import fit_rows, predict_rows
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import CATEGORIES, stage_memory
 from fourfold.planning.cost.step import step_seconds

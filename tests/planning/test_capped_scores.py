@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fourfold.parallel import block_attention, document_attention
-from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention import block_attention, document_attention
+from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.planning.cost import tensor_sizes
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.cost.block import block_time

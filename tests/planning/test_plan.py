@@ -17,8 +17,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning import plan_record, scaling
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.published import figures, weak_scaling
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import (
     CACHED,
     CATEGORIES,

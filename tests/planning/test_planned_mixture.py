@@ -10,8 +10,8 @@ import pytest
 from exact_parameters import stages_of_rank
 
 from fourfold.config.run import RunConfig
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.expert_sizes import rows_of, states_of_experts
 from fourfold.planning.cost.memory import peak_memory, stage_memory
 from fourfold.planning.cost.stage_split import blocks_of

@@ -14,7 +14,7 @@ from test_bytes import ONE_LINK, PLAIN
 from tiny_runs import tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from fourfold.checkpoints.room import checkpoint_bytes
+from fourfold.checkpoints.disk_space import checkpoint_bytes
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.planning.cost.memory import stage_memory

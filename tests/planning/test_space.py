@@ -15,7 +15,7 @@ from exact_parameters import stages_of_rank, stored_bytes
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.cases import unique_rows
+from fourfold.planning.array_fields import unique_rows
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import prior_constants

@@ -13,7 +13,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
-from fourfold.parallel.ring import block_of_step
+from fourfold.parallel.attention.ring import block_of_step
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.block import block_time, keys_computed
 from fourfold.planning.cost.memory import in_flight
@@ -125,7 +125,7 @@ PIPELINES = [
 def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     schedule: str, chunks: int, pp: int, micro_batches: int, backward: float
 ) -> None:
-    from fourfold.parallel.schedule import schedule_ops, timeline
+    from fourfold.parallel.pipeline.schedule import schedule_ops, timeline
 
     grid = ParallelConfig(pp=pp, schedule=schedule, stages_per_rank=max(chunks, 2))
     ran = schedule_ops(grid, micro_batches)

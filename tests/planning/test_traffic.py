@@ -18,8 +18,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.norm import Norm
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.norm import Norm
 from fourfold.planning.cost.block import block_time, pointwise_traffic
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.cost.terms.pointwise import OWN_CHAINS, OWN_LAYER_CHAINS, OWN_NORMS

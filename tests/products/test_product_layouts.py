@@ -16,10 +16,10 @@ from tuned_products import EVEN, LAYOUTS, forced_layouts
 from fourfold.config.layout import ProductSizes, product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.product_layouts import PADDED_TO, Copy, LaidOutProducts, LayerLayout, copied
-from fourfold.parallel.products import Products
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.linear import Linear4D
+from fourfold.parallel.tensor.product_layouts import PADDED_TO, Copy, LaidOutProducts, LayerLayout, copied
+from fourfold.parallel.tensor.products import Products
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.training.job import Job

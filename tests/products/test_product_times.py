@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.config.layout import ProductSizes
 from fourfold.errors import UserError
-from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.parallel.tensor.product_layouts import LaidOutProducts, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.machines.names import FOLDER
 from fourfold.products import product_times

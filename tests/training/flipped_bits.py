@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.replicated import Replicated
+from fourfold.parallel.data.replicated import Replicated
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches

@@ -18,7 +18,7 @@ from fourfold.data.indexed import IndexedWriter
 from fourfold.data.prepare import prepare
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Axis
+from fourfold.parallel.grid.grid import Axis
 from fourfold.run_file.load import make_run
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 

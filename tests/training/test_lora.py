@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.weights import Pretrained
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, build_model

@@ -13,7 +13,7 @@ from tiny_runs import GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 from fourfold.config.optimizer_rules import OptimizerConfig, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.optimizer import check_groups, learning_rate

@@ -20,7 +20,7 @@ from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job
 from fourfold.training.reference_model import reference_log_probabilities

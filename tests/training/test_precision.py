@@ -11,9 +11,9 @@ from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.config.run import LossScalingConfig, RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.fully_sharded import FullySharded
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.replicated import Replicated
+from fourfold.parallel.data.fully_sharded import FullySharded
+from fourfold.parallel.data.replicated import Replicated
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import SMALLEST, LossScale

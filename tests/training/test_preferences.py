@@ -26,7 +26,7 @@ from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.planning.run_workload import workload_of
 from fourfold.training import loop
 from fourfold.training.corpora import open_corpora

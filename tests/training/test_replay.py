@@ -15,7 +15,7 @@ from pool import Pool
 from tiny_corpus import run_file
 from tiny_runs import LLAMA, QWEN, tiny_run
 
-from fourfold.parallel.checksums import Given, checksum, first_to_differ
+from fourfold.parallel.grid.checksums import Given, checksum, first_to_differ
 from fourfold.run_file.load import load_run
 from fourfold.training.job import Job
 

@@ -12,7 +12,7 @@ from simulated_gpu import GPU, OnGpu, simulated_gpu
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches

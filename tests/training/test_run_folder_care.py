@@ -12,7 +12,7 @@ from command_line import Cli, exit_code
 from tiny_corpus import run_file
 
 from fourfold import jobs
-from fourfold.checkpoints import remains
+from fourfold.checkpoints import leftover_checkpoints as remains
 from fourfold.launch.local_workers import WorkerFailed
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import count_starts, note_end, note_start

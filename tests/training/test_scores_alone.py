@@ -18,8 +18,8 @@ from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
-from fourfold.parallel.context import share_of_sequences
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.attention.context import share_of_sequences
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 
 CPU, VOCABULARY, LENGTH = torch.device("cpu"), 257, 32

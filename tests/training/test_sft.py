@@ -22,7 +22,7 @@ from fourfold.errors import UserError
 from fourfold.models.causal_attention import documents_of
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job
 

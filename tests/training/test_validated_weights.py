@@ -24,7 +24,7 @@ from fourfold.config.during_training import ValidationConfig
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import load_run
 from fourfold.training import loop

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.config.run import RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

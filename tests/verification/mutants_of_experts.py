@@ -24,7 +24,7 @@ def on_grid(
 EXPERTS = [
     on_grid(
         "the router gets no gradient from the experts",
-        "parallel.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture.forward",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK.detach()",
         MIXTURE,
@@ -33,7 +33,7 @@ EXPERTS = [
     ),
     on_grid(
         "the router's gradient is that of one rank's channels",
-        "parallel.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture.forward",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK",
         MIXTURE,
@@ -41,7 +41,7 @@ EXPERTS = [
     ),
     on_grid(
         "the router's gradient is that of one rank's tokens",
-        "parallel.router:ParallelRouter.__init__",
+        "parallel.experts.router:ParallelRouter.__init__",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
         MIXTURE,
@@ -49,7 +49,7 @@ EXPERTS = [
     ),
     on_grid(
         "experts' gradients are summed over the ranks with other experts too",
-        "parallel.replicated:Replicated.materialize",
+        "parallel.data.replicated:Replicated.materialize",
         "self.grid.expert_replicas",
         "self.grid.replicas",
         MIXTURE,
@@ -57,7 +57,7 @@ EXPERTS = [
     ),
     on_grid(
         "experts' gradients are not summed over the ranks with the same experts",
-        "parallel.replicated:Replicated.materialize",
+        "parallel.data.replicated:Replicated.materialize",
         "self.grid.expert_replicas",
         "self.grid.x",
         MIXTURE,
@@ -74,7 +74,7 @@ EXPERTS = [
     ),
     on_grid(
         "the gradient norm counts experts as held by as many ranks as other weights",
-        "parallel.replicated:Replicated.shard",
+        "parallel.data.replicated:Replicated.shard",
         "self.grid.replicas if tile.ep is None else self.grid.expert_replicas",
         "self.grid.replicas",
         MIXTURE,
@@ -82,7 +82,7 @@ EXPERTS = [
     ),
     on_grid(
         "the balance loss grows with the ranks",
-        "parallel.expert_load:ExpertLoad.begin",
+        "parallel.experts.expert_load:ExpertLoad.begin",
         "loss_scale / self.tokens, True",
         "loss_scale * self.grid.tokens.size / self.tokens, True",
         MIXTURE,
@@ -91,7 +91,7 @@ EXPERTS = [
     ),
     on_grid(
         "the balance loss is a mean over micro-batches of their own loads",
-        "parallel.expert_load:ExpertLoad.with_losses",
+        "parallel.experts.expert_load:ExpertLoad.with_losses",
         "self._factors_E(layer)",
         "self.experts * router_probabilities(logits_TE, self.run.model).mean(0)",
         MIXTURE,
@@ -100,7 +100,7 @@ EXPERTS = [
     ),
     on_grid(
         "the load is that of one rank's tokens",
-        "parallel.expert_load:ExpertLoad.finish",
+        "parallel.experts.expert_load:ExpertLoad.finish",
         "            dist.all_reduce(self._sums)",
         "            pass",
         MIXTURE,
@@ -109,7 +109,7 @@ EXPERTS = [
     ),
     on_grid(
         "the z-loss has half its gradient",
-        "parallel.expert_load:_WithLosses.backward",
+        "parallel.experts.expert_load:_WithLosses.backward",
         "(2 * normalizer_T1)",
         "normalizer_T1",
         MIXTURE,
@@ -118,7 +118,7 @@ EXPERTS = [
     ),
     on_grid(
         "biases follow the load with the wrong sign",
-        "parallel.expert_load:ExpertLoad.advance",
+        "parallel.experts.expert_load:ExpertLoad.advance",
         "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()",
         "(self.rows_LE - self.rows_LE.mean(1, keepdim=True)).sign()",
         DEEPSEEK,
@@ -127,7 +127,7 @@ EXPERTS = [
     ),
     on_grid(
         "the bias counts in the weights of the experts too",
-        "parallel.router:ParallelRouter.forward",
+        "parallel.experts.router:ParallelRouter.forward",
         "self.choice.weights(scores_TE, chosen_TK)",
         "self.choice.weights(scores_TE + self.e_score_correction_bias, chosen_TK)",
         DEEPSEEK,
@@ -145,7 +145,7 @@ EXPERTS = [
     ),
     on_grid(
         "the shared expert is summed twice",
-        "parallel.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture.forward",
         "out_BTh + self._shared(x_BTh)",
         "out_BTh + self._shared(x_BTh) + self._shared(x_BTh)",
         QWEN_MOE,
@@ -153,7 +153,7 @@ EXPERTS = [
     ),
     on_grid(
         "the shared expert's gate has the gradient of one rank's channels",
-        "parallel.experts:SharedExpertGate.forward",
+        "parallel.experts.experts:SharedExpertGate.forward",
         'sum_gradient(logits_BT1.sigmoid(), self.y, "shared expert: gate\'s gradient")',
         "logits_BT1.sigmoid()",
         QWEN_MOE,
@@ -161,7 +161,7 @@ EXPERTS = [
     ),
     on_grid(
         "a recomputation chooses experts anew, and rounds otherwise",
-        "parallel.router:ParallelRouter.forward",
+        "parallel.experts.router:ParallelRouter.forward",
         "remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))",
         "self.choice.experts(scores_TE.detach()[[1, 0, *range(2, len(scores_TE))] if RECOMPUTES.get() else ...], "
         "self.e_score_correction_bias)",
@@ -171,7 +171,7 @@ EXPERTS = [
     ),
     on_grid(
         "the weights of the experts are those of the next token",
-        "parallel.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture.forward",
         "combine(rows_Nh, order, weights_TK)",
         "combine(rows_Nh, order, weights_TK.roll(1, 0))",
         MIXTURE,
@@ -179,7 +179,7 @@ EXPERTS = [
     ),
     on_grid(
         "rows that come back are in the order of the experts of all ranks",
-        "parallel.dispatch:Dispatch.back",
+        "parallel.experts.dispatch:Dispatch.back",
         "_permuted(rows_Nh, traffic.inverse_N, traffic.order_N)",
         "_permuted(rows_Nh, traffic.order_N, traffic.inverse_N)",
         MIXTURE,
@@ -187,7 +187,7 @@ EXPERTS = [
     ),
     on_grid(
         "gradients of dispatched rows go back to other tokens",
-        "parallel.dispatch:_permuted",
+        "parallel.experts.dispatch:_permuted",
         "differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], inverse_N)",
         "differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], order_N)",
         MIXTURE,
@@ -195,7 +195,7 @@ EXPERTS = [
     ),
     on_grid(
         "the gradient of rows gathered over x is that of one rank's features",
-        "parallel.communicate:gather_rows",
+        "parallel.grid.communicate:gather_rows",
         "_sum_of_own_rows(g, axis, sizes, why)",
         "g.split(list(sizes))[axis.rank]",
         MIXTURE,
@@ -203,7 +203,7 @@ EXPERTS = [
     ),
     on_grid(
         "the up projections are not summed over y",
-        "parallel.experts:ParallelExperts.forward",
+        "parallel.experts.experts:ParallelExperts.forward",
         'sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")',
         "grouped_product(rows_Nh, weight, groups)",
         MIXTURE,
@@ -211,7 +211,7 @@ EXPERTS = [
     ),
     on_grid(
         "the capacity is counted on each rank, not over the sequence",
-        "parallel.router:within_capacity_of_sequences",
+        "parallel.experts.router:within_capacity_of_sequences",
         "grid.x.size * grid.cp.size == 1",
         "True",
         MIXTURE,
@@ -220,7 +220,7 @@ EXPERTS = [
     ),
     on_grid(
         "the capacity is taken in the order of ranks, not of tokens",
-        "parallel.router:within_capacity_of_sequences",
+        "parallel.experts.router:within_capacity_of_sequences",
         "whole_BSK = in_order(parts_nBSK, grid.cp.size)",
         "whole_BSK = parts_nBSK.transpose(0, 1).flatten(1, 2)",
         MIXTURE,
@@ -237,7 +237,7 @@ EXPERTS = [
     ),
     on_grid(
         "sharded experts are cut among all ranks of z",
-        "parallel.fully_sharded:FullySharded.shard",
+        "parallel.data.fully_sharded:FullySharded.shard",
         "grid.expert_copies",
         "grid.replicas",
         MIXTURE,
@@ -245,7 +245,7 @@ EXPERTS = [
     ),
     on_grid(
         "padding counts in the load of the experts",
-        "parallel.router:ParallelRouter.forward",
+        "parallel.experts.router:ParallelRouter.forward",
         "chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)",
         "chosen_TK",
         MIXTURE,
@@ -254,7 +254,7 @@ EXPERTS = [
     ),
     on_grid(
         "biases follow a load that counts padding",
-        "parallel.router:ParallelRouter.forward",
+        "parallel.experts.router:ParallelRouter.forward",
         "chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)",
         "chosen_TK",
         DEEPSEEK,
@@ -263,7 +263,7 @@ EXPERTS = [
     ),
     on_grid(
         "padding has a balance loss and a z-loss",
-        "parallel.expert_load:_WithLosses.backward",
+        "parallel.experts.expert_load:_WithLosses.backward",
         "load.factor if is_data_T is None else load.factor * is_data_T[:, None]",
         "load.factor",
         MIXTURE,
@@ -272,7 +272,7 @@ EXPERTS = [
     ),
     on_grid(
         "the routers' losses are divided by the tokens with padding",
-        "parallel.expert_load:ExpertLoad._data_tokens",
+        "parallel.experts.expert_load:ExpertLoad._data_tokens",
         "if not masks_BS:\n    return self.run.training.global_batch_size * self.run.training.seq_length",
         "if True:\n    return self.run.training.global_batch_size * self.run.training.seq_length",
         MIXTURE,
@@ -281,7 +281,7 @@ EXPERTS = [
     ),
     on_grid(
         "the routers' losses are divided by the tokens of one rank",
-        "parallel.expert_load:ExpertLoad._data_tokens",
+        "parallel.experts.expert_load:ExpertLoad._data_tokens",
         'all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)',
         "mine.clamp(min=1)",
         MIXTURE,
@@ -290,7 +290,7 @@ EXPERTS = [
     ),
     on_grid(
         "the mask of padding is split over cp in the order of the sequence",
-        "parallel.context:share_of_sequences",
+        "parallel.attention.context:share_of_sequences",
         "by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))",
         "by_token.map(lambda t: t.chunk(2, 1)[cp.rank] if t.dtype.itemsize < 8 else take_chunks(t, cp.rank, 2))",
         MIXTURE,
@@ -299,7 +299,7 @@ EXPERTS = [
     ),
     on_grid(
         "every rank of x has the mask of the first rank",
-        "parallel.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture.forward",
         "self.grid.x.rank",
         "0",
         MIXTURE,
@@ -308,7 +308,7 @@ EXPERTS = [
     ),
     on_grid(
         "every micro-batch of a pipeline has the mask of the first one",
-        "parallel.pipeline:_Step._forward",
+        "parallel.pipeline.pipeline:_Step._forward",
         "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)",
         "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data)",
         MIXTURE,
@@ -317,7 +317,7 @@ EXPERTS = [
     ),
     on_grid(
         "padding takes capacity",
-        "parallel.router:within_capacity_of_sequences",
+        "parallel.experts.router:within_capacity_of_sequences",
         "kept_BSK = within_capacity(whole_BSK, num_experts, factor)",
         "kept_BSK = within_capacity(whole_BSK % num_experts, num_experts, factor)",
         MIXTURE,

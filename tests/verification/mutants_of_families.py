@@ -8,14 +8,14 @@ from tiny_runs import GEMMA2, GEMMA3, OLMO2, SLIDING
 WINDOWS = [
     Mutant(
         "the window is one token longer",
-        "parallel.document_attention:_mask_of_piece",
+        "parallel.attention.document_attention:_mask_of_piece",
         "before - window + 1",
         "before - window",
         SLIDING,
     ),
     Mutant(
         "a piece of the queries misses the first key of its window",
-        "parallel.document_attention:pieces_of",
+        "parallel.attention.document_attention:pieces_of",
         "begin - window + 1",
         "begin - window + 2",
         SLIDING,
@@ -31,7 +31,7 @@ WINDOWS = [
     ),
     Mutant(
         "with heads exchanged for tokens, the window is ignored",
-        "parallel.attention:SharedAttentionCore.attend",
+        "parallel.attention.attention:SharedAttentionCore.attend",
         "options = (document_ends_BE, self.scale, window, self.softcap)",
         "options = (document_ends_BE, self.scale, 0, self.softcap)",
         SLIDING,
@@ -39,7 +39,7 @@ WINDOWS = [
     ),
     Mutant(
         "the ring ignores the window",
-        "parallel.ring:block_of_step",
+        "parallel.attention.ring:block_of_step",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < window",
         "ours_1Q[:, :, None] - theirs_1K[:, None, :] < length",
         SLIDING,
@@ -47,7 +47,7 @@ WINDOWS = [
     ),
     Mutant(
         "the ring skips ranks that a window reaches",
-        "parallel.ring:block_of_step",
+        "parallel.attention.ring:block_of_step",
         "(abs(source - cp.rank) - 1) * half + 1 >= window",
         "(abs(source - cp.rank) - 0) * half + 1 >= window",
         SLIDING,
@@ -75,7 +75,7 @@ NORMS = [
     ),
     Mutant(
         "weights counted from one are counted from zero",
-        "parallel.norm:_Normalize.forward",
+        "parallel.tensor.norm:_Normalize.forward",
         "1 + weight.float()",
         "weight.float()",
         GEMMA3,
@@ -104,7 +104,7 @@ TABLES = [
 CAPS = [
     Mutant(
         "the gradient of the logits forgets their cap",
-        "parallel.head:cross_entropy",
+        "parallel.tensor.head:cross_entropy",
         "gradient_mv.mul_(slopes_mv)",
         "gradient_mv",
         GEMMA2,
@@ -112,7 +112,7 @@ CAPS = [
     ),
     Mutant(
         "the gradient of the scores forgets their cap",
-        "parallel.block_attention:_differentiate_capped",
+        "parallel.attention.block_attention:_differentiate_capped",
         "weights * ((grad @ v.mT).to(precise) - projected) * slopes",
         "weights * ((grad @ v.mT).to(precise) - projected)",
         GEMMA2,

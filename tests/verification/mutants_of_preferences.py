@@ -9,7 +9,7 @@ PAIRS = {"dpo": {"beta": 0.2}, "data": {"format": "preferences", "train": [{"pat
 PREFERENCES = [
     Mutant(
         "the rejected answer is preferred",
-        "parallel.preference_head:_PreferenceLoss.forward",
+        "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "chosen_P, rejected_P = rewards_B.unflatten(0, (-1, 2)).unbind(1)",
         "rejected_P, chosen_P = rewards_B.unflatten(0, (-1, 2)).unbind(1)",
         grid=X2,
@@ -17,7 +17,7 @@ PREFERENCES = [
     ),
     Mutant(
         "answers are pulled apart the more, the further apart they are",
-        "parallel.preference_head:_PreferenceLoss.forward",
+        "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "torch.sigmoid(-margins_P)",
         "torch.sigmoid(margins_P)",
         grid=DP2,
@@ -25,7 +25,7 @@ PREFERENCES = [
     ),
     Mutant(
         "the reference says nothing",
-        "parallel.preference_head:_PreferenceLoss.forward",
+        "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "head.log_probabilities(x_BSh, weight, labels_BS) - reference_B",
         "head.log_probabilities(x_BSh, weight, labels_BS) - 0 * reference_B",
         grid=X2,
@@ -33,7 +33,7 @@ PREFERENCES = [
     ),
     Mutant(
         "an answer's log-probability lacks the tokens of other ranks of y",
-        "parallel.preference_head:PreferenceHead.log_probabilities",
+        "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "(self.y, self.cp)",
         "(self.cp,)",
         grid=Y2,
@@ -41,7 +41,7 @@ PREFERENCES = [
     ),
     Mutant(
         "an answer's log-probability lacks the tokens of other ranks of cp",
-        "parallel.preference_head:PreferenceHead.log_probabilities",
+        "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "(self.y, self.cp)",
         "(self.y,)",
         grid=CP2,
@@ -49,7 +49,7 @@ PREFERENCES = [
     ),
     Mutant(
         "every rank of cp counts the loss of a pair",
-        "parallel.preference_head:_PreferenceLoss.forward",
+        "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "-F.logsigmoid(margins_P).sum() / head.cp.size",
         "-F.logsigmoid(margins_P).sum() / 1",
         grid=CP2,
@@ -57,7 +57,7 @@ PREFERENCES = [
     ),
     Mutant(
         "tokens count for the other answers of their micro-batch",
-        "parallel.preference_head:PreferenceHead.log_probabilities",
+        "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat_interleave",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat",
         grid=X2,

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.trace import fake_processes, trace
 

@@ -14,7 +14,7 @@ from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 
 LION, MUON = ({"optimizer": {"name": name, **GROUPS["optimizer"]}} for name in ("lion", "muon"))

@@ -22,7 +22,7 @@ from tiny_corpus import run_file
 from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.run_folder import PROFILE_FILE
 from fourfold.verification.batches import random_micro_batches

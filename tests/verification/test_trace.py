@@ -12,7 +12,7 @@ from pool import Pool
 from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 

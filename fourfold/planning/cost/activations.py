@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,

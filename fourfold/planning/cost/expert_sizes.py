@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0

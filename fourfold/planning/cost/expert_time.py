@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import host, pointwise

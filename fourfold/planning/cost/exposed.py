@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.in_turn import exposed_in_turn

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.cases import Number, unique_rows
+from fourfold.planning.array_fields import Number, unique_rows
 from fourfold.planning.cost.block import norms_before
 from fourfold.planning.cost.part_time import PartTime, part_time
 from fourfold.planning.cost.tensor_sizes import attention_over_y

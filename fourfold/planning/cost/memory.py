@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
 from fourfold.planning.cost.optimizer_cost import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine

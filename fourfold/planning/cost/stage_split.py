@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.config.stages import balanced
-from fourfold.planning.cases import Number, unique_rows
+from fourfold.planning.array_fields import Number, unique_rows
 from fourfold.planning.workload import Workload
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.turns import Steps, Until, in_turn
+from fourfold.overlap_order import Steps, Until, in_turn
 
 
 @dataclass(frozen=True)

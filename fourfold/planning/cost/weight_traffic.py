@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 
 
 @dataclass(frozen=True)

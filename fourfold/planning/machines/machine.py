@@ -12,7 +12,7 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.parsing import parse_toml
-from fourfold.planning.cases import Cases, Number
+from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.machines.constants import NAMES
 from fourfold.planning.machines.names import FOLDER, machine_names, similar_machines
 

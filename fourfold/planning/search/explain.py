@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.cases import stack
+from fourfold.planning.array_fields import stack
 from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import RANKED, TIED, in_parts, score

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.planning.cases import unique_rows
+from fourfold.planning.array_fields import unique_rows
 from fourfold.planning.cost.activations import block_bytes
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory

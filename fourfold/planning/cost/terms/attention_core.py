@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
 """Matrix products of a fused kernel's backward for two of its forward: five, scores computed again."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
 """Operations of one block in eager PyTorch: products, biases, norms, casts, dropout, copies, activation, attention."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 """Rows, columns, and the share of the best rate: two of the tiles' guide's figures (256×128 and 128×64 on A100)."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.array_fields import Number
 
 # Other programs, in the forward, counted from the operations of a block.
 RESIDUAL_PASSES = 12.0

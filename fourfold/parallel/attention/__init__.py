@@ -1,0 +1,1 @@
+"""Attention on the grid: context parallelism, windows, documents."""

@@ -1,0 +1,109 @@
+"""The context axis: each rank holds two chunks of every sequence, and attention runs as if it held them all.
+
+Head–tail layout: of 2n chunks, rank r of n has chunks r and 2n − 1 − r, so that under a causal mask all ranks have the
+same work. Everything but attention works token by token, and needs nothing from other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fourfold.data.loader import MicroBatch
+from fourfold.models.causal_attention import AttentionContext, AttentionTables
+from fourfold.parallel.grid.communicate import exchange
+from fourfold.parallel.grid.grid import Axis
+
+C = TypeVar("C", bound=AttentionContext)
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two of a sequence's 2·ranks chunks that a rank holds."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's tokens of whole sequences, [B, S] → [B, S/ranks]."""
+    if ranks == 1:
+        return t_BS
+    chunks = t_BS.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim=1)
+
+
+def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
+    """This rank's tokens of a micro-batch. Documents stay whole: attention compares those of all tokens."""
+    if cp.size == 1:
+        return micro_batch
+    positions = micro_batch.positions
+    if positions is None:
+        positions = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)[None]
+    by_token = replace(micro_batch, positions=positions, document_ends=None, reference=None)
+    mine = by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))
+    return replace(mine, document_ends=micro_batch.document_ends, reference=micro_batch.reference)
+
+
+@dataclass(frozen=True)
+class DocumentContext(AttentionContext):
+    """Tables of this rank's tokens, with the documents of the whole sequence in place of a mask."""
+
+    document_ends_BE: Tensor | None = None
+
+
+def context_of_sequences(context: C, sequences: slice) -> C:
+    """The tables of some sequences of a batch. One that has a single row is for every sequence, and stays."""
+
+    def rows(table: Tensor | None) -> Tensor | None:
+        return table if table is None or len(table) == 1 else table[sequences]
+
+    tables: dict[str, Any] = {
+        field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"
+    }
+    return replace(context, **tables)
+
+
+class DocumentTables(AttentionTables):
+    """The tables of this rank's tokens, without a mask."""
+
+    def __init__(self, tables: AttentionTables) -> None:
+        super().__init__(tables.config)
+
+    def with_documents(
+        self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
+    ) -> DocumentContext:
+        return DocumentContext(
+            tables.cos_BS1d,
+            tables.sin_BS1d,
+            window=tables.window,
+            is_data_BS=tables.is_data_BS,
+            document_ends_BE=document_ends_BE,
+        )
+
+
+def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange some tokens of all heads for all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
+    if cp.size == 1:
+        return q_BTND, k_BTKD, v_BTKD
+    heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
+    parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
+    received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
+    whole_BShD = in_order(received_nBThD, cp.size)
+    q_BShD, k_BShD, v_BShD = whole_BShD.split([t.shape[3] for t in heads], dim=2)
+    return q_BShD, k_BShD, v_BShD
+
+
+def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
+    """Exchange them back for this rank's tokens of all heads, [B, T, N, D]."""
+    if cp.size == 1:
+        return out_BShD
+    parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])
+    received_nBThD = exchange(parts_nBThD, cp, "attention: tokens for heads")
+    return received_nBThD.movedim(0, 2).flatten(2, 3)
+
+
+def in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
+    """The tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
+    heads, tails = parts_nBT.chunk(2, dim=2)
+    return torch.cat([*heads, *tails.flip(0)], dim=1)

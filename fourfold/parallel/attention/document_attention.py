@@ -1,0 +1,227 @@
+"""Causal attention inside each document of packed sequences, and inside a window, without a mask of whole sequences:
+memory is that of plain attention, and time follows the lengths of documents and of the window.
+
+One kernel call for all documents where a GPU has one (FlashAttention 2, Dao 2023, arXiv 2307.08691); else one for each,
+or for each piece of its queries. Both are operators that the compiler does not look into.
+
+cuDNN's kernel is faster on Hopper. But torch's operators for it take no window, and torch's own ``varlen_attn`` (2.13)
+never calls them, and refuses grouped heads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.parallel.attention.block_attention import (
+    ATEN,
+    WIDEST_FLASH,
+    Scores,
+    attend_block,
+    attend_block_backward,
+    padded,
+)
+
+Tensors = tuple[Tensor, ...]
+
+LEAST_QUERIES, MOST_QUERIES = 16, 512
+"""Queries of one piece: so few that the keys before the window of the first cost little, and its scores little room."""
+
+
+class Limits(NamedTuple):
+    """The keys that a query sees: in its document, of its window."""
+
+    document_ends_BE: Tensor | None
+    window: int
+
+
+@torch.library.custom_op("fourfold::attend_documents", mutates_args=())
+def attend_documents(
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    document_ends_BE: Tensor | None,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
+
+    document_ends_BE: where each document of a sequence ends, rising; the last is S, repeated in rows with fewer. By
+    default a sequence is one document. window: tokens that a query sees, itself included; 0: all before it. scale,
+    softcap: of ``Scores``.
+    """
+    limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
+    attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
+    return attend(q_BSND, k_BSKD, v_BSKD, limits, scores)
+
+
+@torch.library.custom_op("fourfold::attend_documents_backward", mutates_args=())
+def attend_documents_backward(
+    grad_BSND: Tensor,
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    out_BSND: Tensor,
+    lse_NT: Tensor,
+    document_ends_BE: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
+    differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else differentiate_in_turn
+    dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, limits, scores)
+    return dq, dk, dv
+
+
+def _has_kernel(q: Tensor, softcap: float) -> bool:
+    """The kernel for all documents at once takes half precision, and caps nothing.
+
+    On AMD its log-sum-exps are padded to [documents, N, S], which can be more than a mask.
+    """
+    is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
+    return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap
+
+
+def attend_at_once(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: Limits, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """All documents in one call of a CUDA kernel."""
+    length = q_BSND.shape[1]
+    begins, tokens = begins_of(limits, q_BSND), [t.flatten(0, 1) for t in padded(q_BSND, k_BSKD, v_BSKD)]
+    given = (*tokens, begins, begins, length, length, 0.0, True, False)
+    out, lse = ATEN._flash_attention_forward(*given, **_options(limits, scores))[:2]
+    return out[..., : q_BSND.shape[-1]].reshape(q_BSND.shape), lse
+
+
+def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+    """tensors: the output's gradient, q, k, v and the output."""
+    batch, length = tensors[0].shape[:2]
+    begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in padded(*tensors)]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse_NT.device), lse_NT.new_empty(0)
+    given = (*tokens, lse_NT, begins, begins, length, length, 0.0, True, *no_dropout)
+    gradients = ATEN._flash_attention_backward(*given, **_options(limits, scores))
+    width = tensors[0].shape[-1]
+    return tuple(gradient[..., :width].unflatten(0, (batch, length)).contiguous() for gradient in gradients)
+
+
+def _options(limits: Limits, scores: Scores) -> dict[str, Any]:
+    """A query of the kernel sees itself and so many tokens to its left."""
+    return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
+
+
+def attend_in_turn(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: Limits, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Some queries after others."""
+    out_BSND, lse_NT = _outputs(q_BSND)
+    lse_BNS = _by_row(lse_NT, q_BSND)
+    for row, queries, keys in pieces_of(limits, q_BSND, scores):
+        q, k, v = (t.transpose(1, 2) for t in (q_BSND[row, queries], k_BSKD[row, keys], v_BSKD[row, keys]))
+        mask = _mask_of_piece(queries, keys, limits.window, q.device)
+        out, lse_BNS[row, :, queries] = attend_block(q, k, v, mask is None, mask, scores)
+        out_BSND[row, queries] = out.transpose(1, 2)
+    return out_BSND, lse_NT
+
+
+def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+    """tensors: the output's gradient, q, k, v and the output."""
+    grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND = tensors
+    dq, dk, dv = (torch.zeros_like(t, dtype=lse_NT.dtype) for t in tensors[1:4])
+    lse_BNS = _by_row(lse_NT, q_BSND)
+    for row, queries, keys in pieces_of(limits, q_BSND, scores):
+        grad, q, out = (t[row, queries].transpose(1, 2) for t in (grad_BSND, q_BSND, out_BSND))
+        k, v = (t[row, keys].transpose(1, 2) for t in (k_BSKD, v_BSKD))
+        mask = _mask_of_piece(queries, keys, limits.window, q.device)
+        lse = lse_BNS[row, :, queries]
+        parts = attend_block_backward(grad, q, out, lse, k, v, mask is None, mask, scores)
+        for gradient, place, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
+            gradient[row, place] += part.transpose(1, 2)  # several pieces read a key
+    return tuple(gradient.to(t.dtype) for gradient, t in zip((dq, dk, dv), tensors[1:4], strict=True))
+
+
+def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
+    """[N, B·S] as [B, N, S], in place."""
+    batch, length, heads, _ = q_BSND.shape
+    return lse_NT.view(heads, batch, length).transpose(0, 1)
+
+
+def begins_of(limits: Limits, q_BSND: Tensor) -> Tensor:
+    """Where the documents begin in all tokens of the batch, and the end of the last, int32 [B·E + 1]."""
+    batch, length = q_BSND.shape[:2]
+    row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
+    ends = length if limits.document_ends_BE is None else limits.document_ends_BE
+    return F.pad((ends + row_begins_B1).flatten(), (1, 0)).int()
+
+
+def pieces_of(limits: Limits, q_BSND: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows, some queries of a document of theirs, and the keys that these see; the last query sees the last key."""
+    length, window = q_BSND.shape[1], limits.window
+    size = length
+    if scores.softcap or 0 < window < length:
+        size = min(max(window or length, LEAST_QUERIES), MOST_QUERIES)
+    whole = [(slice(None), slice(0, length))]
+    for row, document in whole if limits.document_ends_BE is None else _documents(limits.document_ends_BE):
+        for begin in range(document.start, document.stop, size):
+            end = min(begin + size, document.stop)
+            first = max(document.start, begin - window + 1) if window else document.start
+            yield row, slice(begin, end), slice(first, end)
+
+
+def _mask_of_piece(queries: slice, keys: slice, window: int, device: torch.device) -> Tensor | None:
+    """[1, 1, Q, S]: true where a query sees a key; None where it sees all keys that are not later."""
+    count, before = queries.stop - queries.start, queries.start - keys.start
+    if before == 0 and not 0 < window < count:
+        return None
+    seen_QS = torch.ones(count, before + count, dtype=torch.bool, device=device).tril(before)
+    return (seen_QS.triu(before - window + 1) if window else seen_QS)[None, None]
+
+
+def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The row and the tokens of each document."""
+    for row, ends in enumerate(document_ends_BE.tolist()):
+        begin = 0
+        for end in ends:
+            if end > begin:
+                yield slice(row, row + 1), slice(begin, end)
+            begin = end
+
+
+def _outputs(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the outputs and the log-sum-exps."""
+    batch, length, heads, _ = q_BSND.shape
+    precise = torch.float64 if q_BSND.dtype == torch.float64 else torch.float32
+    return q_BSND.new_empty(q_BSND.shape), q_BSND.new_empty((heads, batch * length), dtype=precise)
+
+
+@attend_documents.register_fake
+def _attend_documents(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q)
+
+
+@attend_documents_backward.register_fake
+def _attend_documents_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensors:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, document_ends, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, document_ends)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # nothing reads the outputs
+        return (None,) * 7
+    dq, dk, dv = attend_documents_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None, None
+
+
+attend_documents.register_autograd(_differentiate, setup_context=_keep)

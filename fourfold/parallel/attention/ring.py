@@ -1,0 +1,152 @@
+"""Causal attention over sequences that the ranks of cp share, by passing keys and values around a ring.
+
+Liu et al. 2023 (arXiv 2310.01889), with the head–tail layout of ``context``: every rank attends to the keys and values
+of every other, one block at a time, while the next block is in flight; partial results are merged by their log-sum-exp.
+The backward passes the blocks around again, and their gradients with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.models.autograd import Function
+from fourfold.models.causal_attention import documents_of
+from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.context import take_chunks
+from fourfold.parallel.grid.communicate import Pending, start_rotate
+from fourfold.parallel.grid.grid import Axis
+
+KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: keys' and values' gradients"
+
+
+def ring_attention(
+    q_BTND: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    document_ends_BE: Tensor | None,
+    cp: Axis,
+    scores: Scores,
+    window: int = 0,
+) -> Tensor:
+    """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents; window: tokens
+    that a query sees, itself included, or 0 for all."""
+    documents_BS = None if document_ends_BE is None else documents_of(document_ends_BE, q_BTND.shape[1] * cp.size)
+    q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
+    out_BNTD = _Ring.apply(q, k, v, documents_BS, cp, scores, window)
+    return out_BNTD.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of one ring step that is not masked away: which queries meet which keys, and under which mask."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    mask_B1QK: Tensor | None
+
+
+def block_of_step(
+    source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
+) -> Block | None:
+    """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both. None where all of
+    them are before the windows of these queries."""
+    everything, half = slice(0, tokens), tokens // 2
+    if source == cp.rank:
+        queries, keys = everything, everything
+    elif source < cp.rank:
+        queries, keys = everything, slice(0, half)  # its head comes before both of ours, its tail after
+    else:
+        queries, keys = slice(half, tokens), everything  # our tail comes after both of its chunks, our head before
+    causal, length = source == cp.rank, tokens * cp.size
+    if not causal and window:
+        if (abs(source - cp.rank) - 1) * half + 1 >= window:
+            return None
+        if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:  # nor does our tail see its head
+            queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
+    if documents_BS is None and not 0 < window < length:
+        return Block(queries, keys, causal, None)
+    mask_BQK = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    if documents_BS is not None:
+        ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)
+        mask_BQK = ours_BQ[:, :, None] == theirs_BK[:, None, :]
+    if window:
+        ours_1Q, theirs_1K = _of_both(torch.arange(length, device=device)[None], source, queries, keys, cp)
+        mask_BQK = mask_BQK & (ours_1Q[:, :, None] - theirs_1K[:, None, :] < window)
+    return Block(queries, keys, False, (mask_BQK.tril() if causal else mask_BQK)[:, None])
+
+
+def _of_both(t_BS: Tensor, source: int, queries: slice, keys: slice, cp: Axis) -> tuple[Tensor, Tensor]:
+    """The entries of a block's queries, and of its keys."""
+    return take_chunks(t_BS, cp.rank, cp.size)[:, queries], take_chunks(t_BS, source, cp.size)[:, keys]
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BNTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        documents_BS: Tensor | None,
+        cp: Axis,
+        scores: Scores,
+        window: int,
+    ) -> Tensor:
+        out_BNTD = torch.zeros_like(q_BNTD, dtype=torch.float32)
+        lse_BNT = torch.full(q_BNTD.shape[:3], -torch.inf, device=q_BNTD.device)
+        kv = torch.stack([k_BKTD, v_BKTD])
+        for step in range(cp.size):
+            following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
+            source = (cp.rank - step) % cp.size
+            block = block_of_step(source, q_BNTD.shape[2], documents_BS, cp, window, kv.device)
+            if block is not None:
+                rows, (k, v) = block.queries, kv[..., block.keys, :]
+                part, part_lse = attend_block(q_BNTD[:, :, rows], k, v, block.causal, block.mask_B1QK, scores)
+                merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
+            if following is not None:
+                kv = following.wait()
+        out_BNTD = out_BNTD.to(q_BNTD.dtype)
+        ctx.save_for_backward(q_BNTD, k_BKTD, v_BKTD, out_BNTD, lse_BNT, documents_BS)
+        ctx.cp, ctx.scores, ctx.window = cp, scores, window
+        return out_BNTD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BNTD: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, documents_BS = ctx.saved_tensors
+        cp: Axis = ctx.cp
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        kv = torch.stack([k, v])
+        dkv_coming: Pending | None = None
+        for step in range(cp.size):
+            following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
+            source = (cp.rank - step) % cp.size
+            block = block_of_step(source, q.shape[2], documents_BS, cp, ctx.window, kv.device)
+            if block is not None:
+                rows, (k, v) = block.queries, kv[..., block.keys, :]
+                grad_rows, q_rows, out_rows, lse_rows = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
+                dq_part, dk, dv = attend_block_backward(
+                    grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
+                )
+                dq[:, :, rows] += dq_part
+            # The gradients of these keys and values so far, from the ranks that have had them before.
+            dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
+            if block is not None:
+                dkv[..., block.keys, :] += torch.stack([dk, dv])
+            dkv_coming = start_rotate(dkv, cp, THEIR_GRADIENTS)
+            if following is not None:
+                kv = following.wait()
+        assert dkv_coming is not None
+        dk, dv = dkv_coming.wait().to(q.dtype)  # after a full round they are back on their own rank
+        return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the result over more keys into the result so far, in place; the first block has a key for every query."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
+    lse.copy_(both)

@@ -1,0 +1,1 @@
+"""Data parallelism: whole or sharded weights, and the sums of their gradients."""

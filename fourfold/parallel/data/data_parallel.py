@@ -1,0 +1,117 @@
+"""The interface of data parallelism to the step; ``replicated`` and ``fully_sharded`` implement it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.run import TrainingConfig
+from fourfold.models.dtypes import DTYPES
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.state import LocalShard
+from fourfold.parallel.tensor.sharding import Tile, tie_again, tied_names, tile_table
+
+
+@dataclass(frozen=True)
+class StepTypes:
+    """The types of a step's tensors."""
+
+    stored: torch.dtype
+    """Weights as the optimizer steps them."""
+    working: torch.dtype
+    """Weights and activations in forward and backward."""
+    reduced: torch.dtype
+    """Gradients while they are summed, over the micro-batches of a step and over ranks."""
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """The type of complete gradients. Clipping and unscaling must not round them once more."""
+        return torch.promote_types(self.stored, self.reduced)
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> StepTypes:
+        return cls(DTYPES[training.master_weights], DTYPES[training.precision], DTYPES[training.reduce_dtype])
+
+
+@dataclass(frozen=True)
+class Units:
+    """The modules of a model in the order of the forward, by what is gathered, and has its gradients summed, together.
+
+    That is each block, and the modules in ``last``, which follow the blocks; what is in no unit goes with the model.
+    """
+
+    embeddings: list[nn.Module]
+    blocks: list[nn.Module]
+    last: list[nn.Module]
+
+
+def units_of(model: Transformer) -> Units:
+    """The units of a decoder: embeddings, blocks, and norm and head, as far as a stage has them."""
+    embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
+    last = [module for module in (model.norm, model.lm_head) if module is not None]
+    return Units([*embeddings], [*model.blocks], [*last])
+
+
+class DataParallel(ABC):
+    """A model on the ranks that split the tokens: what each stores and gathers, and how gradients are summed."""
+
+    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
+        """Wrap a model on the meta device; its weights have the type ``types.stored``, or are frozen."""
+        self.model, self.units, self.grid, self.types = model, units, grid, types
+
+    def materialize(self, device: torch.device) -> None:
+        """Give the model uninitialized memory."""
+        tied = tied_names(self.model)
+        self.model.to_empty(device=device)
+        tie_again(self.model, tied)  # materializing visits every module and separates them
+
+    def shards(self) -> list[LocalShard]:
+        """Every parameter as this process stores it, in the model's order; a tied one once."""
+        tiles = tile_table(self.model)
+        return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
+
+    def split_experts(self) -> set[nn.Parameter]:
+        """The parameters of which the ranks that split the tokens hold different ones: experts over ep."""
+        tiles = tile_table(self.model)
+        if self.grid.ep.size == 1:
+            return set()
+        return {parameter for name, parameter in self.model.named_parameters() if tiles[name].ep is not None}
+
+    @abstractmethod
+    def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
+        """This process's part of a parameter of the model."""
+
+    @abstractmethod
+    def begin_backward(self, last: bool) -> None:
+        """Prepare for the backward of a micro-batch; the ``last`` one of a step completes the gradients."""
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a weight gradient that was computed apart from its backward."""
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.grad_dtype)
+        else:
+            parameter.grad += gradient
+
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """After the last backward of a step: the shards have the sums over all micro-batches and token ranks."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Have the next forward compute with the stored weights, which have changed."""
+
+    @abstractmethod
+    def free_gathered(self) -> None:
+        """Free the gathered weights that forwards without a backward leave behind."""
+
+    @abstractmethod
+    def gathered(self) -> list[Tensor]:
+        """The weights that take memory now besides the stored ones."""
+
+    @abstractmethod
+    def partial_gradients(self) -> list[Tensor]:
+        """The gradients that take memory now and are not yet those of the shards."""

@@ -1,0 +1,81 @@
+"""FSDP2's collectives in two levels: inside the nodes, and across them (PCCL, arXiv 2504.18658).
+
+A ring over n ranks has n steps, each with a latency. In two levels there are those of a node and those of the nodes. A
+gather goes across nodes first: the ranks of a node use its adapters together, each for its own shard. A sum goes there
+last, when a node has one part for each of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.parallel.grid.communicate import all_gather_single, reduce_scatter_single
+from fourfold.parallel.grid.grid import TwoLevels
+
+
+class MeshWithGroups(DeviceMesh):
+    """A mesh that gives FSDP2 other groups for some of its dims; FSDP2 calls only what these have."""
+
+    def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
+        vars(self).update(vars(mesh))  # a new mesh would make new groups
+        earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
+        self._other_groups: dict[int, Any] = {**earlier, **groups}
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        if mesh_dim in self._other_groups:
+            group: dist.ProcessGroup = self._other_groups[mesh_dim]
+            return group
+        return super().get_group(mesh_dim)
+
+
+def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
+    """A mesh whose last axis is these shards, in one level or two."""
+    return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
+
+
+class Allocation:
+    """Where FSDP2 has its buffers: ordinary memory."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherInLevels(Allocation):
+    """An all-gather for ``set_custom_all_gather``; on a GPU both levels are on FSDP2's stream for gathers."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | TwoLevels, async_op: bool = False
+    ) -> dist.Work | None:
+        if isinstance(group, TwoLevels):
+            mine = output_tensor.view(group.inside.size, -1)[group.inside.rank]
+            all_gather_single(mine, input_tensor, group=group.across.group)
+            input_tensor, group = mine, group.inside.group
+        work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class SumInLevels(Allocation):
+    """A reduce-scatter for ``set_custom_reduce_scatter``; sums of a node replace this rank's part of the input."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | TwoLevels,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if isinstance(group, TwoLevels):
+            mine = input_tensor.view(group.inside.size, -1)[group.inside.rank]
+            reduce_scatter_single(mine, input_tensor, op=op, group=group.inside_for_sums.group)
+            input_tensor, group = mine, group.across.group
+        work: dist.Work | None = reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work

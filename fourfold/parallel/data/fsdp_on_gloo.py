@@ -1,0 +1,195 @@
+"""FSDP2's collectives on gloo, in the background of the computation as they are on a GPU's streams.
+
+FSDP2 issues them on streams of their own and goes on. A CPU has no streams: gloo's would block where they are issued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.parallel.data.fsdp_in_levels import Allocation, MeshWithGroups
+from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
+from fourfold.parallel.grid.grid import TwoLevels
+
+IN_FLIGHT = 2
+"""Sums at a time; each holds two copies of a unit's gradients."""
+
+
+class GatherInBackground(Allocation):
+    """An all-gather for ``set_custom_all_gather``; FSDP2 waits for it before it reads the weights.
+
+    In two levels a thread waits for the end of the first, and begins the second.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | TwoLevels, async_op: bool = False
+    ) -> dist.Work:
+        if not isinstance(group, TwoLevels):
+            return _gather(output_tensor, input_tensor, group)
+        mine = output_tensor.view(group.inside.size, -1)[group.inside.rank]
+        first = _gather(mine, input_tensor, group.across.group)
+
+        def then() -> dist.Work:
+            first.wait()
+            return _gather(output_tensor, mine, group.inside.group)
+
+        return OneAfterTheOther(first, group.gathers.submit(then))
+
+
+def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = all_gather_single(out, part, group=group, async_op=True)
+    return work
+
+
+class OneAfterTheOther(dist.Work):
+    """Two collectives, the second of which is issued when the first is complete."""
+
+    def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
+        super().__init__()
+        self._first, self._second = first, second
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return self._first.wait() and self._second.result().wait()
+
+
+class Exchange(NamedTuple):
+    """Parts that are being exchanged, and where their sum belongs."""
+
+    work: dist.Work
+    received: Tensor
+    ranks: int
+    sum: Tensor
+    replicas: dist.ProcessGroup | None = None
+    """Those that hold the same shard, over which the sum is all-reduced."""
+
+    @classmethod
+    def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+        return cls(work, received, group.size(), out)
+
+    def finish(self) -> Tensor:
+        self.work.wait()
+        return sum_parts(self.received.view(self.ranks, -1), out=self.sum)
+
+
+class InsideNode(NamedTuple):
+    """An exchange inside a node; its sum, one of a node, belongs to that of all nodes."""
+
+    exchange: Exchange
+    nodes: dist.ProcessGroup
+    sum: Tensor
+    replicas: dist.ProcessGroup | None = None
+    """As in ``Exchange``."""
+
+
+def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = dist.all_reduce(sum, group=replicas, async_op=True)
+    return work
+
+
+class SumInBackground(Allocation):
+    """A reduce-scatter for ``set_custom_reduce_scatter``: exchanges parts, and sums this rank's later.
+
+    In two levels the sum of this rank's node is exchanged with those of the others. A sum over replicas follows in the
+    background (``all_reduce``). FSDP2 only makes views of the sum, unless it casts it or adds to it.
+    """
+
+    def __init__(self) -> None:
+        self.at_once = False
+        """True where the sum is read as soon as it is returned."""
+        self.at_once_over_shards = False
+        """True where the sum over shards is read as soon as it is returned, and that over replicas maybe later."""
+        self._inside: deque[InsideNode] = deque()
+        self._exchanges: deque[Exchange] = deque()
+        self._all_reduces: list[dist.Work] = []
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | TwoLevels,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 requested {op}; only sums are supported"
+        if isinstance(group, TwoLevels):
+            inside = group.inside_for_sums
+            of_node = input_tensor.new_empty(input_tensor.numel() // inside.size)
+            exchange = Exchange.start(input_tensor, inside.group, of_node)
+            self._inside.append(InsideNode(exchange, group.across.group, output_tensor))
+        else:
+            self._exchanges.append(Exchange.start(input_tensor, group, output_tensor))
+        self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
+
+    def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
+        """All-reduce the last sum over its replicas, as soon as it is complete."""
+        if self._inside and self._inside[-1].sum is sum:
+            self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
+        elif self._exchanges and self._exchanges[-1].sum is sum:
+            self._exchanges[-1] = self._exchanges[-1]._replace(replicas=replicas)
+        else:
+            self._all_reduces.append(_all_reduce(sum, replicas))
+        if self.at_once:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all sums are complete."""
+        self._finish(left=0)
+        for work in self._all_reduces:
+            work.wait()
+        self._all_reduces.clear()
+
+    def _finish(self, left: int) -> None:
+        """Wait until at most ``left`` sums over shards are not complete, of which one is inside a node."""
+        while len(self._inside) > min(left, 1):
+            inside = self._inside.popleft()
+            across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
+            self._exchanges.append(across._replace(replicas=inside.replicas))
+        while len(self._inside) + len(self._exchanges) > left:
+            exchange = self._exchanges.popleft()
+            of_shards = exchange.finish()
+            if exchange.replicas is not None:
+                self._all_reduces.append(_all_reduce(of_shards, exchange.replicas))
+
+
+class ReplicasInBackground:
+    """The replicas of a shard. FSDP2 takes them for a process group, of which it calls these methods.
+
+    They equal their group, since torch looks it up to describe an error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:
+        self._group, self._sums = group, sums
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._group or other is self
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
+        assert options.reduceOp == dist.ReduceOp(dist.ReduceOp.SUM), (
+            f"FSDP2 requested {options.reduceOp}; only sums are supported"
+        )
+        (sum,) = tensors
+        self._sums.all_reduce(sum, self._group)
+
+
+def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
+    """A mesh of (replicas, shards) whose sums over replicas go on in the background."""
+    return MeshWithGroups(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

@@ -1,0 +1,288 @@
+"""Data parallelism with weights sharded by torch's FSDP2: always over z, over dp·cp as ``zero`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
+from fourfold.parallel.data.fsdp_in_levels import GatherInLevels, SumInLevels, in_levels
+from fourfold.parallel.data.fsdp_on_gloo import GatherInBackground, SumInBackground, replicas_in_background
+from fourfold.parallel.grid.communicate import by_all_to_all
+from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.state import LocalShard, replicas_of_tile
+from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
+
+
+class FullySharded(DataParallel):
+    """Each unit's weights are gathered when it runs, and its gradients summed during the backward of the others.
+
+    zero 0: replicas over dp·cp, whose gradients are all-reduced once a step. 1 and 2: one shard group (dp·cp·z), over
+    which weights are gathered, and kept as z shards from forward to backward; with z = 1 these are whole, and are kept
+    until the step ends. 3: gathered from all of (dp·cp·z) in forward and backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int, per_node: int = 1
+    ) -> None:
+        """prefetch: blocks whose weights are gathered ahead. per_node: shards of a group in a node; where it is more
+        than 1, groups over several nodes communicate in two levels."""
+        super().__init__(model, units, grid, types)
+        policy = MixedPrecisionPolicy(
+            param_dtype=types.working,
+            reduce_dtype=types.reduced,
+            cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
+        )
+        zero, z = grid.sizes.zero, grid.z.size
+        self._on_gloo = by_all_to_all(grid.axis("z").group)
+        self.sums = SumInBackground()
+        if zero == 0:
+            mesh = self._replicas_in_background(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
+        else:
+            mesh = in_levels(grid.tokens_mesh, grid.shards("dp_cp_z", per_node))
+        self._shards = mesh.get_group(mesh.ndim - 1)
+        reshard = z > 1 or zero == 3
+        self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
+        self.waits_for_the_last = zero == 1
+
+        tiles = tile_table(model)
+        whole = {parameter for name, parameter in model.named_parameters() if not tiles[name].sharded}
+        self._expert_shards = grid.expert_shards if zero == 0 else grid.expert_replicas
+        self._experts = self._shard_experts(policy)
+
+        def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
+            )
+
+        # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
+        last = list(units.last)
+        of_last = {parameter for module in last for parameter in module.parameters()}
+        for embedding in units.embeddings:
+            if of_last.isdisjoint(embedding.parameters()):
+                shard(embedding, reshard)
+                _fsdp(embedding).set_unshard_in_backward(False)  # a look-up's gradient does not read the table
+            else:
+                last.append(embedding)
+        for block in units.blocks:
+            shard(block, reshard)
+        if last:
+            shard(last, False)
+        shard(model, False)
+        if zero in (1, 2) and z > 1:
+            self._keep_z_shards_after_forward(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
+        self._sum_without_division(mesh)
+        _prefetch(model, units, self._experts, prefetch)
+        for module in units.last[:1]:
+            module.register_forward_pre_hook(self._free_summed)
+        self._is_complete = True
+        self._fsdp_parameters: dict[nn.Parameter, Any] = {}
+
+    def materialize(self, device: torch.device) -> None:
+        super().materialize(device)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = None  # any: FSDP2 sets sums in another type than the weight's
+
+    def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
+        grid, zero, of_experts = self.grid, self.grid.sizes.zero, tile.ep is not None and self.grid.ep.size > 1
+        if not tile.sharded:
+            shape = tile.global_shape(tuple(parameter.shape), grid)
+            replicas = replicas_of_tile(tile, grid) * grid.tokens.size
+            return LocalShard(name, parameter, parameter.detach(), tile, shape, tile.slices(shape, grid), replicas)
+        assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
+        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), grid)
+        slices, dim = list(tile.slices(global_shape, grid)), tile.sharded_dim
+        shards, copies = (self._expert_shards, grid.expert_copies) if of_experts else (self._shards, grid.replicas)
+        pieces, piece = (shards.size, shards.rank) if isinstance(shards, Axis) else (shards.size(), shards.rank())
+        slices[dim] = chunk(slices[dim], pieces, piece)
+        replicas = replicas_of_tile(tile, grid) * (copies.size if zero == 0 else 1)
+        local = tile.as_tile(parameter.to_local().detach())
+        return LocalShard(name, parameter, local, tile, global_shape, tuple(slices), replicas)
+
+    def begin_backward(self, last: bool) -> None:
+        model, self._is_complete = _fsdp(self.model), last
+        self.sums.finish()
+        self.sums.at_once = self._reads_sums()
+        groups = self.fsdp_groups()
+        self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
+        for group in groups:
+            group._orig_dtype = self.types.reduced  # FSDP2 would add up micro-batches in the type of the weights
+        model.set_is_last_backward(last)
+        if self.keeps_weights_for_the_step:
+            model.set_reshard_after_backward(last)
+        if self.grid.sizes.zero == 0:
+            model.set_requires_all_reduce(last)  # over z every time, over dp·cp once
+        elif self.waits_for_the_last:
+            model.set_requires_gradient_sync(last)  # whole gradients are kept until then
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().add_gradient(parameter, gradient)
+        if parameter not in self._fsdp_parameters:
+            every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
+            self._fsdp_parameters = {p._unsharded_param: p for p in every}
+        fsdp_parameter = self._fsdp_parameters[parameter]
+        # The first call adds to the sum in reduce_dtype where there is one; else the second begins that sum.
+        fsdp_parameter.accumulate_unsharded_grad_if_needed()
+        fsdp_parameter.to_accumulated_grad_if_needed()
+
+    def finish_gradients(self) -> None:
+        """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
+        if not self._is_complete:
+            self.begin_backward(last=True)
+            for group in self.fsdp_groups():
+                group.post_backward()
+            _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
+        self.sums.finish()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(self.types.gradient)
+
+    def _free_summed(self, *_: object) -> None:
+        """Free the gradients that the last unit of a backward has sent, before the head makes the logits.
+
+        FSDP2 keeps them until it sums again, in the next micro-batch's backward; those of an embedding are many.
+        """
+        context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
+        if hasattr(context, "reduce_scatter_states"):
+            sent = context.reduce_scatter_states
+            context.reduce_scatter_states = []
+        else:  # before torch 2.13
+            sent = [context.reduce_scatter_state] if context.reduce_scatter_state else []
+            context.reduce_scatter_state = None
+        for state in sent:
+            if state.event is not None:
+                torch.accelerator.current_stream().wait_event(state.event)
+
+    def _reads_sums(self) -> bool:
+        """True if FSDP2 adds the next sums to those of earlier micro-batches."""
+        return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
+
+    def publish(self) -> None:
+        """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
+
+    def free_gathered(self) -> None:
+        for module in self._units():
+            module.reshard()
+
+    def gathered(self) -> list[Tensor]:
+        outputs = [parameter.all_gather_outputs for group in self.fsdp_groups() for parameter in group.fsdp_params]
+        return [tensor for tensors in outputs for tensor in tensors]
+
+    def partial_gradients(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for group in self.fsdp_groups():
+            if group._partial_reduce_output is not None:
+                found.append(group._partial_reduce_output)
+            for parameter in group.fsdp_params:
+                if parameter.unsharded_accumulated_grad is not None:
+                    found.append(parameter.unsharded_accumulated_grad_data)
+                whole = getattr(parameter, "_unsharded_param", None)  # made when it is first gathered
+                if whole is not None and whole.grad is not None:
+                    found.append(whole.grad)
+        return found
+
+    def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
+        """A mesh of (replicas, shards) for FSDP2, which sums over replicas in the background, on gloo too."""
+        return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
+
+    def _sum_without_division(self, mesh: DeviceMesh) -> None:
+        """Have FSDP2 sum gradients, in the background or in levels where it can do neither by itself."""
+        grid = self.grid
+        gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
+        for module in self._units():
+            if self._on_gloo or grid.levels:
+                # torch has no public base class for these; it only calls the methods that they have.
+                module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
+            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
+            if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
+        """Shard experts that are split over ep: each rank's among those with the same ones. They are units of their own
+        inside the blocks."""
+        split, zero = self.split_experts(), self.grid.sizes.zero
+        modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
+        mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
+        if mesh is not None and zero == 0:
+            mesh = self._replicas_in_background(mesh)
+        for module in modules:
+            reshard = zero == 3 or self.grid.expert_shards.size > 1
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        return [_fsdp(module) for module in modules]
+
+    def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
+        """Keep gathered weights as z shards from forward to backward.
+
+        FSDP2's own argument for this makes new process groups for every shard group: where x, y or pp make several
+        shard groups, they would deadlock.
+        """
+        z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        of_experts = self.groups_of(self._experts)
+        if of_experts:
+            mesh = self.grid.expert_mesh(hybrid=True)
+            expert_shards = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for group in self.fsdp_groups():
+            if group.post_forward_mesh_info is not None:
+                shards = expert_shards if group in of_experts else z_shards
+                group.post_forward_mesh_info = shards
+                for parameter in group.fsdp_params:
+                    parameter.post_forward_mesh_info = shards
+                    whole = torch.empty(parameter._orig_size, device="meta")
+                    parameter._init_sharded_post_forward_param_metadata(whole)
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def fsdp_groups(self) -> list[Any]:
+        """All parameter groups of FSDP2."""
+        return self.groups_of(self._units())
+
+    @staticmethod
+    def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
+        """FSDP2's parameter groups; torch 2.13 allows several to a module, and before there was one."""
+        groups: list[Any] = []
+        for unit in units:
+            state = unit._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups += state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:
+                groups.append(state._fsdp_param_group)
+        return groups
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    """A module that ``fully_shard`` has made one of FSDP2's."""
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
+    """Gather the weights of the next ``depth`` layers, and a layer's own experts, while one layer computes (OAG).
+
+    For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward,
+    which may have been for another micro-batch; naming the root, which has no weights of its own, prevents that.
+    """
+    layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_modules_to_backward_prefetch(nothing)
+    inside = [
+        [unit for unit in block.modules() if isinstance(unit, FSDPModule) and unit in experts] for block in units.blocks
+    ]
+    if units.last and depth > 0 and layers:
+        _fsdp(units.last[0]).set_modules_to_backward_prefetch([*layers[-1:], *inside[-1]])
+    for i, layer in enumerate(layers):
+        after, before = range(i + 1, min(i + 1 + depth, len(layers))), range(i - 1, max(i - depth, 0) - 1, -1)
+        own = inside[i] if depth else []
+        layer.set_modules_to_forward_prefetch([*own, *(each for j in after for each in (layers[j], *inside[j]))])
+        layer.set_modules_to_backward_prefetch([each for j in before for each in (layers[j], *inside[j])] or nothing)

@@ -1,0 +1,1 @@
+"""Mixtures of experts on the grid: router, dispatch, load."""

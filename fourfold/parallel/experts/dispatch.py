@@ -1,0 +1,114 @@
+"""Rows of tokens go to the ranks that have their experts, and what these compute comes back.
+
+Each rank sends the rows of its own tokens to the ranks of ep, and only there are those of all ranks of x gathered: no
+row is sent twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h
+channels, E experts, of which e are on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.models.autograd import differentiable
+from fourfold.models.grouped import Groups, HostNumbers
+from fourfold.parallel.grid.communicate import all_gather, all_to_all, exchange_rows, gather_rows, scatter_sum_rows
+from fourfold.parallel.grid.grid import Grid
+
+COUNTS = "experts: counts of rows"
+
+
+class Traffic(NamedTuple):
+    """The numbers of rows that go where, on the host, and the order of those that arrive."""
+
+    sent: list[int]
+    """Rows of this rank's tokens, for each rank of ep."""
+    received: list[int]
+    """Rows that each rank of ep has for this rank's experts."""
+    over_x: list[int]
+    """Rows that each rank of x has received."""
+    groups: Groups
+    """Rows of each of this rank's experts, from all of these."""
+    order_N: Tensor | None
+    """The order that sorts all these rows by expert; None if they are sorted."""
+    inverse_N: Tensor | None
+
+
+class Dispatch:
+    """The way of rows to the experts of a grid, and back."""
+
+    def __init__(self, grid: Grid, num_experts: int) -> None:
+        self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
+
+    def exchange_counts(self, sizes_E: Tensor) -> HostNumbers:
+        """Exchange the counts, and start to copy them to the host. sizes_E: the rows of this rank's tokens for every
+        expert.
+
+        Returns the counts of this rank's rows by rank of ep, then of the rows that come from each rank of x, and inside
+        it of ep; each for the experts of one rank.
+        """
+        mine = sizes_E.view(self.ep.size, -1)
+        received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
+        everyone = all_gather(received[None], self.x, 0, COUNTS)
+        return HostNumbers(torch.cat([mine, everyone.flatten(0, 1)]))
+
+    def traffic(self, counts: HostNumbers, planned: Sequence[int] | None) -> Traffic:
+        """The host waits for the counts, because it must tell the collectives how many rows they move.
+
+        planned: rows that every rank sends to each expert, if there are no data to count.
+        """
+        if planned is None:
+            numbers: list[Any] = counts.read()
+            mine, blocks = numbers[: self.ep.size], numbers[self.ep.size :]
+        else:
+            each = self.num_experts // self.ep.size
+            mine = [list(planned[first : first + each]) for first in range(0, self.num_experts, each)]
+            blocks = [mine[self.ep.rank]] * (self.x.size * self.ep.size)
+        first = self.x.rank * self.ep.size
+        of_rank = [sum(block) for block in blocks]
+        blocks_Be = counts.on_device[self.ep.size :]
+        order_N = None
+        if len(blocks) > 1 and len(blocks[0]) > 1:
+            order_N = _by_expert(blocks_Be, sum(of_rank))
+        return Traffic(
+            sent=[sum(each) for each in mine],
+            received=of_rank[first : first + self.ep.size],
+            over_x=[sum(of_rank[begin : begin + self.ep.size]) for begin in range(0, len(of_rank), self.ep.size)],
+            groups=Groups(blocks_Be.sum(0), [sum(of_expert) for of_expert in zip(*blocks, strict=True)]),
+            order_N=order_N,
+            inverse_N=None if order_N is None else _inverse(order_N),
+        )
+
+    def there(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
+        """From rows sorted by expert to those of this rank's experts, sorted by expert."""
+        rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
+        rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
+        return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
+
+    def back(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
+        """The reverse of ``there``: rows of which each rank of x has a share of the sum, to those of its tokens."""
+        rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
+        rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
+        return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")
+
+
+def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
+    """The order that sorts ``total`` rows, in blocks that are each sorted by expert, by expert as a whole."""
+    blocks, experts = counts_Be.shape
+    experts_N = torch.arange(experts, device=counts_Be.device).repeat(blocks)
+    return experts_N.repeat_interleave(counts_Be.flatten(), output_size=total).argsort(stable=True)
+
+
+def _inverse(order_N: Tensor) -> Tensor:
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return inverse_N
+
+
+def _permuted(rows_Nh: Tensor, order_N: Tensor | None, inverse_N: Tensor | None) -> Tensor:
+    if order_N is None:
+        return rows_Nh
+    return differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], inverse_N)

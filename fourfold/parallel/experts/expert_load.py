@@ -1,0 +1,227 @@
+"""The load of the experts: counted in every step, and what follows from it for the router. Padding does not count.
+
+Balance by a loss: E · Σ_e f_e P_te for each token t, with P its router probabilities (Fedus et al. 2021, arXiv
+2101.03961, eq. 4), but f_e the share of the rows that went to e in the *last step's whole batch*. The loss is then a
+plain sum over tokens, like the cross-entropy: its gradient is the same on every grid, with any number of micro-batches,
+and needs no collective. Without a loss: a bias of each expert follows the sign of its load (arXiv 2408.15664).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
+from fourfold.models.autograd import Context, Function
+from fourfold.models.mixture import is_router_bias
+from fourfold.parallel.grid.communicate import all_reduce, purpose
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.state import LocalShard
+from fourfold.parallel.tensor.sharding import Tiled
+
+FIGURES = ("balance", "z", "entropy", "dropped")
+"""Sums over the tokens of a layer, beside the rows of each expert."""
+
+
+class CountedRouter(Tiled):
+    """A router whose choices are counted."""
+
+    load: ExpertLoad | None = None
+    """The counts, where a job trains."""
+
+
+class ExpertLoad:
+    """Counts rows, and keeps those of the last step that changed the weights."""
+
+    def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
+        model = run.model
+        self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
+        self.tokens: Tensor | int = 1
+        """Tokens of the step's data, on all ranks together."""
+        shape = (model.num_hidden_layers, self.experts)
+        self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
+        """Rows of every expert of the last step's batch, before any is dropped; zero before the first step."""
+        self.counting = False
+        """True while a step's tokens are counted, and its losses have gradients."""
+        self.factor: Tensor | float = 0.0
+        """The factor on the sum of a loss over tokens."""
+        self.planned: Sequence[float] | None = None
+        """The experts' shares of the rows, relative to each other, where there are no data to count."""
+        self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
+
+    def watch(self, model: nn.Module) -> None:
+        """Count what the routers of a model choose."""
+        for router in model.modules():
+            if isinstance(router, CountedRouter):
+                router.load = self
+
+    def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
+        """Begin to count a step of these micro-batches. loss_scale: of fp16."""
+        self._sums.zero_()
+        self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
+        self.factor, self.counting = loss_scale / self.tokens, True
+
+    def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
+        """The tokens of a step that are not padding; every process has masks, or none has."""
+        if not masks_BS:
+            return self.run.training.global_batch_size * self.run.training.seq_length
+        mine = torch.stack([is_data_BS.sum() for is_data_BS in masks_BS]).sum()
+        return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
+
+    def finish(self) -> None:
+        """Sum what was counted over all ranks; those of y have counted the same rows."""
+        self.counting = False
+        with purpose("load of experts"):
+            dist.all_reduce(self._sums)
+        self._sums /= self.grid.y.size
+
+    @torch.no_grad()
+    def advance(self, shards: Iterable[LocalShard]) -> None:
+        """After the optimizer: the counted rows are those of the last step, and biases follow them."""
+        self.rows_LE.copy_(self._sums[:, : self.experts])
+        rate = self.run.moe.bias_update_rate
+        if rate:
+            direction_LE = (self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()
+            for shard in shards:
+                if is_router_bias(shard.name):
+                    shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
+
+    def rows(self) -> list[list[int]]:
+        """The rows of the last step's batch for each expert, layer by layer."""
+        rows: list[list[int]] = self.rows_LE.long().tolist()
+        return rows
+
+    def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
+        """Go on from rows that were saved."""
+        self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
+
+    def planned_rows(self, rows: int) -> list[int]:
+        """So many rows of a rank shared out over the experts as ``planned`` says, those above the capacity dropped."""
+        assert self.planned is not None
+        total, ends = sum(self.planned), [0.0]
+        for share in self.planned:
+            ends.append(ends[-1] + share)
+        places = [round(rows * end / total) for end in ends]
+        found = [end - begin for begin, end in itertools.pairwise(places)]
+        factor = self.run.moe.capacity_factor
+        return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the step that was counted last, over all ranks; the host waits for them.
+
+        expert_load: rows of the busiest expert of any layer, relative to the mean; dropped_share: of rows, that no
+        expert took; router_entropy: of a router's probabilities, in nats, the mean over tokens and layers;
+        balance_loss and router_z_loss: means over tokens, sums over layers, without their coefficients. A layer whose
+        load is even has a balance loss of 1.
+        """
+        sums = self._sums[self.run.model.first_k_dense_replace :]
+        rows_LE, layers = sums[:, : self.experts], len(sums)
+        balance, z, entropy, dropped = (sums[:, self.experts :].sum(0) / self.tokens).tolist()
+        return {
+            "expert_load": float((rows_LE.amax(1) / rows_LE.mean(1)).max()),
+            "dropped_share": dropped / layers / self.chosen,
+            "router_entropy": entropy / layers,
+            "balance_loss": balance,
+            "router_z_loss": z,
+        }
+
+    def by_layer(self) -> dict[str, list[Any]]:
+        """Figures of each layer with experts in the step that was counted last, over all ranks.
+
+        layers: their numbers; tokens_per_expert: tokens that chose each expert, those that were dropped included;
+        dropped_share and router_entropy: as in ``figures``.
+        """
+        first = self.run.model.first_k_dense_replace
+        sums = self._sums[first:]
+        figures = dict(zip(FIGURES, (sums[:, self.experts :] / self.tokens).T, strict=True))
+        return {
+            "layers": list(range(first, first + len(sums))),
+            "tokens_per_expert": sums[:, : self.experts].long().tolist(),
+            "dropped_share": (figures["dropped"] / self.chosen).tolist(),
+            "router_entropy": figures["entropy"].tolist(),
+        }
+
+    def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
+        """The router's logits, whose gradient in the backward includes those of the losses."""
+        moe = self.run.moe
+        if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
+            return logits_TE
+        return _WithLosses.apply(logits_TE, self, self._factors_E(layer), is_data_T)
+
+    @torch.no_grad()
+    def count(self, layer: int, logits_TE: Tensor, rows_E: Tensor, is_data_T: Tensor | None) -> None:
+        """Count the rows of some tokens for every expert, and their losses."""
+        if not self.counting:
+            return
+        probabilities_TE, z_T = router_probabilities(logits_TE, self.run.model), logits_TE.logsumexp(-1).square()
+        if is_data_T is not None:
+            probabilities_TE, z_T = probabilities_TE * is_data_T[:, None], z_T * is_data_T
+        balance = (probabilities_TE @ self._factors_E(layer)).sum()
+        entropy, z = torch.special.entr(probabilities_TE).sum(), z_T.sum()
+        figures = torch.stack([balance, z, entropy, torch.zeros_like(z)])
+        self._sums[layer] += torch.cat([rows_E.double(), figures.double()])
+
+    def count_dropped(self, layer: int, rows: Tensor) -> None:
+        """Count rows that no expert took."""
+        if self.counting:
+            self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
+
+    def _factors_E(self, layer: int) -> Tensor:
+        """E · f_e, float32: 1 where the load is even, and before the first step."""
+        rows_E = self.rows_LE[layer]
+        total = rows_E.sum()
+        return torch.where(total > 0, self.experts * rows_E / total.clamp(min=1), 1.0).float()
+
+
+def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
+    """P_te, which sum to one over the experts."""
+    if model.router_score == "softmax":
+        return logits_TE.softmax(-1)
+    scores_TE = logits_TE.sigmoid()
+    return scores_TE / scores_TE.sum(-1, keepdim=True)
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a parameter is in: of "layers.3.mlp.gate.weight", 3."""
+    return int(name.split(".")[1])
+
+
+class _WithLosses(Function):
+    """The identity; backward adds the gradients of the losses of each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[ExpertLoad], logits_TE: Tensor, load: ExpertLoad, factors_E: Tensor, is_data_T: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(logits_TE, factors_E, is_data_T)
+        ctx.kept = load
+        return logits_TE.view_as(logits_TE)
+
+    @staticmethod
+    def backward(ctx: Context[ExpertLoad], grad_TE: Tensor) -> tuple[Tensor, None, None, None]:
+        (logits_TE, factors_E, is_data_T), load = ctx.saved_tensors, ctx.kept
+        model, moe = load.run.model, load.run.moe
+        factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
+        if moe.load_balancing_loss:
+            # Of E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and P_e (1 − s_e) else.
+            # E f_e − 1 has the same differences, and is exactly zero for an even load.
+            probabilities_TE = router_probabilities(logits_TE, model)
+            slope_TE = (
+                probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()
+            )
+            uneven_E = factors_E - 1
+            above_TE = uneven_E - (probabilities_TE @ uneven_E)[:, None]
+            grad_TE = grad_TE + slope_TE * above_TE * (moe.load_balancing_loss * factor)
+        if moe.z_loss:
+            normalizer_T1 = logits_TE.logsumexp(-1, keepdim=True)
+            z_TE = (logits_TE - normalizer_T1).exp() * (2 * normalizer_T1)
+            grad_TE = grad_TE + z_TE * (moe.z_loss * factor)
+        return grad_TE, None, None, None

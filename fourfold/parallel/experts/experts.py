@@ -1,0 +1,122 @@
+"""A mixture of experts on the grid: experts over ep, and their widths over x and y like those of the dense MLP.
+
+Shapes: T tokens of this rank, h = H/y channels, E experts, K for each token, N rows of (token, choice), F/x of a width.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.run import OverlapConfig
+from fourfold.models.grouped import Groups, grouped_product
+from fourfold.models.mixture import Experts, Mixture, combine, order_by_expert, take_rows
+from fourfold.models.mlp import MLP
+from fourfold.parallel.experts.dispatch import Dispatch
+from fourfold.parallel.experts.router import ParallelRouter, within_capacity_of_sequences
+from fourfold.parallel.grid.communicate import sum_gradient, sum_of
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.recompute import remembered
+from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
+from fourfold.parallel.tensor.sharding import Tile, Tiled
+
+
+class ParallelMixture(nn.Module):
+    """The mixture of one layer: this rank's tokens [B, T, h] go in and come out. Padding goes to no expert."""
+
+    def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
+        super().__init__()
+        self.grid, self.capacity_factor = grid, mixture.capacity_factor
+        self.gate = ParallelRouter(mixture.gate, grid, layer)
+        self.dispatch = Dispatch(grid, self.gate.num_experts)
+        self.experts = ParallelExperts(mixture.experts, grid)
+        self.shared_expert = mixture.shared_expert
+        if self.shared_expert is not None:
+            lay_out_shared_expert(self.shared_expert, grid, overlap)
+        gate = mixture.shared_expert_gate
+        self.shared_expert_gate = None if gate is None else SharedExpertGate(gate, grid)
+
+    def forward(self, x_BTh: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
+        """is_data_BS: false for padding, of the tokens of all ranks of x."""
+        x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
+        is_data_T = None
+        if is_data_BS is not None:
+            is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
+        routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
+        if self.capacity_factor and self.training:  # else a document's score would depend on its neighbors
+            experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
+            kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
+            kept_TK = kept_BTK.flatten(0, 1)
+            self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
+        order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
+        planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
+        if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
+            groups = Groups(order.sizes_E)
+            rows_Nh = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
+        else:
+            counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
+            # A GPU takes the rows while the host waits for the counts.
+            taken = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
+            traffic = self.dispatch.traffic(counts, planned)
+            taken = take_rows(x_Th, order, sum(traffic.sent)) if taken is None else taken
+            rows_Nh = self.dispatch.there(taken, traffic)
+            rows_Nh = self.dispatch.back(self.experts(rows_Nh, traffic.groups), traffic)
+        weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
+        out_BTh = combine(rows_Nh, order, weights_TK).view_as(x_BTh)
+        return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
+
+    def _shared(self, x_BTh: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        out_BTh: Tensor = self.shared_expert(x_BTh)
+        return out_BTh if self.shared_expert_gate is None else out_BTh * self.shared_expert_gate(x_BTh)
+
+
+class ParallelExperts(Tiled):
+    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x]."""
+
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: Experts, grid: Grid) -> None:
+        super().__init__()
+        self.activation, self.y = experts.activation, grid.y
+        self.add_tile("gate_proj", experts.gate_proj, Tile(ep=0, x=1, y=2), grid)
+        self.add_tile("up_proj", experts.up_proj, Tile(ep=0, x=1, y=2), grid)
+        self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
+
+    def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
+        """Rows sorted by expert, in ``groups`` → their outputs, of which each rank of x has a share of the sum."""
+        gate_Nf, up_Nf = (
+            sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")
+            for weight in (self.gate_proj, self.up_proj)
+        )
+        return self.down(gate_Nf, up_Nf, groups)
+
+    def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
+        """Gate and up to the hidden size."""
+        active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
+        return grouped_product(active_Nf, self.down_proj, groups)
+
+
+class SharedExpertGate(Tiled):
+    """sigmoid(x · w) of each token, [B, T, 1], with w of shape [1, H/y]."""
+
+    weight: nn.Parameter
+
+    def __init__(self, gate: nn.Linear, grid: Grid) -> None:
+        super().__init__()
+        self.y = grid.y
+        self.add_tile("weight", gate.weight, Tile(y=1, partial_over=("x",)), grid)
+
+    def forward(self, x_BTh: Tensor) -> Tensor:
+        logits_BT1 = sum_of(F.linear(x_BTh.float(), self.weight.float()), self.y, "shared expert: gate")
+        return sum_gradient(logits_BT1.sigmoid(), self.y, "shared expert: gate's gradient").to(x_BTh.dtype)
+
+
+def lay_out_shared_expert(mlp: MLP, grid: Grid, overlap: OverlapConfig) -> None:
+    """Put the shared expert's linear layers on the grid, like those of a dense MLP."""
+    up: nn.Module = LinearGroup(mlp.up, grid, "replicate", "shared up", overlap)
+    down: nn.Module = Linear4D(mlp.down_proj, grid, "replicate", "shared down", overlap, transposed=True)
+    mlp.add_module("up", up)
+    mlp.add_module("down_proj", down)

@@ -1,0 +1,59 @@
+"""The router of a mixture of experts, whose ranks of x have tokens of their own and those of y channels."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.models.mixture import BIAS, BiasInFloat32, Router, Routing, count_rows, within_capacity
+from fourfold.parallel.attention.context import in_order, take_chunks
+from fourfold.parallel.experts.expert_load import CountedRouter
+from fourfold.parallel.grid.communicate import all_gather, sum_of
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.memory.recompute import RECOMPUTES, remembered
+from fourfold.parallel.tensor.sharding import Tile
+
+
+class ParallelRouter(BiasInFloat32, CountedRouter):
+    """The router with weight [E, H/y]. All ranks of y have the same logits, and choose the same experts."""
+
+    weight: nn.Parameter
+
+    def __init__(self, router: Router, grid: Grid, layer: int) -> None:
+        super().__init__()
+        self.choice, self.num_experts = router.choice, router.num_experts
+        self.y, self.layer = grid.y, layer
+        self.add_tile("weight", router.weight, Tile(y=1, partial_over=("x",)), grid)
+        self.add_tile(BIAS, router.e_score_correction_bias, Tile(sharded=False), grid)
+
+    def forward(self, x_Th: Tensor, is_data_T: Tensor | None = None) -> Routing:
+        """is_data_T: false for padding, which has the expert ``num_experts`` and does not count."""
+        logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
+        if self.load is not None:
+            logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
+        scores_TE = self.choice.scores(logits_TE)
+        # A rounding error in the recomputation must not send a token elsewhere.
+        chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
+        experts_TK = chosen_TK
+        if is_data_T is not None:
+            experts_TK = chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)
+        if self.load is not None and not RECOMPUTES.get():
+            self.load.count(self.layer, logits_TE.detach(), count_rows(experts_TK, self.num_experts), is_data_T)
+        return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, chosen_TK))
+
+    def count_dropped(self, kept_TK: Tensor) -> None:
+        """Count the rows that no expert takes."""
+        if self.load is not None and not RECOMPUTES.get():
+            self.load.count_dropped(self.layer, (~kept_TK).sum())
+
+
+def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
+    """``within_capacity`` for this rank's tokens of sequences that the ranks of cp and x share."""
+    if grid.x.size * grid.cp.size == 1:
+        return within_capacity(experts_BTK, num_experts, factor)
+    whole_BSK = all_gather(experts_BTK.int(), grid.x, 1, "router: chosen experts")
+    if grid.cp.size > 1:
+        parts_nBSK = all_gather(whole_BSK[None], grid.cp, 0, "router: chosen experts")
+        whole_BSK = in_order(parts_nBSK, grid.cp.size)
+    kept_BSK = within_capacity(whole_BSK, num_experts, factor)
+    return take_chunks(kept_BSK, grid.cp.rank, grid.cp.size).chunk(grid.x.size, dim=1)[grid.x.rank]

@@ -1,0 +1,1 @@
+"""The grid of processes: each has a place on six axes."""

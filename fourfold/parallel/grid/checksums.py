@@ -1,0 +1,126 @@
+"""Checksums of tensors on their device, and of everything that a process gives to others in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.parallel.grid.communicate import PURPOSE
+
+CHUNK = 1 << 22
+"""Elements that are summed at once; their weights take eight bytes each."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+FIRST_IS_INPUT = ("allreduce_", "send", "recv_")
+SECOND_IS_INPUT = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor that depends on their places, mod 2^64; int64 on its device.
+
+    One flipped bit always changes it: the weights are odd.
+    """
+    words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    odd = 2 * torch.arange(min(CHUNK, len(words)), device=tensor.device) + 1
+    for number, chunk in enumerate(words.split(CHUNK)):
+        total += (chunk * odd[: len(chunk)]).sum() * (2 * number + 1)
+    return total
+
+
+class Given(NamedTuple):
+    """Data that a process gave to others at one point of a step."""
+
+    members: tuple[int, ...]
+    """The ranks of the collective; sender and receiver of a message; nobody for what stays here."""
+    what: str
+    checksum: int
+    """0 where this process only receives."""
+
+
+class CollectiveInputs(TorchDispatchMode):
+    """Notes the checksum of every tensor that goes into a collective, FSDP2's included, while the context lasts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        self._notes: list[tuple[tuple[int, ...], str]] = []
+        self._checksums: list[Tensor] = []
+
+    def note(self, tensor: Tensor, what: str, members: tuple[int, ...] = ()) -> None:
+        """Note a tensor."""
+        self._notes.append((members, what))
+        self._checksums.append(checksum(tensor))
+
+    def given(self) -> list[Given]:
+        """Everything that was noted, in its order; waits for the device."""
+        if any(each.is_cuda for each in self._checksums):
+            torch.cuda.synchronize()  # FSDP2 sends from streams of its own
+        sums = torch.stack(self._checksums).tolist() if self._checksums else []
+        return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._overloadpacket.__name__
+            if name in FIRST_IS_INPUT:
+                self._note_collective(name, args[0][0], dist.ProcessGroup.unbox(args[1]), args)
+            elif name in SECOND_IS_INPUT:
+                self._note_collective(name, args[1], dist.ProcessGroup.unbox(args[2]), args)
+        return func(*args, **(kwargs or {}))
+
+    def _note_collective(self, name: str, tensor: Tensor, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
+        if group.size() == 1:
+            return
+        members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
+        if name == "send":
+            members = (me, members[args[2]])
+        elif name == "recv_":
+            members = (members[args[2]], me)
+        purpose = PURPOSE.get()
+        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's have no names
+        why = of_fsdp if purpose is None else purpose.why
+        if name == "recv_":
+            tensor = tensor.new_zeros(0)  # what is there now does not matter
+        self.note(tensor, f"its part of the collective '{why}'", members)
+
+
+def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[Given]]) -> dict[int, str]:
+    """The ranks whose computing differed between two passes, and in what, from the logs of all ranks.
+
+    A rank that differs only after it has received something from one that differs is its victim, and not named.
+    """
+    differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
+    tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}
+    for rank, places in enumerate(differing):
+        instances = _instances(first[rank])
+        for place in places:
+            tainted.setdefault(instances[place], set()).add(rank)
+    found = {}
+    for rank, places in enumerate(differing):
+        if places:
+            before = [key for key in _instances(first[rank])[: places[0]] if key[0]]
+            if not any(tainted.get(key, set()) - {rank} for key in before):
+                found[rank] = first[rank][min(places[0], len(first[rank]) - 1)].what
+    return found
+
+
+def _differing(one: Sequence[Given], two: Sequence[Given]) -> list[int]:
+    places = [place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b]
+    return places if len(one) == len(two) else [*places, min(len(one), len(two)) - 1]
+
+
+def _instances(log: Sequence[Given]) -> list[tuple[tuple[int, ...], int]]:
+    """Members of each collective, and how many they had before: the same on all members."""
+    counts: dict[tuple[int, ...], int] = {}
+    instances = []
+    for given in log:
+        counts[given.members] = counts.get(given.members, -1) + 1
+        instances.append((given.members, counts[given.members]))
+    return instances

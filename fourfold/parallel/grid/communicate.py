@@ -1,0 +1,335 @@
+"""Every collective that fourfold itself issues goes through here, with the axis and the purpose by name.
+
+The plain functions move data; ``gather``, ``scatter_sum`` and ``exchange`` are the same with a gradient. ``start_*``
+returns at once, so that computation can go on until ``wait``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.heartbeat import doing, is_watched
+from fourfold.models.autograd import differentiable
+from fourfold.parallel.grid.grid import Axis
+
+# torch 2.13 renamed these two; 2.11 has only the long names.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+NCCL_TYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
+
+
+class Purpose(NamedTuple):
+    """The reason for a collective, and the name of the operation where the library's own would mislead."""
+
+    why: str
+    operation: str | None
+
+
+ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
+"""Told of every result that is waited for; the trace asks for it."""
+
+PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
+"""Purpose of the collective being issued; the trace reads it."""
+
+
+@contextmanager
+def purpose(
+    why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
+) -> Iterator[None]:
+    """Name the purpose of the collectives issued inside, and for the watchdog their axis, "" if there are none.
+
+    All ranks of the axis must come here equally often: the watchdog compares how often each of them has.
+
+    Args:
+        sender: The rank on the axis that sends, for a message between two ranks.
+    """
+    if is_watched() and isinstance(axis, Axis):
+        doing(why, axis.name, axis.members if sender is None else f"{axis.members} from {sender}")
+    elif is_watched():
+        doing(why, str(axis), str(axis))
+    token = PURPOSE.set(Purpose(why, operation))
+    try:
+        yield
+    finally:
+        PURPOSE.reset(token)
+
+
+class Pending(NamedTuple):
+    """A collective in flight."""
+
+    out: Tensor
+    works: Sequence[dist.Work] = ()
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the result; on a GPU only the stream waits."""
+        for work in self.works:
+            work.wait()
+        if self.works and (notify := ON_WAIT.get()) is not None:
+            notify(self.out)
+        return self.out if self.finish is None else self.finish(self.out)
+
+
+def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
+    """Assert what NCCL demands, on every backend, so that runs on gloo fail when runs on GPUs would.
+
+    Args:
+        ranks: ``received`` has ranks[0] elements for every ranks[1] elements of ``given``.
+    """
+    for tensor in (given,) if received is None else (given, received):
+        assert tensor.dtype in NCCL_TYPES, f"NCCL does not know {tensor.dtype}"
+        assert tensor.is_contiguous(), f"NCCL wants a contiguous tensor, not strides {tensor.stride()}"
+    if received is not None:
+        assert (received.dtype, received.device) == (given.dtype, given.device), (received, given)
+        assert received.numel() * ranks[1] == given.numel() * ranks[0], f"{given.shape} becomes {received.shape}"
+
+
+def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
+    """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
+    if axis.size == 1:
+        return Pending(part)
+    part = part.contiguous()
+    out = part.new_empty((axis.size, *part.shape))
+    check_for_nccl(part, out, (axis.size, 1))
+    with purpose(why, axis=axis):
+        work = all_gather_single(out.view(-1), part.view(-1), group=axis.group, async_op=True)
+    return Pending(out, [work], lambda parts: _join(parts, dim))
+
+
+def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
+    """Sum over the ranks of ``axis``, and keep this rank's part of ``dim``."""
+    if axis.size == 1:
+        return Pending(partial)
+    parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    if by_all_to_all(axis.group):
+        received = torch.empty_like(parts)
+        check_for_nccl(parts, received)
+        with purpose(why, axis=axis):
+            work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+        return Pending(received, [work], sum_parts)
+    out = parts.new_empty(parts.shape[1:])
+    check_for_nccl(parts, out, (1, axis.size))
+    with purpose(why, axis=axis):
+        work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    return Pending(out, [work])
+
+
+def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
+    """Sum over the ranks of ``axis``, in place: the caller must not use ``partial`` again."""
+    if axis.size == 1:
+        return Pending(partial)
+    partial = partial.contiguous()
+    check_for_nccl(partial)
+    with purpose(why, axis=axis):
+        work = dist.all_reduce(partial, group=axis.group, async_op=True)
+    return Pending(partial, [work])
+
+
+def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
+    """Send to the next rank of ``axis``, and receive what the rank before sends."""
+    tensor = tensor.contiguous()
+    received = torch.empty_like(tensor)
+    check_for_nccl(tensor, received)
+    after, before = (dist.get_global_rank(axis.group, (axis.rank + step) % axis.size) for step in (1, -1))
+    operations = [
+        dist.P2POp(dist.isend, tensor, after, axis.group),
+        dist.P2POp(dist.irecv, received, before, axis.group),
+    ]
+    with purpose(why, axis=axis):
+        return Pending(received, dist.batch_isend_irecv(operations))
+
+
+def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
+    """Send to the other rank of a pair, which calls this too, and return what it sends.
+
+    The trace counts it as the all-reduce of two ranks that it stands for, whose bytes are the same.
+    """
+    tensor = tensor.contiguous()
+    received, peer = torch.empty_like(tensor), _other(pair)
+    check_for_nccl(tensor, received)
+    operations = [dist.P2POp(dist.isend, tensor, peer, pair.group), dist.P2POp(dist.irecv, received, peer, pair.group)]
+    with purpose(why, "all_reduce", pair):
+        return Pending(received, dist.batch_isend_irecv(operations)).wait()
+
+
+def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
+    """Send to the other rank of a pair; the tensor must not change until ``wait`` returns it."""
+    tensor = tensor.contiguous()
+    check_for_nccl(tensor)
+    with purpose(why, axis=pair, sender=pair.rank):
+        return Pending(tensor, [_started(dist.isend(tensor, _other(pair), group=pair.group))])
+
+
+def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
+    """Receive into ``out`` from the other rank of a pair."""
+    check_for_nccl(out)
+    with purpose(why, axis=pair, sender=1 - pair.rank):
+        return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
+
+
+def _other(pair: Axis) -> int:
+    assert pair.size == 2, f"{pair.name} has {pair.size} ranks"
+    return dist.get_global_rank(pair.group, 1 - pair.rank)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the group"
+    return work
+
+
+def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
+    """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    check_for_nccl(parts, received)
+    with purpose(why, "all_to_all", axis):
+        work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    return Pending(received, [work]).wait()
+
+
+def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
+    """Send the first ``sent[0]`` rows to rank 0 of ``axis``, the next ``sent[1]`` to rank 1, and so on.
+
+    Returns the rows received, in the order of the ranks; received: how many there are from each.
+    """
+    rows = rows.contiguous()
+    assert sum(sent) == len(rows) and len(sent) == len(received) == axis.size, f"{len(rows)} rows are sent as {sent}"
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    check_for_nccl(rows)
+    with purpose(why, "all_to_all", axis):
+        work = dist.all_to_all_single(out, rows, list(received), list(sent), group=axis.group, async_op=True)
+    return Pending(out, [work]).wait()
+
+
+def by_all_to_all(group: dist.ProcessGroup) -> bool:
+    """True for gloo, whose reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop."""
+    return dist.get_backend(group) == "gloo"
+
+
+def all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    return start_all_gather(part, axis, dim, why).wait()
+
+
+def reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    return start_reduce_scatter(partial, axis, dim, why).wait()
+
+
+def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
+    return start_all_reduce(partial, axis, why).wait()
+
+
+def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ over the first dim. Of two parts torch's sum is several times slower than their addition."""
+    return torch.add(parts[0], parts[1], out=out) if len(parts) == 2 else torch.sum(parts, 0, out=out)
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """[n, …, d, …] → […, n·d, …]; free when ``dim`` is the first that is longer than 1."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """All-gather forward; backward, the gradients of all ranks are summed and scattered."""
+    if axis.size == 1:
+        return part
+    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
+
+
+def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """Reduce-scatter forward, all-gather backward."""
+    if axis.size == 1:
+        return partial
+    return differentiable(partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why))
+
+
+def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
+    """All-to-all along the first dim, forward and backward."""
+    if axis.size == 1:
+        return parts
+    return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
+
+
+def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
+    """``send_rows`` forward; backward, their gradients go back."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: send_rows(t, axis, sent, received, why), lambda g: send_rows(g, axis, received, sent, why)
+    )
+
+
+def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    """Join the ranks' rows, ``sizes[i]`` of rank i; backward, the gradients of all ranks are summed and scattered."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
+    )
+
+
+def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` of them; the reverse of ``gather_rows``."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
+    )
+
+
+def _rows_of_all(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    copies = rows.expand(axis.size, *rows.shape).flatten(0, 1)
+    return send_rows(copies, axis, [len(rows)] * axis.size, sizes, why)
+
+
+def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    own = sizes[axis.rank]
+    parts = send_rows(rows, axis, sizes, [own] * axis.size, why)
+    return sum_parts(parts.unflatten(0, (axis.size, own)))
+
+
+# Above, the gradients of copies on several ranks are shares that must still be summed. Below, a tensor that every rank
+# of an axis holds a copy of has its whole gradient on each.
+
+
+def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """Take this rank's part of a tensor that all ranks hold; backward, an all-gather."""
+    if axis.size == 1:
+        return whole
+    return differentiable(whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
+
+
+def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """All-gather forward, for work that every rank repeats; backward, take this rank's part."""
+    if axis.size == 1:
+        return part
+    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
+
+
+def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
+    """All-reduce forward; backward, nothing: all ranks have the gradient."""
+    if axis.size == 1:
+        return partial
+    return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
+
+
+def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
+    """Return the tensor; backward, all-reduce the ranks' shares of the gradient."""
+    if axis.size == 1:
+        return tensor
+    return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))
+
+
+def _own_part(whole: Tensor, axis: Axis, dim: int) -> Tensor:
+    return whole.chunk(axis.size, dim)[axis.rank].contiguous()

@@ -1,0 +1,232 @@
+"""The grid: every process has a place on six axes, and a group with its peers along each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.config.run import AXES, ParallelConfig
+from fourfold.errors import UserError
+from fourfold.heartbeat import join
+from fourfold.parallel.grid.process_group import (
+    default_group,
+    ensure_process_group,
+    group_among,
+    limit_waiting,
+    warn_of_other_nodes,
+    warn_of_slow_groups,
+)
+
+FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
+"""Axes that some collectives take as one."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as one process sees it: its size, this process's place on it, and the group along it."""
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+    @cached_property
+    def members(self) -> str:
+        """A name of the group that only its ranks have. Groups of one name differ in their first or last rank."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return f"{self.name} of {ranks[0]}-{ranks[-1]}"
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The ranks of an axis as nodes: those inside this process's node, and those with its place in the other nodes.
+
+    FSDP2 takes it for a process group, of which it calls ``size`` and ``rank``.
+    """
+
+    whole: Axis
+    inside: Axis
+    across: Axis
+    inside_for_sums: Axis
+    """The same ranks as ``inside``; on gloo in a group of their own, since ``gathers`` issues in the other."""
+    gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    """On gloo, the thread that issues the second level of gathers, in the order in which all ranks began them."""
+
+    def size(self) -> int:
+        return self.whole.size
+
+    def rank(self) -> int:
+        """The number of this process's shard: the shards of all processes with its place in their nodes are neighbors,
+        so that both levels find their parts in one piece."""
+        return self.inside.rank * self.across.size + self.across.rank
+
+
+class Grid:
+    """The places (pp, dp, cp, z, y, x), always all six, of all processes of the job.
+
+    x, y, z, cp, pp: single axes; dp is always taken together with others. batch: the processes that split the batch, dp
+    and inside it z. replicas: those that may hold the same weights, dp and cp. tokens: those that split the tokens of a
+    step, and sum its gradients: dp, cp and z. ep: those neighbors on the tokens axis that share the experts;
+    expert_replicas: those with the same experts. Several grids may live in one process; nothing is global.
+    """
+
+    def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
+        """Make the groups. Every process of the job must call this, with the same sizes.
+
+        In a program that torchrun or srun started, this starts torch's default process group too, if the program has
+        not: nccl for ``"cuda"``, on this process's GPU, else gloo.
+        """
+        ensure_process_group(device_type, sizes.world_size)
+        if sizes.world_size != dist.get_world_size():
+            raise UserError(
+                f"the grid pp·dp·cp·z·y·x = {'·'.join(str(getattr(sizes, a)) for a in AXES)} needs {sizes.world_size} "
+                f"processes, and there are {dist.get_world_size()}; start {sizes.world_size}, or change [parallel]"
+            )
+        self.sizes = sizes
+        warn_of_slow_groups(device_type)
+        shape = tuple(getattr(sizes, axis) for axis in AXES)
+        self.ranks = torch.arange(sizes.world_size).view(shape)
+        """All ranks, by their places on the six axes."""
+        self.device_type = device_type
+        # Groups over several axes too, made at the start: making one later would be a collective in the middle of a
+        # step. On NCCL each group has buffers of its own, so axes of the same ranks share one.
+        groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
+        self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
+        self.neighbors = self._neighbors()
+        """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
+        self.levels: dict[tuple[str, int], TwoLevels] = {}
+        """Axes that ``shards`` has divided, by name and ranks in a node."""
+        for axis in (*self._axes.values(), *self.neighbors.values()):
+            limit_waiting(axis.group, device_type)
+            if axis.size > 1:
+                join(axis.members)
+        self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
+        self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
+        # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).
+        tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
+        self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
+        ranks = tokens.view(self.replicas.size, -1)
+        two_groups = [self.replicas.group, self.z.group]
+        self.hybrid_mesh = DeviceMesh.from_group(two_groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
+        self._place_experts(sizes.ep)
+
+    def axis(self, name: str) -> Axis:
+        """An axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
+        return self._axes[name]
+
+    def axes(self) -> list[Axis]:
+        """All of them, the single ones first."""
+        return list(self._axes.values())
+
+    def stage(self) -> Axis:
+        """All ranks of this process's place on pp, as one axis. Every process of the job calls it, which may make the
+        group."""
+        if self.pp.size == 1:
+            ranks = self.ranks.numel()
+            return Axis("world", ranks, dist.get_rank(), default_group())
+        if "stage" not in self._axes:
+            ranks = self.ranks.numel() // self.pp.size  # neighbors, as pp is the outermost axis
+            group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
+            self._axes["stage"] = self._axis_among("stage", group)
+        return self._axes["stage"]
+
+    def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
+        """The ranks of the axis ``z`` or ``dp_cp_z``, in two levels where they are several nodes of several ranks.
+
+        per_node: its ranks in a node; where there are more, a divisor of their number. The first call makes the groups:
+        every process of the job must come here with the same arguments.
+        """
+        whole = self._axes[name]
+        if not 1 < per_node < whole.size:
+            return whole.group
+        if (name, per_node) not in self.levels:
+            assert whole.size % per_node == 0, f"{name} has {whole.size} ranks, {per_node} in a node"
+            warn_of_other_nodes(per_node * self.x.size * self.y.size)
+            outer = [axis for axis in AXES if axis not in name.split("_")]
+            ranks = self.ranks.permute([AXES.index(axis) for axis in (*outer, *name.split("_"))])
+            nodes = ranks.reshape(-1, whole.size // per_node, per_node)
+            inside, across = nodes.flatten(0, 1), nodes.mT.flatten(0, 1)
+            first, second = self._level(name, inside), self._level(name, across)
+            again = self._level(name, inside) if dist.get_backend(first.group) == "gloo" else first
+            self.levels[name, per_node] = TwoLevels(whole, first, second, again)
+        return self.levels[name, per_node]
+
+    def _level(self, name: str, sets: Tensor) -> Axis:
+        return self._axis_among(name, group_among(sets.tolist()))
+
+    def _axis_among(self, name: str, group: dist.ProcessGroup | None) -> Axis:
+        assert group is not None, "every process is in one of the sets"
+        limit_waiting(group, self.device_type)
+        return Axis(name, group.size(), group.rank(), group)
+
+    def _place_experts(self, ep: int) -> None:
+        """Make the groups of the ranks that share the experts, and of those that hold the same ones.
+
+        expert_replicas is also taken as (copies, shards): shards are those of one z, if there are several.
+        """
+        if ep == 1:
+            self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of one
+            self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
+            return
+        ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
+        by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
+        self.ep = self._level("ep", by_place.flatten(0, 1))
+        replicas = by_place.mT.flatten(0, 1)
+        shards = self.z.size // ep if self.z.size % ep == 0 else 1  # else zero 3 shards over all
+        nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
+        self.expert_replicas = self._level("ep_replicas", replicas)
+        self.expert_copies = self._level("ep_copies", nodes.mT.flatten(0, 1))
+        self.expert_shards = self._level("ep_shards", nodes.flatten(0, 1))
+        self._axes |= {
+            axis.name: axis for axis in (self.ep, self.expert_replicas, self.expert_copies, self.expert_shards)
+        }
+
+    def expert_mesh(self, hybrid: bool) -> DeviceMesh:
+        """The ranks with the same experts, for FSDP2: as one axis, or as (copies, shards)."""
+        replicas, copies, shards = self.expert_replicas, self.expert_copies, self.expert_shards
+        ranks = torch.tensor(dist.get_process_group_ranks(replicas.group))
+        if not hybrid:
+            return DeviceMesh.from_group(replicas.group, self.device_type, ranks, mesh_dim_names=("ep_replicas",))
+        groups, names = [copies.group, shards.group], ("ep_copies", "ep_shards")
+        return DeviceMesh.from_group(groups, self.device_type, ranks.view(-1, shards.size), mesh_dim_names=names)
+
+    def _neighbors(self) -> dict[int, Axis]:
+        """Make a group for each pair of neighbors on the ring of pp.
+
+        NCCL carries out what one group transfers in the order in which it was issued. In a group of all stages a tensor
+        for one neighbor would wait for those from the other.
+        """
+        pp = self._axes["pp"]
+        if pp.size <= 2:
+            return {1 - pp.rank: pp} if pp.size == 2 else {}
+        pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
+        rings = self.ranks.flatten(1)
+        found = {}
+        # Sets of pairs that share no process: every second pair, and the last one where their number is odd.
+        for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
+            group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
+            for first, second in those:
+                if group is not None and pp.rank in (first, second):
+                    found[first + second - pp.rank] = Axis("pp", 2, dist.get_group_rank(group, dist.get_rank()), group)
+        return found
+
+    def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup | None]) -> Axis:
+        """The axis of these axes. groups: those of the axes before, by the ranks of all of them, and by who shares."""
+        others = [axis for axis in AXES if axis not in axes]
+        size = math.prod(getattr(self.sizes, axis) for axis in axes)
+        sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
+        # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
+        key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
+        if key not in groups:
+            group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)
+            assert group is not None, "every process is in one of the sets"
+            groups[key] = group
+        return self._axis_among("_".join(axes), groups[key])

@@ -1,0 +1,217 @@
+"""torch's default process group, started from what the launcher says about this process."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import time
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+
+from fourfold.environment import Place, read_environment, rendezvous
+from fourfold.errors import UserError
+from fourfold.parallel.grid.attempt_store import attempt_store
+from fourfold.parallel.grid.numa import bind_to_gpu
+from fourfold.processes import keep_gloo_local
+
+MANY_PROCESSES = 256
+NVIDIA_SETTINGS = {
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+"""Read when a GPU is first used. Collectives start before computation that waits. The streams of all axes, of neighbors
+on pp and of computation have hardware queues of their own (by default there are 8). cuBLAS computes the same bits each
+time, which replayed steps need, in the 32 MiB that torch gives it on Hopper anyway. Sizes that change every step, of
+experts' rows and packed documents, do not fragment the memory."""
+
+OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
+"""The same for HIP, where streams of one priority have 4 queues by default, and those that share a queue run one after
+the other (github.com/pytorch/pytorch/pull/188316); more queues than streams cost time (16 for 5 streams took 4 to 14 %
+of the throughput in github.com/pytorch/torchtitan/pull/4032, and 8 nothing)."""
+
+GLOO_RELEASE_SECONDS = 0.2
+"""Time for gloo's threads to release the tensors of the last collectives."""
+
+
+def ensure_process_group(device_type: str, world_size: int) -> None:
+    """Start the default process group unless the program has, and end it when the program ends.
+
+    The launcher is torchrun or srun; a grid of one process needs none.
+    """
+    if dist.is_initialized():
+        if device_type == "cuda":
+            set_up_gpu()
+        return
+    place, meeting_point = read_environment(os.environ), None
+    if place is not None:
+        host, port = rendezvous(os.environ, place)
+        meeting_point = f"tcp://{host}:{port}"
+    elif world_size == 1:
+        place = Place(0, 0, 1, 1, launcher="local")
+        keep_gloo_local()
+    else:
+        raise UserError(
+            f"this grid needs {world_size} processes, and no launcher started them; run the program with "
+            f"torchrun --nproc-per-node {world_size}, or with srun"
+        )
+    start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
+    # sys.last_value: the program ends by an exception.
+    atexit.register(lambda: end_process_group(failed=hasattr(sys, "last_value")))
+
+
+def start_process_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> None:
+    """Start the default group of all processes of the job. meeting_point: torch's init_method; None for one process."""
+    if dist.is_initialized():
+        raise UserError(
+            "this process is in a process group already, of a grid or of its own; start jobs before that, or call "
+            "torch.distributed.destroy_process_group() first"
+        )
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        set_up_gpu()
+        torch.cuda.set_device(device)
+        bind_to_gpu(device)
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
+            init_method=meeting_point if meeting_point is not None and meeting_point.startswith("file:") else None,
+            store=_store(meeting_point, place, timeout),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise UserError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
+            f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
+        ) from error
+    if not on_gpu:
+        atexit.unregister(_let_gloo_release)  # once, however many groups this process starts
+        atexit.register(_let_gloo_release)
+
+
+def set_up_gpu() -> None:
+    """Set the environment that GPUs are used with, except for what the user has set, under today's name or an older."""
+    for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
+        if OLDER_NAMES.get(name, "") not in os.environ:
+            os.environ.setdefault(name, value)
+
+
+def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
+    """The store in which the processes meet; None for a file, which torch opens."""
+    if meeting_point is None:
+        return HashStore()
+    url = urlsplit(meeting_point)
+    if url.scheme == "file":
+        return None
+    assert url.hostname is not None and url.port is not None, meeting_point
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = place.rank == 0 and not of_agent
+    store = TCPStore(url.hostname, url.port, place.world_size, is_server, timeout, multi_tenant=True)
+    return attempt_store(store, place.rank, place.world_size, timeout) if of_agent else store
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the group of all processes, which has been started."""
+    world = dist.group.WORLD
+    assert world is not None, "it was started"
+    return world
+
+
+def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
+    """Give a group the timeout of the default group; torch gives groups of a mesh its own, for gloo 30 minutes."""
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # the trace's waits for nobody
+        return
+    device = torch.device(device_type)
+    timeout = default_group()._get_backend(device).options._timeout
+    group._get_backend(device)._set_default_timeout(timeout)
+
+
+def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this process among disjoint sets of ranks; None where it is in none. Every process calls this."""
+    world = dist.group.WORLD
+    if getattr(world, "bound_device_id", None) is not None:  # NCCL's: one call makes all of them
+        return dist.split_group(split_ranks=sets)
+    mine = None
+    for ranks in sets:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def warn_of_slow_groups(device_type: str) -> None:
+    """Print a warning where torch makes the groups of a grid one by one, each a barrier of all processes."""
+    world = default_group()
+    many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
+    if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
+        print(
+            "warning: the process group was started without a device_id, so the groups of the grid are made one by "
+            "one, which takes minutes with many processes; give init_process_group device_id=torch.device('cuda', "
+            "local_rank), or leave it to Grid",
+            file=sys.stderr,
+        )
+
+
+def warn_of_other_nodes(processes: int) -> None:
+    """Print a warning where the launcher has not started nodes of so many processes."""
+    place = read_environment(os.environ)
+    started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
+    if dist.get_rank() == 0 and started not in (None, processes):
+        print(
+            f"warning: overlap.shards_per_node is meant for nodes of {processes} processes, and this one "
+            f"has {started}; the two levels of gathers and sums do not match the network",
+            file=sys.stderr,
+        )
+
+
+def gpu_of(place: Place, gpus: int) -> torch.device:
+    """This process's GPU; number 0 where srun shows each task a GPU of its own only.
+
+    Raises ``UserError`` where processes would share a GPU.
+    """
+    if place.local_world_size > gpus and not (place.launcher == "slurm" and gpus == 1):
+        raise UserError(
+            f"{place.local_world_size} processes on this machine need a GPU each, and torch sees {gpus}; start {gpus} "
+            "a machine (srun --ntasks-per-node, torchrun --nproc-per-node), make [parallel] smaller, or set "
+            "training.device = 'cpu'"
+        )
+    return torch.device("cuda", place.local_rank % gpus)
+
+
+def _device(device_type: str, place: Place) -> torch.device:
+    if device_type != "cuda":
+        return torch.device(device_type)
+    if not torch.cuda.is_available():
+        raise UserError("the grid's device_type 'cuda' needs a GPU, and torch sees none on this machine; use 'cpu'")
+    return gpu_of(place, torch.cuda.device_count())
+
+
+def end_process_group(failed: bool) -> None:
+    """Destroy all groups; but leave those of a job that ``failed`` on several GPUs to the end of the process.
+
+    NCCL would wait there for peers that may never answer. gloo's groups must always be destroyed: a thread of theirs
+    that releases a tensor while the interpreter ends waits for the GIL, and so aborts the process
+    (github.com/pytorch/pytorch/issues/190489). torch has no call that stops these threads. They stop when nothing
+    refers to their group any more; where a program's own grid still does, they are given the time to release what they
+    hold, when the program ends.
+    """
+    if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
+        return
+    dist.destroy_process_group()
+    gc.collect()  # a job is full of circular references: its groups would wait for the next collection
+
+
+def _let_gloo_release() -> None:
+    time.sleep(GLOO_RELEASE_SECONDS)

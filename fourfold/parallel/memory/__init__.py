@@ -1,0 +1,1 @@
+"""Activation checkpointing, and offload to the host."""

@@ -1,0 +1,124 @@
+"""Keeps the inputs of recomputed blocks in the CPU's memory from their forward to their backward.
+
+On a GPU both ways run on a stream of their own: out beside the block's forward, and back beside the backward of the
+block after it, so that a copy that is shorter than a block's computation costs no time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.grid.communicate import purpose
+from fourfold.parallel.memory.recompute import checkpointed
+
+OFFLOAD = "offload to the CPU"
+
+
+def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
+    """Run every n-th block again in the backward, from an input that waits in the CPU's memory.
+
+    What has been compiled before is compiled as it was; the copies are outside of it.
+    """
+    inputs = OffloadedInputs()
+    for number, block in enumerate(model.blocks[:: config.every]):
+        setattr(block, "forward", partial(inputs.checkpointed, block.forward, number == 0))  # noqa: B010 (mypy)
+
+
+class OffloadedInputs:
+    """The inputs of a model's blocks that are in the CPU's memory, and the stream of the copies."""
+
+    def __init__(self) -> None:
+        self._copies: CopyStream | None = None
+        self._last: weakref.ref[_OnCPU] | None = None
+
+    def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
+        """Call a block's forward, and in the backward call it again with the first input brought back.
+
+        is_first: the block is the first of the model, or of its stage, so that no other comes after it in the backward.
+        """
+        if not torch.is_grad_enabled():
+            return forward(x, *others)
+        if self._copies is None:
+            self._copies = CopyStream(x.device)
+        before = None if is_first or self._last is None else self._last()
+        kept, first = _OnCPU(x, self._copies, before), [x]
+        self._last = weakref.ref(kept)
+
+        def run() -> Tensor:
+            # Nothing here holds the input after the first run, so that its memory is freed.
+            return forward(first.pop() if first else kept.back(), *others)
+
+        out = checkpointed(run)
+        kept.wait_until_out()  # until here the caller holds the input
+        return out
+
+
+class _OnCPU:
+    """A copy of a tensor in the CPU's memory."""
+
+    def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
+        """before: that of the block before, which the backward needs next."""
+        self._device, self._requires_grad = tensor.device, tensor.requires_grad
+        self._copies, self._before = copies, before
+        with purpose(OFFLOAD, axis=""):
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        self.wait_until_out = copies.start(self._copy, tensor.detach())
+        self._arriving: tuple[Tensor, Callable[[], None]] | None = None
+
+    def start_back(self) -> None:
+        """Start to copy to the device, unless that has begun."""
+        if self._arriving is None:
+            tensor = torch.empty_like(self._copy, device=self._device)
+            self._arriving = tensor, self._copies.start(tensor, self._copy)
+
+    def back(self) -> Tensor:
+        """The tensor on its device; the copy that is needed next starts to run."""
+        self.start_back()
+        assert self._arriving is not None
+        (tensor, wait), self._arriving = self._arriving, None
+        if self._before is not None:
+            self._before.start_back()
+            self._before = None
+        wait()
+        return tensor.requires_grad_(self._requires_grad)
+
+
+class CopyStream:
+    """Copies between a GPU's memory and the CPU's on a stream beside that of the computation; on a CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, out: Tensor, source: Tensor) -> Callable[[], None]:
+        """Start to copy, after all that has been issued so far; returns what makes later computation wait for it.
+
+        Until that is called, both tensors must be held: computation that is issued next would use the memory of one
+        that is dropped, and not wait for the copy.
+        """
+        if self._stream is None:
+            out.copy_(source)
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            out.copy_(source, non_blocking=True)
+            copied = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def join(self) -> None:
+        """Make the computation that is issued next wait for all copies that were started."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait on the host for all copies that were started."""
+        if self._stream is not None:
+            self._stream.synchronize()

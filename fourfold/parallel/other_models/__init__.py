@@ -1,0 +1,1 @@
+"""The grid's layers in models of other libraries."""

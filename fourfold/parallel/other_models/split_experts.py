@@ -1,0 +1,68 @@
+"""The experts of a transformers model over x and y: each rank computes some of them, for all tokens.
+
+The model's own code runs, on stacks [E / (x·y), …] of its weights. It skips tokens whose expert has the number after
+the last, which is what transformers' own expert parallelism gives to the experts of other ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.grid.communicate import sum_gradient, sum_of
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.sharding import Tile
+
+STACK = "is_concatenated"
+"""Attribute of the stacks of experts that transformers' decorator makes."""
+
+SKIPS_OTHERS = "_is_expert_parallel"
+"""Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always did."""
+
+
+def split_experts(module: Any, grid: Grid, name: str) -> None:
+    """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
+
+    Its input and output are whole on every rank: tokens [N, H], the chosen experts and their weights [N, K] → [N, H].
+    Raises ``UserError`` for a module that is no such stack, or whose experts do not divide over x·y.
+    """
+    over_both = grid.axis("y_x")
+    weights = dict(module.named_parameters(recurse=False))
+    count: int = getattr(module, "num_experts", 0)
+    if not hasattr(module, STACK) or {len(weight) for weight in weights.values()} != {count}:
+        raise UserError(
+            f"{name} ({type(module).__name__}) is no stack of experts that transformers can divide; with 'replicate' "
+            "every rank computes it whole"
+        )
+    if sum(1 for _ in module.parameters()) > len(weights):
+        raise UserError(f"{name} ({type(module).__name__}) has modules with weights inside, which no rule lays out")
+    if count % over_both.size:
+        works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise UserError(f"{name}: {count} experts cannot be split over x·y = {over_both.size}; x·y = {works} work")
+    module.tiles = {key: Tile(x=0, y=0) for key in weights}
+    for key, weight in weights.items():
+        local = torch.empty(module.tiles[key].local_shape(tuple(weight.shape), grid), dtype=weight.dtype, device="meta")
+        module.register_parameter(key, nn.Parameter(local, weight.requires_grad))
+    here = count // over_both.size
+    first = (grid.x.rank * grid.y.size + grid.y.rank) * here
+    module.num_experts = here
+    setattr(module, SKIPS_OTHERS, over_both.size > 1)
+
+    def enter(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x_NH, chosen_NK, weights_NK = inputs
+        x_NH = sum_gradient(x_NH, over_both, f"{name}: input gradient")
+        weights_NK = sum_gradient(weights_NK, over_both, f"{name}: router gradient")
+        chosen_NK = chosen_NK - first
+        elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= here)
+        return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
+
+    def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
+        # Experts that no token chose take part too: their gradients are zeros on every rank, never missing on some.
+        nothing = sum(weight[:0].sum() for weight in module.parameters())
+        return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)

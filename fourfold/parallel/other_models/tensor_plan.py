@@ -1,0 +1,301 @@
+"""Lays out any model on x and y by a table from module patterns to styles, such as transformers' models publish.
+
+A module with weights that no pattern names is refused by name, unless every rank may compute it whole.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.other_models.conv1d import INPUT_FIRST, InputFirst, as_linear
+from fourfold.parallel.other_models.split_experts import split_experts
+from fourfold.parallel.other_models.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
+from fourfold.parallel.tensor.linear import OverY
+from fourfold.parallel.tensor.sharding import Tile
+
+STYLES: dict[str, str] = {
+    "colwise": "a linear layer that reads the residual, and whose features the next layer reads in shares",
+    "colwise_in_parts": "the same, where its weight is [in, out] with queries, keys and values one after the other",
+    "colwise_gather_output": "as colwise, with its features gathered for code that needs all of them",
+    "rowwise": "a linear layer that reads shares of features and writes to the residual",
+    "rowwise_split_input": "the same, where every rank has all features and takes its share",
+    "embedding": "an embedding table",
+    "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
+    "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
+    "replicate": "computed whole by every rank",
+}
+"""The styles that a table may name, in transformers' words where it has one."""
+
+M = TypeVar("M", bound=nn.Module)
+
+SYNONYMS = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "embedding",
+    "vocab_parallel_embedding": "embedding",
+    "replicated": "replicate",
+    "moe_tp_experts": "experts",
+}
+
+IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
+"""Styles with features in shares between one layer and the next."""
+
+PLANS = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise_in_parts",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "wpe": "embedding",
+    }
+}
+"""Plans by model_type, for models of transformers that publish none."""
+
+SCALED_EMBEDDING = "ScaledWordEmbedding"
+"""End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
+
+_HEAD_SIZES = ("head_dim", "head_size")
+"""Names that transformers' attention modules give the size of a head."""
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+"""Names that attention modules give the number of heads; it stays that of the whole model."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The layout of one module: its style, and the placement over y of what its group of layers computes."""
+
+    name: str
+    style: str
+    over_y: OverY | None = None
+
+
+def published_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that a model of transformers publishes, with its input embedding and head; empty where it has none."""
+    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    prefix = getattr(model, "base_model_prefix", "")
+    config = getattr(model, "config", None)
+    of_config = getattr(config, "base_model_tp_plan", None) or PLANS.get(getattr(config, "model_type", ""), {})
+    plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
+    # Plans leave routers whole without naming them: every rank sends the same tokens to the same experts.
+    plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
+    names = {module: name for name, module in model.named_modules()}
+    for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):
+        module = getattr(model, getter)() if hasattr(model, getter) else None
+        if module in names:
+            plan.setdefault(names[module], style)
+    return plan
+
+
+def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
+    """Replace every module that ``rules``, or else the published plan, name by its part on this rank.
+
+    Returns the layout of every module. Raises ``UserError`` for a module that has weights and no style, a size that
+    does not divide, an unknown style, and what is random, which would differ on ranks that repeat each other's work.
+    """
+    published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
+    styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
+    _check_nothing_random(model)
+    split = {parent: _over_y(model, parent, styles, grid) for parent in sorted(_groups(styles))}
+    entries: dict[str, Entrance] = {}
+    placed: list[Placed] = []
+    for name, style in styles.items():
+        parent, module = _parent(name), model.get_submodule(name)
+        over_y: OverY = split[parent] if style in IN_SHARES else "replicate"
+        if style in ("colwise", "colwise_in_parts", "colwise_gather_output"):
+            in_parts = style == "colwise_in_parts"
+            linear = _in_parts(name, model, grid, over_y) if in_parts else _linear(name, module, style)
+            _check_divides(name, linear, out_features=grid.x, in_features=grid.y)
+            entry = entries.setdefault(parent, Entrance(grid, parent or name))
+            new: nn.Module = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
+        elif style in ("rowwise", "rowwise_split_input"):
+            linear = _linear(name, module, style)
+            _check_divides(name, linear, in_features=grid.x, out_features=grid.y)
+            new = RowLinear(linear, grid, over_y, style == "rowwise_split_input", name)
+        elif style == "embedding":
+            if not type(module).__name__.endswith(SCALED_EMBEDDING):
+                _of_type(name, module, nn.Embedding, style)
+            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+                raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+            _check_divides(name, module, num_embeddings=grid.x, embedding_dim=grid.y)
+            new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
+        elif style == "experts":
+            split_experts(module, grid, name)
+            placed.append(Placed(name, style))
+            continue
+        else:
+            if style == "replicated_with_grad_allreduce":
+                over_y = split.get(_enclosing(name, split) or "", "replicate")
+                axes = ("x", "y") if over_y == "features" else ("x",)
+                tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
+                setattr(module, "tiles", tiles)  # noqa: B010 (types forbid it on a module of another class)
+            placed.append(Placed(name, style))
+            continue
+        _set_module(model, name, new)
+        placed.append(Placed(name, style, over_y))
+    return placed
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    """Find the style of a module, by its name or the longest pattern that it matches."""
+    matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        return None
+    style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
+    style = SYNONYMS.get(style, style)
+    if style not in STYLES:
+        raise UserError(f"{name}: the style '{style}' of its plan is not supported; {', '.join(STYLES)} are")
+    return style
+
+
+def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
+    """Give vectors outside the groups of linear layers the style "replicate"; refuse what else has no style."""
+    groups = _groups(styles)
+    if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
+        raise UserError(
+            f"{type(model).__name__} publishes no tensor-parallel plan; give parallelize a table of module patterns, "
+            "such as {'layers.*.attention.query': 'colwise', 'layers.*.attention.output': 'rowwise'}"
+        )
+    for name, style in styles.items():
+        module, group = model.get_submodule(name), _enclosing(name, groups)
+        shapes = {key: list(p.shape) for key, p in module.named_parameters(recurse=False)}
+        key, shape = next(iter(shapes.items()))
+        what = f"{name} ({type(module).__name__}, {key} {shape})"
+        if style == "replicate" and group is not None and not is_of_residual(model, styles, group, shapes):
+            raise UserError(
+                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be "
+                "that of one rank's features; 'replicated_with_grad_allreduce' sums it"
+            )
+        if style is None and (group is not None or any(len(shape) > 1 for shape in shapes.values())):
+            where = ", inside a group of sharded layers," if group is not None else ""
+            raise UserError(
+                f"{what}{where} has no style in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
+            )
+    return {name: style or "replicate" for name, style in styles.items()}
+
+
+def is_of_residual(
+    model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
+) -> bool:
+    """True for vectors as wide as the residual that the group's layers read: those of a norm in the same module, which
+    every rank computes whole."""
+    read = {
+        linear.in_features
+        for name, style in styles.items()
+        if style in ("colwise", "colwise_in_parts") and _parent(name) == group
+        if (linear := as_linear(model.get_submodule(name))) is not None
+    }
+    return all(len(shape) == 1 and shape[0] in read for shape in shapes.values())
+
+
+def _groups(styles: Mapping[str, str | None]) -> set[str]:
+    """The modules inside of which features are in shares: those with a layer that is split by columns or rows."""
+    return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
+
+
+def _enclosing(name: str, groups: Any) -> str | None:
+    return next((group for group in groups if name == group or name.startswith(f"{group}.")), None)
+
+
+def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
+    """Place features over x and y where all of a group's layers, and its heads, divide; else over x alone."""
+    ranks = grid.x.size * grid.y.size
+    parent = model.get_submodule(group)
+    heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
+    for key, count in heads.items():
+        if count % grid.x.size:
+            works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise UserError(f"{group}: {key} = {count} cannot be split over x = {grid.x.size}; x = {works} work")
+    widths = [
+        linear.in_features if style == "rowwise" else linear.out_features
+        for name, style in styles.items()
+        if _parent(name) == group and style in IN_SHARES
+        if (linear := as_linear(model.get_submodule(name))) is not None
+    ]
+    over_y: OverY = "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
+    is_attention = any(hasattr(parent, key) for key in (*_HEAD_COUNTS, "split_size"))
+    has_size = any(key.endswith(_HEAD_SIZES) for key in dir(parent))
+    is_cut = grid.x.size > 1 or (over_y == "features" and grid.y.size > 1)
+    if is_attention and not has_size and is_cut:
+        raise UserError(
+            f"{group} ({type(parent).__name__}) has no {' or '.join(_HEAD_SIZES)}, so it may cut a rank's share of the "
+            "heads into the number of all heads; 'colwise_gather_output' and 'rowwise_split_input' keep heads whole"
+        )
+    return over_y
+
+
+def _heads(model: nn.Module) -> dict[str, int]:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    return {key: count for key, count in found.items() if isinstance(count, int)}
+
+
+def _check_nothing_random(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        random = {key: value for key, value in vars(module).items() if "dropout" in key or "jitter" in key}
+        rates = {f"{name}.{key}": value for key, value in random.items()}
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates[f"{name}.p"] = module.p
+        for where, rate in rates.items():
+            if isinstance(rate, float) and rate > 0:
+                raise UserError(f"{where} = {rate} would differ between ranks that repeat the same work; set it to 0")
+
+
+def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:
+    if type(module) is not kind:
+        raise UserError(
+            f"{name} is a {type(module).__name__}, and '{style}' is for nn.{kind.__name__} only; with 'replicate' "
+            "every rank computes it whole"
+        )
+    assert isinstance(module, kind)
+    return module
+
+
+def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
+    linear = as_linear(module)
+    return _of_type(name, module, nn.Linear, style) if linear is None else linear
+
+
+def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
+    """Describe a layer whose features its module cuts into parts of ``split_size``; each is now this rank's share."""
+    attention: Any = model.get_submodule(_parent(name))
+    width = getattr(attention, "split_size", None)
+    linear = as_linear(model.get_submodule(name))
+    if not isinstance(linear, InputFirst) or not isinstance(width, int) or linear.out_features % width:
+        raise UserError(
+            f"{name}: 'colwise_in_parts' is for a {INPUT_FIRST} whose module cuts its features into parts of split_size"
+        )
+    attention.split_size = width // grid.x.size // (grid.y.size if over_y == "features" else 1)
+    return InputFirst(model.get_submodule(name), linear.out_features // width)
+
+
+def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:
+    """Raise ``UserError`` for a size of the module that does not divide over its axis."""
+    for size, axis in over.items():
+        number: int = getattr(module, size)
+        if number % axis.size:
+            works = ", ".join(str(n) for n in range(1, 4 * axis.size) if number % n == 0)
+            raise UserError(
+                f"{name}: {size} = {number} cannot be split over {axis.name} = {axis.size}; {axis.name} = {works} "
+                f"work, and so does {size} = {-(-number // axis.size) * axis.size}"
+            )
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    setattr(model.get_submodule(_parent(name)), name.rpartition(".")[2], module)

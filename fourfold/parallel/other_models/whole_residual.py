@@ -1,0 +1,139 @@
+"""The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
+
+Weights and the products with them are split over x and y as in our own models. Between the linear layers of a block and
+those of the next, every rank of x and y computes the same (residual, norms), so that this code need not know of a grid.
+A tensor that all ranks hold has its whole gradient on each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.grid.communicate import share, sum_gradient, sum_of, whole
+from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.other_models.conv1d import InputFirst, bias_tile, output_first, weight_tile
+from fourfold.parallel.tensor.embedding import Embedding
+from fourfold.parallel.tensor.linear import Linear4D, OverY
+from fourfold.parallel.tensor.linear_steps import linear_steps, run
+from fourfold.parallel.tensor.sharding import Tile
+
+
+class Entrance:
+    """Takes this rank's share of the channels of the whole residual, [B, S, H] → [B, S, H/y].
+
+    Made once for all layers that read the same tensor one after the other, so that their input gradients are summed
+    over x in one collective.
+    """
+
+    def __init__(self, grid: Grid, name: str) -> None:
+        self.x, self.y, self.name = grid.x, grid.y, name
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def __call__(self, x_BSH: Tensor) -> Tensor:
+        if x_BSH.dim() != 3:
+            raise UserError(
+                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; only [batch, sequence, hidden] can be split"
+            )
+        if self._last is not None:
+            read, made = (reference() for reference in self._last)
+            if read is x_BSH and made is not None:
+                return made
+        x_BSh = share(x_BSH, self.y, 2, f"{self.name}: channels")
+        x_BSh = sum_gradient(x_BSh, self.x, f"{self.name}: input gradient")
+        if x_BSh is not x_BSH:
+            self._last = (weakref.ref(x_BSH), weakref.ref(x_BSh))
+        return x_BSh
+
+
+def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
+    """Sum each rank's channels over x, and gather the whole residual."""
+    return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
+
+
+class WholeTokensLinear(Linear4D):
+    """A 4D layer whose ranks of x all have all tokens: nothing is gathered over x, or summed."""
+
+    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
+        super().__init__(linear, grid, over_y, name, transposed=transposed)
+        self.is_input_first = isinstance(linear, InputFirst)
+        self.shares = grid.y.size if over_y == "features" else 1
+        self.grid, self.in_features, self.out_features = grid, linear.in_features, linear.out_features
+
+    def token_axis(self, grid: Grid) -> Axis:
+        return replace(grid.x, size=1, rank=0)
+
+    def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
+        if isinstance(linear, InputFirst):
+            tile, over_out = weight_tile(tile, linear.parts), bias_tile(over_out, linear.parts)
+        super().add_weights(linear, tile, over_out, grid)
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        return (output_first(self.weight, self.shares),) if self.is_input_first else super().matrices()
+
+    def add_bias(self, out: Tensor) -> Tensor:
+        return out if self.bias is None else out + self.bias.flatten()
+
+
+class ColumnLinear(WholeTokensLinear):
+    """A normal layer, weight [out/x, in/y]: reads the whole residual, writes features over x, and y as ``over_y`` says.
+
+    gather_output: the features, which are then over x alone, are gathered for code that needs all of them.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, grid: Grid, over_y: OverY, entry: Entrance, gather_output: bool, name: str
+    ) -> None:
+        super().__init__(linear, grid, over_y, name, transposed=False)
+        self.entry, self.gather_output = entry, gather_output
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        out = super().forward(self.entry(x_BSH))
+        return whole(out, self.grid.x, 2, f"{self.name}: features") if self.gather_output else out
+
+
+class RowLinear(WholeTokensLinear):
+    """A transposed layer, weight [out/y, in/x]: reads features over x (and y), writes the whole residual.
+
+    split_input: its input is whole, because the code before it needs all features; they are split over x alone.
+    """
+
+    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
+        super().__init__(linear, grid, over_y, name, transposed=True)
+        self.split_input = split_input
+
+    def transposed_bias(self) -> Tile:
+        return Tile()
+
+    def forward(self, a: Tensor) -> Tensor:
+        if self.split_input:
+            a = share(a, self.grid.x, 2, f"{self.name}: features")
+        (out_BSh,) = run(linear_steps(a, [self]))
+        return self.add_bias(leave(out_BSh, self.grid, self.name))
+
+
+class WholeEmbedding(Embedding):
+    """Indices [B, S] → [B, S, H], times ``embed_scale`` where the model has one."""
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid, name: str, embed_scale: Tensor | float | None) -> None:
+        super().__init__(embedding, grid, name)
+        if isinstance(embed_scale, Tensor):
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+        else:
+            self.embed_scale = embed_scale
+        self.grid, self.padding_idx = grid, embedding.padding_idx
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+
+    def forward(self, indices_BS: Tensor) -> Tensor:
+        rows_BSh = self.look_up(indices_BS)
+        if self.padding_idx is not None:  # torch gives the row of the padding no gradient
+            is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
+            rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
+        out_BSH = leave(rows_BSh, self.grid, self.name)
+        if self.embed_scale is None:
+            return out_BSH
+        scale = self.embed_scale
+        return out_BSH * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)

@@ -1,0 +1,1 @@
+"""Parts of a micro-batch that hide each other's collectives."""

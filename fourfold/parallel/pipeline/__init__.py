@@ -1,0 +1,1 @@
+"""Pipeline schedules, and one step of a pipeline."""

@@ -1,0 +1,214 @@
+"""One step of a pipeline: every rank runs its list of operations, and sends hidden states to the next stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
+from fourfold.data.loader import MicroBatch
+from fourfold.models.dtypes import DTYPES
+from fourfold.parallel.data.data_parallel import DataParallel
+from fourfold.parallel.grid.communicate import Pending, start_receive, start_send, swap
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.pipeline.schedule import Op, schedule_ops, with_transfers
+from fourfold.parallel.pipeline.stopwatch import Stopwatch
+from fourfold.parallel.state import LocalShard
+from fourfold.parallel.tensor.deferred_gradients import WeightGradients, weight_gradients_deferred
+from fourfold.parallel.tensor.linear import Linear4D
+
+HIDDEN_STATES, THEIR_GRADIENTS = "pipeline: hidden states", "pipeline: hidden states' gradients"
+
+
+class Pipeline:
+    """The stages of one process, and the order in which they run."""
+
+    def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
+        self.stages, self.grid, self.run, self.device = stages, grid, run, device
+        self.last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
+        self.linears = {
+            stage: [module for module in part.model.modules() if isinstance(module, Linear4D)]
+            for stage, part in stages.items()
+        }
+        self.stopwatch: Stopwatch | None = None
+        """Takes the times of the last step's operations, where one is given."""
+        self._ops: dict[int, list[Op]] = {}
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
+        """Run forward and backward of the losses times ``loss_scale``; the losses, on the rank of the last stage."""
+        count = len(micro_batches)
+        if count not in self._ops:
+            everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
+            self._ops[count] = everyone[self.grid.pp.rank]
+        return _Step(self, micro_batches, loss_scale).run(self._ops[count])
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
+        """Run forwards only; the outputs of the last stage, on the rank that has it."""
+        stages = range(self.last_stage + 1)
+        in_turn = [
+            [
+                Op("F", stage, number)
+                for number in range(len(micro_batches))
+                for stage in stages
+                if rank_of_stage(stage, self.run.parallel) == rank
+            ]
+            for rank in range(self.run.parallel.pp)
+        ]
+        return _Step(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
+
+    def hidden_states(self, sequences: int) -> Tensor:
+        """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
+        training, axes = self.run.training, self.run.parallel
+        shape = (sequences, training.seq_length // (axes.cp * axes.x), self.run.model.hidden_size // axes.y)
+        return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
+
+
+class _Step:
+    """The state of one step: tensors in flight, by (stage, micro-batch)."""
+
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor | float = 1.0
+    ) -> None:
+        self.pipeline, self.micro_batches, self.loss_scale = pipeline, micro_batches, loss_scale
+        self.arriving: dict[Op, Pending] = {}
+        self.leaving: dict[tuple[str, int], Pending] = {}
+        self.inputs: dict[tuple[int, int], Tensor | None] = {}
+        self.results: dict[tuple[int, int], GradientEdge] = {}
+        self.to_send: dict[Op, Tensor] = {}
+        self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
+        self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
+        self.outputs: list[Tensor] = []
+        self.stopwatch = pipeline.stopwatch
+        if self.stopwatch is not None:
+            self.stopwatch.start()
+
+    def run(self, ops: Sequence[Op]) -> list[Tensor]:
+        """Run this rank's operations in order; the outputs of the last stage."""
+        handlers: dict[str, Callable[[Op], Any]] = {
+            "F": self._forward,
+            "B": self._differentiate,
+            "I": self._input_gradients,
+            "W": self._weight_gradients,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._receive,
+            "RECV_B": self._receive,
+        }
+        for op in ops:
+            with nullcontext() if self.stopwatch is None else self.stopwatch.span(op):
+                handlers[op.kind](op)
+        for pending in self.leaving.values():
+            pending.wait()
+        return self.outputs
+
+    def _forward(self, op: Op) -> None:
+        key = (op.stage, op.micro_batch)
+        hidden = None
+        if op.stage > 0:
+            hidden = self._take(Op("RECV_F", *key), Op("F", op.stage - 1, op.micro_batch))
+            hidden.requires_grad_(torch.is_grad_enabled())
+        batch, model = self.micro_batches[op.micro_batch], self.pipeline.stages[op.stage].model
+        inputs = (batch.tokens, batch.labels, batch.positions, batch.document_ends)
+        out = model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)
+        if op.stage == self.pipeline.last_stage:
+            self.outputs.append(out.detach())
+        else:
+            self.to_send[op] = out.detach()
+        if torch.is_grad_enabled():
+            if op.stage == self.pipeline.last_stage:
+                out = out * self.loss_scale
+            # The graph without the result itself, which nothing reads once it is sent.
+            self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
+
+    def _input_gradients(self, op: Op) -> None:
+        with weight_gradients_deferred(self.pipeline.linears[op.stage]) as later:
+            self._differentiate(op)
+        self.weight_gradients[op.stage, op.micro_batch] = later
+
+    def _weight_gradients(self, op: Op) -> None:
+        later = self.weight_gradients.pop((op.stage, op.micro_batch))
+        later.compute(self.pipeline.stages[op.stage].add_gradient)
+
+    def _differentiate(self, op: Op) -> None:
+        key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
+        self.backwards[op.stage] += 1
+        # Weight gradients that come later complete the sums only when the step ends.
+        last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
+        stage.begin_backward(last)
+        gradient = torch.ones((), device=self.pipeline.device)
+        if op.stage < self.pipeline.last_stage:
+            gradient = self._take(Op("RECV_B", *key), Op("B", op.stage + 1, op.micro_batch))
+        torch.autograd.backward(self.results.pop(key), gradient)
+        hidden = self.inputs.pop(key)
+        if hidden is not None:
+            assert hidden.grad is not None
+            self.to_send[Op("B", *key)] = hidden.grad
+
+    def _take(self, received: Op, computed_here: Op) -> Tensor:
+        """The tensor that another rank has sent, or that another stage of this rank has computed."""
+        if computed_here in self.to_send:
+            return self.to_send.pop(computed_here)
+        with nullcontext() if self.stopwatch is None else self.stopwatch.wait(received):
+            return self.arriving.pop(received).wait()
+
+    def _send(self, op: Op) -> None:
+        forward = op.kind == "SEND_F"
+        tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
+        to = self._rank(op.stage + 1 if forward else op.stage - 1)
+        # One at a time, so that tensors are freed once sent. The receiver needs no later tensor to receive this one.
+        if (before := self.leaving.pop((op.kind, to), None)) is not None:
+            before.wait()
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.neighbors[to], why)
+
+    def _receive(self, op: Op) -> None:
+        forward = op.kind == "RECV_F"
+        from_rank = self._rank(op.stage - 1 if forward else op.stage + 1)
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        hidden = self.pipeline.hidden_states(sequences=len(self.micro_batches[0].tokens))
+        self.arriving[op] = start_receive(hidden, self.pipeline.grid.neighbors[from_rank], why)
+
+    def _rank(self, stage: int) -> int:
+        return rank_of_stage(stage, self.pipeline.run.parallel)
+
+
+def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Give the copies of a tied embedding, in the first stage and in the last, one name: twice as many replicas."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return [
+        replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
+    ]
+
+
+class TiedEnds:
+    """An embedding that is also the head, in the first stage and in the last: two copies, one gradient."""
+
+    def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
+        """copies: this process's, none to two."""
+        self.copies = copies
+        last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
+        ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
+        apart = len(set(ends)) == 2 and grid.pp.rank in ends
+        self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
+        """The pair of ranks that have a copy each; None where this process has both, or none."""
+
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients."""
+        gradients = [copy.grad for copy in self.copies if copy.grad is not None]
+        assert len(gradients) == len(self.copies)
+        if self.ends is not None:
+            (gradient,) = gradients
+            # The order of two addends does not matter: both ends have the same bits.
+            gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
+        elif gradients:
+            first, last = gradients
+            first.add_(last)
+            last.copy_(first)

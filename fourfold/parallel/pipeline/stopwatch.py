@@ -1,0 +1,68 @@
+"""When the operations of a pipeline run: on a GPU by events in its stream, for the host only issues them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fourfold.parallel.pipeline.schedule import Op, Span
+
+
+class Stopwatch:
+    """Takes the times of one process's operations; nothing waits for a GPU until ``spans`` or ``waits`` is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Op, Any, Any]] = []
+        """Operations with begin and end: seconds, or events."""
+        self._waits: list[tuple[Op, Any, Any]] = []
+
+    def start(self) -> None:
+        """Forget what has been."""
+        self._spans, self._waits = [], []
+
+    @contextmanager
+    def span(self, op: Op) -> Iterator[None]:
+        """Take the time of an operation."""
+        begin = self._now()
+        yield
+        self._spans.append((op, begin, self._now()))
+
+    @contextmanager
+    def wait(self, op: Op) -> Iterator[None]:
+        """Take the time of a wait for another rank, within an operation."""
+        begin = self._now()
+        yield
+        self._waits.append((op, begin, self._now()))
+
+    def spans(self) -> list[Span]:
+        """The operations since the start, in seconds of this machine's clock."""
+        return self._in_seconds(self._spans)
+
+    def waits(self) -> list[Span]:
+        """The waits since the start, likewise."""
+        return self._in_seconds(self._waits)
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _in_seconds(self, taken: list[tuple[Op, Any, Any]]) -> list[Span]:
+        seconds = self._clock()
+        return [Span(op, seconds(begin), seconds(end)) for op, begin, end in taken]
+
+    def _clock(self) -> Callable[[Any], float]:
+        """The function from moments to seconds of this machine's clock; on a GPU it waits for the last operation."""
+        if not self._on_gpu:
+            return float
+        latest = self._now()
+        latest.synchronize()
+        now = time.perf_counter()
+        return lambda event: now - event.elapsed_time(latest) / 1000  # milliseconds

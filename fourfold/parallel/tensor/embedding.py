@@ -1,0 +1,32 @@
+"""An embedding table [vocab/x, hidden/y]: each rank looks up its rows, and x sums into each rank's tokens."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.parallel.grid.communicate import scatter_sum
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.tensor.sharding import Tile, Tiled
+
+
+class Embedding(Tiled):
+    """Indices [B, S] → [B, S/x, H/y]. For tokens and for learned positions."""
+
+    weight: nn.Parameter
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid, name: str) -> None:
+        super().__init__()
+        self.x, self.name = grid.x, name
+        self.add_tile("weight", embedding.weight, Tile(x=0, y=1), grid)
+
+    def forward(self, indices_BS: Tensor) -> Tensor:
+        return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
+
+    def look_up(self, indices_BS: Tensor) -> Tensor:
+        """The rows [B, S, H/y] of the indices that this rank holds, zeros for the others."""
+        rows = self.weight.shape[0]
+        local_BS = indices_BS - self.x.rank * rows
+        elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
+        partial_BSh = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return partial_BSh.masked_fill(elsewhere_BS[..., None], 0)

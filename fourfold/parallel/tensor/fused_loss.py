@@ -1,0 +1,55 @@
+"""The passes of ``loss_kernels`` as operators, which can be traced without Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Return whether Triton is installed, with the C compiler that it needs to launch a kernel."""
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
+    return importlib.util.find_spec("triton") is not None and has_compiler
+
+
+def fuses_loss(device_type: str) -> bool:
+    """Return whether the loss runs as Triton kernels on this device."""
+    return device_type == "cuda" and triton_works()
+
+
+@torch.library.custom_op("fourfold::normalize_logits", mutates_args=())
+def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
+    """The log-sum-exps of rows of logits, and the logits of their labels, [2, m] in float32.
+
+    Args:
+        first: the label of column 0; a label of another rank's columns has a logit of 0 here.
+        real: the columns that are not padding.
+        softcap: the cap of the logits, or 0.
+    """
+    from fourfold.parallel.tensor import loss_kernels
+
+    return loss_kernels.normalize(logits_mv, labels_m, first, real, softcap)
+
+
+@normalize_logits.register_fake
+def _(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
+    return logits_mv.new_empty((2, len(logits_mv)), dtype=torch.float32)
+
+
+@torch.library.custom_op("fourfold::differentiate_logits", mutates_args=("logits_mv",))
+def differentiate_logits(
+    logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
+) -> None:
+    """Write the gradient of the losses, times a factor [m] of each row, over the logits.
+
+    normalizer_m: log-sum-exps over the columns of all ranks.
+    """
+    from fourfold.parallel.tensor import loss_kernels
+
+    loss_kernels.differentiate(logits_mv, labels_m, normalizer_m, factor_m, first, real, softcap)

@@ -1,0 +1,131 @@
+"""RMSNorm and LayerNorm of tokens whose channels are split over ranks; exact, by exchanging one sum per token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.models.autograd import Context, Function, not_compiled
+from fourfold.models.norms import RMSNorm, rms_norm
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.tensor.sharding import Tile, Tiled
+
+
+class Norm(Tiled):
+    """Normalizes [B, T, H/y] over all of H.
+
+    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default those of the residual,
+    whose gradients are sums over the tokens of x.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        norm: RMSNorm | nn.LayerNorm,
+        grid: Grid,
+        name: str,
+        axis: Axis | None = None,
+        tile: Tile | None = None,
+    ) -> None:
+        super().__init__()
+        tile = tile or Tile(y=0, partial_over=("x",))
+        self.subtracts_mean = isinstance(norm, nn.LayerNorm)
+        self.zero_centered = isinstance(norm, RMSNorm) and norm.zero_centered
+        self.eps, self.size, self.axis, self.name = norm.eps, norm.weight.shape[0], axis or grid.y, name
+        self.whole = self.axis.size == 1 and not self.zero_centered
+        self.add_tile("weight", norm.weight, tile, grid)
+        self.add_tile("bias", norm.bias if isinstance(norm, nn.LayerNorm) else None, tile, grid)
+
+    def forward(self, x_BTh: Tensor) -> Tensor:
+        if self.whole and x_BTh.is_cuda:
+            return self.fused(x_BTh)
+        return normalize(x_BTh, self, self.weight, self.bias)
+
+    def fused(self, x_BTH: Tensor) -> Tensor:
+        """Call PyTorch's kernel, on ranks that have all channels: on a GPU the forward is one kernel."""
+        if self.subtracts_mean:
+            return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
+        return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
+
+
+@not_compiled
+def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _Normalize.apply(x_BTh, layer, weight, bias)
+
+
+class _Normalize(Function):
+    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer.
+
+    Zero-centered weights are added to one, and multiplied, in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Context[Norm], x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if layer.subtracts_mean:
+            mean, rstd = _moments(x_BTh.float(), layer)
+        else:
+            square = torch.linalg.vector_norm(x_BTh, dim=-1, keepdim=True, dtype=torch.float32).square()
+            square = all_reduce(square, layer.axis, f"{layer.name}: statistics")
+            mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
+        ctx.save_for_backward(x_BTh, mean, rstd, weight)
+        ctx.kept = layer
+        out = torch.empty_like(x_BTh)
+        if layer.zero_centered:
+            return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
+        # Computed in float32 and rounded as it is written: half the passes over memory.
+        _standardize(x_BTh, mean, rstd, out).mul_(weight)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Context[Norm], grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
+        x_BTh, mean, rstd, weight = ctx.saved_tensors
+        layer = ctx.kept
+        standard = _standardize(x_BTh, mean, rstd)
+        dtype, weight = weight.dtype, weight.float() + (1 if layer.zero_centered else 0)
+        product = grad * standard
+        shares = [product @ weight]
+        if layer.subtracts_mean:
+            shares.append(grad.float() @ weight)
+        sums = all_reduce(torch.stack(shares), layer.axis, f"{layer.name}: statistics' gradient") / layer.size
+        d_weight = product.sum((0, 1)).to(dtype)
+        d_bias = grad.sum((0, 1), dtype=torch.float32).to(dtype) if ctx.needs_input_grad[3] else None
+        dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
+        if layer.subtracts_mean:
+            dx -= sums[1][..., None]
+        return torch.mul(dx, rstd, out=torch.empty_like(x_BTh)), None, d_weight, d_bias
+
+
+def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
+    """Mean and 1/σ over all ranks, with one all-reduce.
+
+    The local moments are float32; Σx and Σx² are summed as float64, where the difference E[x²] − E[x]² loses nothing.
+    """
+    channels = x.shape[-1]
+    variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
+    variance, mean = variance.double(), mean.double()
+    sums = torch.stack([mean * channels, (variance + mean.square()) * channels])
+    mean, square = all_reduce(sums, layer.axis, f"{layer.name}: statistics") / layer.size
+    rstd = (square - mean.square() + layer.eps).rsqrt()
+    return mean.float(), rstd.float()
+
+
+def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mul(x if mean is None else x - mean, rstd, out=out)
+
+
+class HeadNorm(Tiled):
+    """The per-head RMSNorm of queries and keys: ranks have whole heads, and each a share of the weight's gradient."""
+
+    weight: nn.Parameter
+
+    def __init__(self, norm: RMSNorm, grid: Grid) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = norm.eps, norm.zero_centered
+        self.add_tile("weight", norm.weight, Tile(partial_over=("x", "y")), grid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
