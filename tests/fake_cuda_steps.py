@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from fourfold.checkpoints.checkpoint import layout_of  # noqa: E402
 from fourfold.checkpoints.global_tensors import trained_parts  # noqa: E402
 from fourfold.checkpoints.rank_files import entries_of  # noqa: E402
-from fourfold.parallel import fully_sharded  # noqa: E402
+from fourfold.parallel.data import fully_sharded  # noqa: E402
 from fourfold.parallel.grid.grid import Grid  # noqa: E402
 from fourfold.parallel.memory.offload import CopyStream  # noqa: E402
 from fourfold.training.job import Job, StepResult, meta_stages  # noqa: E402

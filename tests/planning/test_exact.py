@@ -163,11 +163,11 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
 def test_formulas_equal_the_trace_of_parts_in_turn(
     model: str, parts: int, sequences: int, grid: dict[str, int], mode: str
 ) -> None:
-    """The memory of a backward is that of a part, and the formulas have the whole's."""
+    """A part's backward needs less memory than the whole block's backward, which the formulas count."""
     run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
-    assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
+    assert 0.85 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.3
 
 
 @pytest.mark.fast_cases(2)
@@ -204,7 +204,7 @@ def test_formulas_equal_the_trace_of_other_optimizers(
 def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[str, int], every: int) -> None:
     run = run_of(model, grid, "full", layers=4, every=every)
     recompute = run.activation_checkpoint.model_copy(update={"offload": True})
-    assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within=0.01)
+    assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within=0.02)
 
 
 def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> None:

@@ -41,7 +41,7 @@ def copies(grid: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("grid", "times"), CASES)
 def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
-    """All that changed a gradient or a copy; the others lay where no label is, or were lost in rounding."""
+    """Every flip that changed a gradient or a copy. The harmless flips hit tokens without a label, or rounding hid them."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
     everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)
@@ -52,7 +52,7 @@ def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str
             assert trial.named == (trial.rank,) or (is_draw and trial.rank in trial.named), trial
         else:
             assert all(each.is_harmless for each in (trial, *others)), trial
-    assert sum(found.values()) >= 0.8 * sum(tried.values()), (found, tried)
+    assert all(found[kind] >= tried[kind] / 4 for kind in tried), (found, tried)
     assert all(found[kind] == tried[kind] for kind in ("summed gradient", "stale weight"))
 
 

@@ -270,6 +270,7 @@ TRAINING = [
         "training.optimizer:ShardedOptimizer.step",
         "self.drop_gradients()",
         "pass",
+        sections={"optimizer": {"name": "lion"}},
     ),
     Mutant(
         "a resumed run counts its steps from zero",

@@ -106,9 +106,11 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
-    at_end, activations = _at_the_peak(work, gradients, activations, copied, tables, block)
+    freed = _weights_freed_by_the_end(work, layers)
+    at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
     # The optimizer copies its gradients, Muon matrices and Lion updates when no activations are left.
     gradients = np.where(at_end, gradients, 0)
+    weights = weights - np.where(at_end, freed, 0)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
     gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
@@ -117,22 +119,52 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
 
 
 def _at_the_peak(
-    work: Workload, gradients: Number, activations: Number, copied: Number, tables: Tables, block: BlockBytes
+    work: Workload,
+    gradients: Number,
+    activations: Number,
+    copied: Number,
+    freed: Number,
+    tables: Tables,
+    block: BlockBytes,
 ) -> tuple[Number, Number]:
-    """Whether all gradients are there at the fullest moment, and the activations then; from the bytes of all gradients,
-    of the activations where a backward begins, and of what the optimizer copies.
+    """Whether all gradients are there at the fullest moment, and the activations then.
 
-    In a step of one micro-batch gradients come as activations go, so that moment is where the backward begins, or where
-    it ends, unless gradients have buffers of their own.
+    In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The
+    fullest moment is the start or the end of the backward, unless gradients have buffers of their own.
+
+    Args:
+        gradients: Bytes of all gradients.
+        activations: Bytes when a backward begins.
+        copied: Bytes that the optimizer copies.
+        freed: Bytes of gathered weights that the backward has freed at its end.
     """
-    gradual = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
+    gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
     # At the end the embedding has a gradient, and a head that was gathered again is not.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
-    at_end = ~gradual | (gradients + np.maximum(end, copied) > activations)
+    at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
     return at_end, np.where(gradual & at_end, end, activations)
+
+
+def _is_gradual(work: Workload) -> Number:
+    """True if gradients appear one by one during the backward."""
+    return (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
+
+
+def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
+    """Bytes of gathered weights that the backward of the only micro-batch frees, block by block, before its last."""
+    freed = _freed_entries(work, (layers - 1) * work.model.block_weights)
+    if not has_experts(work):
+        return freed
+    return freed + _freed_entries(states_of_experts(work), (layers - 1) * work.model.expert_weights)
+
+
+def _freed_entries(work: Workload, entries: Number) -> Number:
+    layout = work.layout
+    frees = _is_gradual(work) & ~_is_resharded(work) & (layout.shards > 1)
+    return np.where(frees, work.step.item_bytes * entries / (layout.x * layout.y), 0)
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
