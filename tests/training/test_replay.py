@@ -41,7 +41,7 @@ def copies(grid: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("grid", "times"), CASES)
 def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
-    """Every flip that changed a gradient or a copy. The harmless flips hit tokens without a label, or rounding hid them."""
+    """Every flip that changed a gradient or a copy. The others hit tokens without a label, or rounding hid them."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
     everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)

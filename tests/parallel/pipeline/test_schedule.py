@@ -203,7 +203,7 @@ def test_no_other_split_has_a_smaller_largest_stage(ends: tuple[float, float]) -
 def test_schedules_that_are_written_out_need_no_torch() -> None:
     """Its import would be most of the time that the page of a small plan takes."""
     code = (
-        "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel import schedule; "
+        "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel.pipeline import schedule; "
         "[schedule.schedule_ops(ParallelConfig(pp=2, schedule=name), 4) for name in ('GPipe', '1F1B')]; "
         "print('torch' in sys.modules)"
     )
