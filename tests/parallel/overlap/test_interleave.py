@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from test_layers import job_of
+from tiny_jobs import job_of
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig

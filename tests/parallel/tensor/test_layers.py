@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
+from tiny_jobs import job_of
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,12 +28,6 @@ from fourfold.parallel.tensor.sharding import Tile
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import fake_processes
-
-
-def job_of(run: RunConfig) -> Job:
-    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
-    job.initialize(run.training.seed)
-    return job
 
 
 def losses_body(rank: int, world_size: int, run: RunConfig, steps: int) -> tuple[list[float], set[torch.dtype]]:
