@@ -14,7 +14,7 @@ from patience import PATIENCE
 
 
 class Usage(NamedTuple):
-    """What each thread of a kernel uses."""
+    """Registers and stack that each thread of a kernel uses."""
 
     registers: int
     stack: int

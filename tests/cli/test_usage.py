@@ -36,7 +36,7 @@ def wrong_values(kind: object, limits: Any) -> Iterator[str]:
 
 
 def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli: Cli) -> None:
-    """It names the option, the value, and what works; a shell's unset variable is a wrong value too."""
+    """The sentence names the option, the value, and a value that works. A shell's unset variable is a wrong value."""
     refused = 0
     for words, command in commands(get_command(app)):
         hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)

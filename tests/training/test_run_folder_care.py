@@ -12,7 +12,7 @@ from command_line import Cli, exit_code
 from tiny_corpus import run_file
 
 from fourfold import jobs
-from fourfold.checkpoints import leftover_checkpoints as remains
+from fourfold.checkpoints import leftover_checkpoints
 from fourfold.launch.local_workers import WorkerFailed
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import count_starts, note_end, note_start
@@ -120,7 +120,7 @@ def test_what_cannot_be_removed_is_warned_of(
     def refuse(path: Path, **_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(remains, "rmtree", refuse)
+    monkeypatch.setattr(leftover_checkpoints, "rmtree", refuse)
     code, _, errors = cli("train", run(tmp_path, prefix, 10))
     assert code == 0
     assert f"warning: cannot remove the old checkpoint {trained / 'step_4'}: Operation not permitted" in errors

@@ -155,6 +155,8 @@ def _is_gradual(work: Workload) -> Number:
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
     """Bytes of gathered weights that the backward of the only micro-batch frees, block by block, before its last."""
+    if not np.any(_is_gradual(work)):
+        return 0.0
     freed = _freed_entries(work, (layers - 1) * work.model.block_weights)
     if not has_experts(work):
         return freed
