@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.one_gpu import device_of, name_of
 from benchmarks.options import add_device, failure_in, write_figures
-from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.parallel.attention.document_attention import attend_documents, attend_documents_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,7 +80,7 @@ def error_of(name: str, mask: str, length: int, width: int, group: int, device: 
 
 def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
     """The attention of one step of the ring, and its gradients. A row that sees nothing sees keys of another step."""
-    how = mask == "causal", seen if mask in ("documents", "blind") else None, Scores(q.shape[-1] ** -0.5)
+    how = mask == "causal", seen if mask in ("documents", "blind") else None, AttentionScores(q.shape[-1] ** -0.5)
     out, lse = attend_block(q, k, v, *how)
     lse = lse.masked_fill(lse.isneginf(), 0)
     return out, *attend_block_backward(gradient, q, out, lse, k, v, *how)

@@ -28,7 +28,7 @@ from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
 from fourfold.memorization.scorers import GridScorer
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.corpora import micro_batches
@@ -91,7 +91,7 @@ def measure(
                 share = found[f"mask share, {label}"]
                 print(f"  {label}: {(time_of - seconds[0]) * 1e3:.2f} ms more a batch, {share:.2%} of the step")
     documents = list(np.random.default_rng(0).integers(0, run.model.vocab_size, (batch, length + 1)))
-    audited = GridScorer(job, Sampling())
+    audited = GridScorer(job, AttackSampling())
     forward, score = least(
         [lambda: wait(torch.stack(job.outputs(batches)).sum()), lambda: audited.score(documents)], 2 * rounds
     )

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.options import add_tiny
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
-from fourfold.checkpoints.file_layout import Layout, file_of, read_layout
+from fourfold.checkpoints.file_layout import CheckpointTensors, file_of, read_layout
 from fourfold.checkpoints.global_tensors import layout_of, trained_parts
 from fourfold.checkpoints.rank_files import dtype_of
 from fourfold.config.run import RunConfig
@@ -160,7 +160,7 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
         yield away
 
 
-def written_by(rank: int, layout: Layout, folder: Path, whole: bool) -> list[int]:
+def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> list[int]:
     """Write the file of another process, or one byte in its place; what it would tell the others."""
     path, entries = folder / file_of(rank), []
     if whole:
@@ -175,14 +175,14 @@ def written_by(rank: int, layout: Layout, folder: Path, whole: bool) -> list[int
     return [size, *(int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8))]
 
 
-def files_read(layout: Layout, job: Job) -> set[int]:
+def files_read(layout: CheckpointTensors, job: Job) -> set[int]:
     """The ranks whose files have a part of what rank 0 holds."""
     parts = trained_parts(job, with_averages=False).items()
     found = (layout.parts(name, part.shard.slices) for name, part in parts if part.local.numel())
     return {rank for parts in found for rank, _ in parts}
 
 
-def files_read_on_half_of_z(layout: Layout, job: Job) -> set[int]:
+def files_read_on_half_of_z(layout: CheckpointTensors, job: Job) -> set[int]:
     """The same of a grid with half of z, whose rank 0 holds twice as many rows."""
     files = set()
     for name, part in trained_parts(job, with_averages=False).items():

@@ -21,13 +21,13 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from fourfold.planning.search.plan import Prediction, describe_layout, make_plan, predict
-from fourfold.planning.search.space import LIMITED, Limits
+from fourfold.planning.search.space import LIMITED, SearchLimits
 from fourfold.run_file.load import load_run, make_run
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
 PAGE, TEMPLATE, TRACED = HERE / "recipes.md", HERE / "recipes_page.md.in", HERE / "figures" / "recipes_traced.json"
-SEARCHED = Limits(
+SEARCHED = SearchLimits(
     fixed=(("cp", 1),),
     zeros=(0, 1, 2, 3),
     recomputes=((0, 1, False), (1, 1, False), (2, 1, False)),

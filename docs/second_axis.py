@@ -12,7 +12,7 @@ from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.published import base_of, published_table
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.plan import Prediction, make_plan
-from fourfold.planning.search.space import Limits
+from fourfold.planning.search.space import SearchLimits
 
 PAGE = Path(__file__).parent / "parallelism.md"
 MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
@@ -22,7 +22,7 @@ MODEL, SEQ, GPUS = "gpt-80b", 2048, 256
 BATCHES = (16, 64, 256, 1024)
 """Sequences of a step; with fewer than GPUs, x · y is at least their ratio."""
 YS = (2, 4, 8)
-LIMITS = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
+LIMITS = SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
 """x, y, z and dp, the axes of AxoNN."""
 
 

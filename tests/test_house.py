@@ -276,6 +276,15 @@ def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
             assert not {name.split(".")[0] for name in names} & ONE_MAKERS, path
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 def test_no_modules_import_each_other() -> None:
     assert [sorted(group) for group in circles()] == []
 

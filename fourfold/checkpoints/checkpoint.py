@@ -34,7 +34,7 @@ from fourfold.checkpoints.compatible import (
     check_same_order,
 )
 from fourfold.checkpoints.disk_space import check_room
-from fourfold.checkpoints.file_layout import Layout, write_layout
+from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
 from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
     AveragedWeights,
@@ -65,7 +65,7 @@ class _Save(NamedTuple):
 
     step: int
     prune: bool
-    layout: Layout
+    layout: CheckpointTensors
     state: CheckpointState
 
 

@@ -60,7 +60,7 @@ class SavedTensor(Strict):
         return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 
-class Layout(Strict):
+class CheckpointTensors(Strict):
     """The tensors of a checkpoint, and the grid that wrote them."""
 
     sizes: dict[str, int]
@@ -226,17 +226,17 @@ def file_of(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def write_layout(folder: Path, layout: Layout) -> None:
+def write_layout(folder: Path, layout: CheckpointTensors) -> None:
     """Write ``layout.json``."""
     (folder / LAYOUT_FILE).write_text(layout.model_dump_json(exclude_defaults=True) + "\n")
 
 
-def read_layout(folder: Path) -> Layout:
+def read_layout(folder: Path) -> CheckpointTensors:
     """Read ``layout.json``. Raises ``DamagedCheckpoint``."""
     file = folder / LAYOUT_FILE
     check_small_file(file)
     try:
-        return Layout.model_validate_json(file.read_bytes())
+        return CheckpointTensors.model_validate_json(file.read_bytes())
     except ValueError:
         raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
 

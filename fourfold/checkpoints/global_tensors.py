@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.checkpoints.file_layout import Layout, SavedTensor
+from fourfold.checkpoints.file_layout import CheckpointTensors, SavedTensor
 from fourfold.checkpoints.saved_state import BestValidation, RecentSteps
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
@@ -126,7 +126,7 @@ def weight_parts(job: TrainingState) -> Parts:
     }
 
 
-def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
+def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
     """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
 
     A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Tensors that
@@ -144,9 +144,9 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
     return layout
 
 
-def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> Layout:
+def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTensors:
     """The layout of the tensors of this process's place on pp alone."""
-    layout = Layout(
+    layout = CheckpointTensors(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
         shards_per_node=shards_per_node,

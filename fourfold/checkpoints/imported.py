@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fourfold.checkpoints.file_layout import Layout, SavedTensor, file_of, write_layout
+from fourfold.checkpoints.file_layout import CheckpointTensors, SavedTensor, file_of, write_layout
 from fourfold.checkpoints.integrity import seal
 from fourfold.checkpoints.saved_state import imported_state, write_state
 from fourfold.config.model import ModelConfig
@@ -24,7 +24,7 @@ def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) ->
         for entry in file
     }
     sizes = dict.fromkeys(AXES, 1) | {"pp": len(files)}
-    write_layout(folder, Layout(sizes=sizes, sharded_over=("z",), tensors=tensors))
+    write_layout(folder, CheckpointTensors(sizes=sizes, sharded_over=("z",), tensors=tensors))
     write_state(folder, imported_state(model))
     seal(folder, written)
     return {name: file.size for name, file in written.items()}

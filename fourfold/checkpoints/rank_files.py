@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.checkpoints.file_layout import Box, Layout, file_of, inside, intersection
+from fourfold.checkpoints.file_layout import Box, CheckpointTensors, file_of, inside, intersection
 from fourfold.checkpoints.global_tensors import Parts
 from fourfold.checkpoints.integrity import DamagedCheckpoint
 from fourfold.errors import UserError
@@ -26,7 +26,7 @@ OFFSETS = "DCP_SHARDING_INFO"
 """Key of a file's metadata under which torch.distributed.checkpoint keeps where each part begins in the whole."""
 
 
-def entries_of(parts: Parts, layout: Layout, copies: CopyStream | None = None) -> list[Entry]:
+def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
     """The tensors that this process writes. With ``copies`` they are copied to the host's memory as they are now, from
     a GPU into pinned memory: call ``copies.finish`` before they are written, and ``copies.join`` before they change."""
     entries = []
@@ -42,7 +42,9 @@ def entries_of(parts: Parts, layout: Layout, copies: CopyStream | None = None) -
     return entries
 
 
-def write_file(folder: Path, layout: Layout, entries: list[Entry], copies: CopyStream | None = None) -> Written | None:
+def write_file(
+    folder: Path, layout: CheckpointTensors, entries: list[Entry], copies: CopyStream | None = None
+) -> Written | None:
     """Write this process's file when ``copies`` have come; None if it has nothing to write. Raises ``OSError``."""
     if not entries:
         return None
@@ -69,13 +71,13 @@ def gather_written(written: Written | None, device: str) -> dict[str, Written]:
     return found
 
 
-def read_parts(folder: Path, layout: Layout, parts: Parts) -> None:
+def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
     """Fill this process's parts. Raises ``UserError``."""
     read_boxes(folder, layout, {name: (part.local, part.shard.slices) for name, part in parts.items()})
 
 
 @torch.no_grad()
-def read_boxes(folder: Path, layout: Layout, wanted: dict[str, tuple[Tensor, Box]]) -> None:
+def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[Tensor, Box]]) -> None:
     """Fill tensors, each of which is a box of a global one; each file is opened once. Raises ``UserError``."""
     by_file: dict[int, list[tuple[str, Box]]] = defaultdict(list)
     for name, (local, slices) in wanted.items():
@@ -92,7 +94,7 @@ def read_boxes(folder: Path, layout: Layout, wanted: dict[str, tuple[Tensor, Box
                 local[inside(common, slices)].copy_(saved)
 
 
-def check_header(folder: Path, layout: Layout, rank: int) -> None:
+def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
     """Check that the file of a process holds the parts that the layout says. Raises ``DamagedCheckpoint``."""
     held, file = layout.held_by(rank), folder / file_of(rank)
     if not held:
@@ -115,7 +117,7 @@ def check_header(folder: Path, layout: Layout, rank: int) -> None:
         )
 
 
-def dtype_of(layout: Layout, name: str) -> torch.dtype:
+def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
     """The type in which a tensor is stored."""
     return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
 

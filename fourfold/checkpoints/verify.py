@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fourfold.checkpoints.file_layout import LAYOUT_FILE, Layout, read_layout
+from fourfold.checkpoints.file_layout import LAYOUT_FILE, CheckpointTensors, read_layout
 from fourfold.checkpoints.global_tensors import AVERAGE
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_contents, check_files, check_listing
 from fourfold.checkpoints.rank_files import check_header
@@ -24,7 +24,7 @@ from fourfold.parallel.grid.shared_failure import failing_together
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def verify(path: Path) -> tuple[CheckpointState, Layout]:
+def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
     """Check all of a checkpoint in one process. Raises ``DamagedCheckpoint``."""
     state = read_state(path)
     layout = check_structure(path, shapes_of(state))
@@ -33,7 +33,7 @@ def verify(path: Path) -> tuple[CheckpointState, Layout]:
 
 
 @contextmanager
-def verified(path: Path, expected: Shapes) -> Iterator[Layout]:
+def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
     """Check a checkpoint, each process a share of it, and yield its layout to a block that loads it.
 
     The structure is checked before the block, and the contents beside it. Raises ``DamagedCheckpoint`` on all processes
@@ -69,7 +69,7 @@ def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
     return parameter_shapes(model) if lora is None else trained_shapes(model, lora)
 
 
-def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> Layout:
+def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> CheckpointTensors:
     """Check a share of all but the contents of tensor files. Raises ``DamagedCheckpoint``."""
     if rank == 0:
         check_listing(path)

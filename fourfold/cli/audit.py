@@ -61,7 +61,7 @@ def audit(
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
     from fourfold import jobs
     from fourfold.memorization.audit import AuditRequest
-    from fourfold.memorization.scores import Sampling
+    from fourfold.memorization.scores import AttackSampling
     from fourfold.reports.audit_report import write_audit_report
     from fourfold.reports.terminal import audit_tables
 
@@ -75,7 +75,7 @@ def audit(
         suffix=suffix,
         prefix=prefix,
         offset=offset,
-        sampling=Sampling(temperature, top_k, top_p),
+        sampling=AttackSampling(temperature, top_k, top_p),
         generate=generate,
         micro_batch_size=micro_batch_size,
         text_key=text_key,

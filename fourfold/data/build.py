@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
-from fourfold.data.dataset import Mixture, Samples, TokenWindows
+from fourfold.data.dataset import Samples, SourceMixture, TokenWindows
 from fourfold.data.files import locked, temporary_folder, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, open_as_made, read_manifest
@@ -31,7 +31,7 @@ KINDS: dict[str, type[TokenWindows | PackedConversations | PreferencePairs]] = {
 
 def build_dataset(
     sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int, look_back: int = 0
-) -> Mixture:
+) -> SourceMixture:
     """Open a mixture of prepared corpora, given as (prefix, relative weight).
 
     Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
@@ -43,7 +43,7 @@ def build_dataset(
         manifest = read_manifest(prefix)
         kind = KINDS["text" if manifest is None else manifest.format]
         samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
-    return Mixture(samples, seed)
+    return SourceMixture(samples, seed)
 
 
 def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:

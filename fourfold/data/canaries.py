@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
-from fourfold.data.manifest import Split
+from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64
 from fourfold.data.sources import read_documents
 from fourfold.data.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def copy_of(
     return np.where(replaced, others, tokens)[start:]
 
 
-class Pieces:
+class CorpusPieces:
     """A corpus cut into pieces, of which canaries are made and between which they are planted.
 
     Pieces are the documents; if fewer than `wanted` of them are long enough, passages of `length` tokens (of more in a
@@ -139,7 +139,7 @@ class Pieces:
         return np.flatnonzero(np.diff(self._offsets) - ends_document >= length)
 
 
-def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> Split:
+def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
     """Rewrite the corpus of `split`, beside it, with the canaries at random places between its pieces.
 
     A piece is a document; a corpus of too few documents, such as books, is cut into passages. Pieces that become
@@ -148,7 +148,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
     """
     corpus = IndexedDataset(split.prefix)
     wanted = canaries.count * len(canaries.repeats)
-    pieces = Pieces(corpus, canaries.length, wanted if canaries.source is None else 0)
+    pieces = CorpusPieces(corpus, canaries.length, wanted if canaries.source is None else 0)
     documents, chosen = _sequences(pieces, canaries, wanted, tokenizer, text_key)
     rows = [
         {
@@ -161,7 +161,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
         }
         for number, tokens in enumerate(documents)
     ]
-    planted = Split(split.prefix.with_name(f"{split.prefix.name}-planted"), bytes=split.bytes)
+    planted = CorpusSplit(split.prefix.with_name(f"{split.prefix.name}-planted"), bytes=split.bytes)
     body = np.setdiff1d(np.arange(len(pieces)), chosen)
     copies = np.concatenate([np.full(row["count"], row["id"], dtype=np.int64) for row in rows])
     copy_numbers = np.concatenate([np.arange(row["count"], dtype=np.int64) for row in rows])
@@ -182,7 +182,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
 
 
 def _sequences(
-    pieces: Pieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
+    pieces: CorpusPieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Return the tokens of every canary, in random order, and the pieces of the corpus that became canaries."""
     nothing = np.empty(0, dtype=np.int64)
@@ -216,6 +216,6 @@ def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> No
         )
 
 
-def _add(writer: IndexedWriter, split: Split, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
+def _add(writer: IndexedWriter, split: CorpusSplit, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
     writer.add_documents(tokens, lengths)
     split.count(len(lengths), len(tokens))

@@ -106,7 +106,7 @@ class TokenWindows:
         return windows_of(tokens, document_starts, missing, numbers, self.look_back)
 
 
-class Mixture:
+class SourceMixture:
     """Several sources in fixed proportions: n alone decides which source gives sample n, and which of its samples.
 
     Weights are relative. In every block of 10,000 samples their proportions are exact (to 1 in 10,000), and a

@@ -56,7 +56,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 @dataclass
-class Split:
+class CorpusSplit:
     """A corpus being made: its prefix, and its number of documents, tokens, bytes of text, and trained tokens."""
 
     prefix: Path
@@ -91,7 +91,7 @@ def trained_prefix(prefix: str | Path) -> str:
 
 
 def write_manifests(
-    splits: dict[str, Split], prefix: Path, tokenizer: Tokenizer, **request: Any
+    splits: dict[str, CorpusSplit], prefix: Path, tokenizer: Tokenizer, **request: Any
 ) -> tuple[Manifest, Manifest | None]:
     """Write the tokenizer and the manifests of "train" and perhaps "validation" beside their corpora, and return them.
 

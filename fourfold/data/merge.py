@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.indexed import IndexedWriter
-from fourfold.data.manifest import Split
+from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64
 from fourfold.data.shards import Shard, result
 
 
 def merge(
     shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
-) -> dict[str, Split]:
+) -> dict[str, CorpusSplit]:
     """Merge the completed shards in `folder` into one corpus there, or into two if `validation_fraction` > 0.
 
     Returns the splits by name, "train" and perhaps "validation". A document's number in the input and `seed`
     decide whether it is held out.
     """
     names = ("train", "validation") if validation_fraction > 0 else ("train",)
-    splits = {name: Split(folder / f"merged-{name}") for name in names}
+    splits = {name: CorpusSplit(folder / f"merged-{name}") for name in names}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(IndexedWriter(split.prefix, vocab_size)) for name, split in splits.items()}
         seen = 0

@@ -12,7 +12,14 @@ import numpy as np
 from fourfold.data.canaries import Canaries, ledger_path, plant
 from fourfold.data.files import locked, writing
 from fourfold.data.indexed import IndexedDataset, bin_path, idx_path
-from fourfold.data.manifest import Manifest, Split, manifest_path, read_manifest, validation_prefix, write_manifests
+from fourfold.data.manifest import (
+    CorpusSplit,
+    Manifest,
+    manifest_path,
+    read_manifest,
+    validation_prefix,
+    write_manifests,
+)
 from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
 from fourfold.data.shards import cut, decodings, digest
@@ -282,7 +289,7 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
         train_bpe(texts(advance), vocab_size, path)
 
 
-def _check_filled(splits: dict[str, Split], request: _Request) -> None:
+def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
     documents = sum(split.documents for split in splits.values())
     if documents == 0:
         raise UserError(f"{', '.join(request.inputs)}: no document has any text, so there is nothing to prepare")
@@ -295,7 +302,7 @@ def _check_filled(splits: dict[str, Split], request: _Request) -> None:
 
 
 def _publish(
-    splits: dict[str, Split], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
+    splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
     """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
     _withdraw(prefix)

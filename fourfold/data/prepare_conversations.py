@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fourfold.data.chat import ChatTemplate, encode_completion
 from fourfold.data.conversation_rows import Completion, Conversation, read_pair, read_row
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
-from fourfold.data.manifest import Split, manifest_path, trained_prefix, validation_prefix, write_manifests
+from fourfold.data.manifest import CorpusSplit, manifest_path, trained_prefix, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within
 from fourfold.data.prepare import PrepareSummary, check_fraction, notes_on, unfinished
 from fourfold.data.shards import digest
@@ -66,9 +66,9 @@ def prepare_conversations(
     loaded = load_tokenizer(tokenizer, eos_token, bos_token)
     reader = RowReader(tokenizer, loaded, chat_template, format, ignored_keys)
     with unfinished(prefix):
-        splits = {"train": Split(prefix, trained=0)}
+        splits = {"train": CorpusSplit(prefix, trained=0)}
         if validation_fraction:
-            splits["validation"] = Split(Path(validation_prefix(prefix)), trained=0)
+            splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
         with ExitStack() as stack:
             tokens, answers = {}, {}
             for name, split in splits.items():

@@ -24,7 +24,7 @@ _CHARACTERS_AT_ONCE = 1 << 20  # text held while it is encoded
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """Bytes [start, stop) of a file; all of it unless it is .jsonl."""
 
     file: InputFile
@@ -36,7 +36,7 @@ class Piece:
 class Shard:
     """Pieces in input order, and everything else that decides their tokens."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileRange, ...]
     text_key: str
     tokenizer: str
     fingerprint: str
@@ -73,7 +73,7 @@ def cut(
     shard_bytes = SMALLEST_SHARD
     while shard_bytes * _MOST_SHARDS < sum(file.size for file in files):
         shard_bytes *= 2
-    groups: list[list[Piece]] = []
+    groups: list[list[FileRange]] = []
     room = 0
     for piece in _pieces(files, shard_bytes):
         if room <= 0:
@@ -135,11 +135,11 @@ def _mark(shard: Shard, folder: Path) -> Path:
     return folder / f"{shard.key}.npy"
 
 
-def _pieces(files: Sequence[InputFile], most_bytes: int) -> Iterator[Piece]:
+def _pieces(files: Sequence[InputFile], most_bytes: int) -> Iterator[FileRange]:
     for file in files:
         step = most_bytes if file.path.endswith(".jsonl") else max(file.size, 1)
         for start in range(0, max(file.size, 1), step):
-            yield Piece(file, start, min(start + step, file.size))
+            yield FileRange(file, start, min(start + step, file.size))
 
 
 def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]:

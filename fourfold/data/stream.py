@@ -43,7 +43,7 @@ class Position:
     """Tokens of the window's look-back that exist."""
 
 
-class Window(NamedTuple):
+class StreamWindow(NamedTuple):
     """A window of a stream, as one row of ``Windows``."""
 
     tokens: NDArray[np.int64]
@@ -56,7 +56,7 @@ class Window(NamedTuple):
 
 def cut(
     documents: DocumentStream, tokenizer: Tokenizer, position: Position, seq_length: int, look_back: int
-) -> Iterator[Window]:
+) -> Iterator[StreamWindow]:
     """Cut a stream of documents into windows of ``seq_length`` + 1 tokens, neighbors sharing one, from a position on.
 
     The windows are the windows of a corpus that `fourfold prepare` makes of the same documents.
@@ -77,7 +77,7 @@ def cut(
             current = max(index for index, (start, _) in enumerate(starts) if start <= begin)
             starts = [(start - begin, place) for start, place in starts[current:]]
             tokens, before = tokens[begin:], length - 1 - begin
-            yield Window(window, inside, Position(starts[0][1], -starts[0][0], before))
+            yield StreamWindow(window, inside, Position(starts[0][1], -starts[0][0], before))
 
 
 class _Heard:
@@ -174,7 +174,7 @@ class StreamedWindows:
         assert position is not None, (stream, place)
         return position
 
-    def _window(self, number: int) -> Window:
+    def _window(self, number: int) -> StreamWindow:
         place, stream = divmod(number, len(self.streams))
         ahead = self._open.get(stream)
         nearest = max(mark for mark in (*self._begin[stream], *self._marks[stream]) if mark <= place)
@@ -192,7 +192,7 @@ class StreamedWindows:
     def _start(self, stream: int, place: int) -> "_Ahead":
         source, position = _Heard(self.streams[stream]), {**self._begin[stream], **self._marks[stream]}[place]
 
-        def windows() -> Iterator[Window]:
+        def windows() -> Iterator[StreamWindow]:
             return cut(self._order(source), self.tokenizer, position, self.seq_length, self.look_back)
 
         return _Ahead(self.name, source, windows, place, self._most, self._timeout)
@@ -209,20 +209,20 @@ class _Ahead:
         self,
         name: str,
         source: _Heard,
-        windows: Callable[[], Iterator[Window]],
+        windows: Callable[[], Iterator[StreamWindow]],
         first: int,
         most: int,
         timeout: float,
     ) -> None:
         self.next = first
         self._name, self._source, self._timeout = name, source, timeout
-        self._ready: Queue[Window | UserError] = Queue(most)
+        self._ready: Queue[StreamWindow | UserError] = Queue(most)
         self._closed = threading.Event()
         # A daemon: a read from a network that is down may never return.
         self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
         self._thread.start()
 
-    def take(self) -> Window:
+    def take(self) -> StreamWindow:
         """The next window; raises ``UserError`` where no document comes in time, or the stream cannot be read."""
         began = time.monotonic()
         while not self._closed.is_set():
@@ -250,7 +250,7 @@ class _Ahead:
         """Wait for the end of the thread, at most so long."""
         self._thread.join(max(seconds, 0))
 
-    def _work(self, windows: Callable[[], Iterator[Window]]) -> None:
+    def _work(self, windows: Callable[[], Iterator[StreamWindow]]) -> None:
         try:
             for window in windows():
                 if not self._put(window):
@@ -261,7 +261,7 @@ class _Ahead:
             text = " ".join(str(error).split())
             self._put(UserError(f"{self._name} cannot be read further: {type(error).__name__}: {text}"))
 
-    def _put(self, item: Window | UserError) -> bool:
+    def _put(self, item: StreamWindow | UserError) -> bool:
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=_GLANCE)

@@ -28,7 +28,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class AllReduceTimes:
     """Seconds of the fastest all-reduce of a few bytes and of many, and the ranks whose sums were wrong."""
 
     backend: str
@@ -63,7 +63,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
         yield from nccl_network(text, several_machines)
 
 
-def measure(place: Place) -> Measured:
+def measure(place: Place) -> AllReduceTimes:
     """All-reduce whole numbers, in the default group of every process; the result of rank 0 counts."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -79,7 +79,7 @@ def measure(place: Place) -> Measured:
         wrong[place.rank] += int(not torch.equal(many, expected))
     dist.all_reduce(wrong)
     ranks = tuple(rank for rank, times in enumerate(wrong.tolist()) if times)
-    return Measured(backend, place.world_size, BYTES[backend], min(seconds), min(latencies), ranks)
+    return AllReduceTimes(backend, place.world_size, BYTES[backend], min(seconds), min(latencies), ranks)
 
 
 def _timed(tensor: torch.Tensor) -> float:
@@ -95,7 +95,7 @@ def _wait(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def all_reduce(measured: Measured) -> Finding:
+def all_reduce(measured: AllReduceTimes) -> Finding:
     """Judge the sums, and show the speed."""
     over = f"{measured.backend} over {measured.world_size} process{'es' * (measured.world_size > 1)}"
     if measured.wrong:

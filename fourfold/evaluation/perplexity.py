@@ -37,7 +37,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Tokens of one forward pass."""
 
     tokens: NDArray[np.int64]
@@ -45,19 +45,19 @@ class Window:
     """The first token whose prediction counts; those before are context."""
 
 
-def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
+def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
     """Return windows that predict every token once: the first after the token ``before``, others after ``overlap``.
 
     A window has at most ``context`` inputs. The windows equal those of lm-eval's ``get_rolling_token_windows`` with
     ``overlap`` as its ``context_len``: each has as many inputs as possible, so that the last begins early.
     """
     stream = np.concatenate([[before], tokens])
-    windows: list[Window] = []
+    windows: list[ScoredWindow] = []
     begin = 1  # the next token to predict
     while begin < len(stream):
         stop = min(begin + (context if begin == 1 else context - overlap + 1), len(stream))
         start = max(0, stop - 1 - context)
-        windows.append(Window(stream[start:stop], begin - start))
+        windows.append(ScoredWindow(stream[start:stop], begin - start))
         begin = stop
     return windows
 

@@ -15,7 +15,7 @@ from fourfold.evaluation.evaluate import prefix_token
 from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse
 from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
@@ -41,7 +41,7 @@ class TasksInTraining:
         from fourfold.evaluation.harness import HarnessModel
 
         prefix = prefix_token(tokenizer, ScoredModel(run.name))
-        self.model = HarnessModel(GridScorer(job, Sampling()), tokenizer, prefix, run.training.seq_length)
+        self.model = HarnessModel(GridScorer(job, AttackSampling()), tokenizer, prefix, run.training.seq_length)
         self.failed_after: list[int] = []
 
     def after_step(self, steps: int) -> None:

@@ -18,7 +18,7 @@ from fourfold.config.low_rank import LoRAConfig
 from fourfold.data.files import write_whole
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.model_folder import PATTERNS
-from fourfold.huggingface.weight_names import Piece, TheirTensor
+from fourfold.huggingface.weight_names import TensorPiece, TheirTensor
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensors
 from fourfold.untrusted_files import ADAPTER_CONFIG
@@ -35,7 +35,7 @@ class Adapted:
     """
 
     tensor: TheirTensor
-    parts: tuple[Piece, ...]
+    parts: tuple[TensorPiece, ...]
     rank: int
 
     @property
@@ -117,7 +117,7 @@ def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> 
     return found
 
 
-def _layer(piece: Piece) -> str:
+def _layer(piece: TensorPiece) -> str:
     """Name the module of a weight."""
     return piece.name.removesuffix(".weight")
 

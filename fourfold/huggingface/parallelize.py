@@ -16,7 +16,7 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.errors import UserError
 from fourfold.huggingface.expert_files import rows_in_files
 from fourfold.huggingface.parallelized_files import (
-    Layout,
+    ParallelizedTensors,
     read_checkpoint,
     read_numbers,
     read_weights,
@@ -75,7 +75,9 @@ def parallelize(
             "the model has no weights (it is on the meta device); give parallelize the folder of its weights"
         )
     tied = tied_names(model)
-    layout = Layout({name: tuple(source.shape) for name, source in sources.items()}, rows_in_files(model), tied)
+    layout = ParallelizedTensors(
+        {name: tuple(source.shape) for name, source in sources.items()}, rows_in_files(model), tied
+    )
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
@@ -104,7 +106,7 @@ class Parallelized(nn.Module):
     and ``save`` and ``load`` for ``state_dict``, because torch's know nothing of x and y.
     """
 
-    def __init__(self, stage: DataParallel, placed: list[Placed], in_files: Layout) -> None:
+    def __init__(self, stage: DataParallel, placed: list[Placed], in_files: ParallelizedTensors) -> None:
         """in_files: of the weights by name, as the model had them before."""
         super().__init__()
         self.module = stage.model

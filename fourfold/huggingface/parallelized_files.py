@@ -43,7 +43,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelizedTensors:
     """The tensors of files that the parameters of a model become, as the model was before it was parallelized."""
 
     shapes: Shapes
@@ -53,7 +53,7 @@ class Layout:
     """The names of each parameter that has several."""
 
 
-def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Layout, folder: Path) -> None:
+def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
     """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base.
 
     Raises ``UserError`` for a missing tensor, and for tensors of one weight of the model that differ.
@@ -108,7 +108,7 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, 
             files.read_into(out, name, (slice(0, len(part)), slice(0, columns)))
 
 
-def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Layout, folder: Path) -> None:
+def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
     """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
@@ -132,7 +132,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Lay
     _first_process(write, folder, gather_on)
 
 
-def _entries(shard: LocalShard, layout: Layout, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
+def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
     """The tensors of files that a parameter becomes: itself, or the matrices of experts that it stacks."""
     dtype, rows, shape = shard.local.dtype, layout.rows[shard.name], layout.shapes[shard.name]
     if len(rows) == 1:

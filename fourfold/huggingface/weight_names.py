@@ -178,7 +178,7 @@ VOCABULARY = ("embed_tokens.weight", HEAD)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, in ``groups`` of equal size.
 
     The first group begins at ``first``, the next ``stride`` rows further. Rows of ours beyond these are padding.
@@ -212,7 +212,7 @@ class TheirTensor:
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
         """The tensor made of its pieces: without padding, one below the other, transposed where theirs is."""
@@ -266,7 +266,9 @@ def _their_tensor(
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
     stride = sum(rows) // groups
     firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
-    pieces = [Piece(name, first, n, groups, stride, expert) for name, first, n in zip(ours, firsts, rows, strict=True)]
+    pieces = [
+        TensorPiece(name, first, n, groups, stride, expert) for name, first, n in zip(ours, firsts, rows, strict=True)
+    ]
     shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)
     return TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))

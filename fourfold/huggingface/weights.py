@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, Piece, TheirTensor, head_of, name_map
+from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, TensorPiece, TheirTensor, head_of, name_map
 from fourfold.models.tensor_files import TensorFiles, whole_or_part
 from fourfold.models.transformer import parameter_shapes
 
@@ -30,7 +30,7 @@ class Pretrained:
         self.files = TensorFiles(folder)
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
-        self._places: dict[str, list[tuple[TheirTensor, Piece]]] = {}
+        self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
         """Where each parameter of ours is; of stacked experts one place each, in their order."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
@@ -65,7 +65,7 @@ class Pretrained:
         for one, (tensor, piece) in zip(out, places[slices[0]], strict=True):
             self._read_piece(one, tensor, piece, slices[1:])
 
-    def _read_piece(self, out: Tensor, tensor: TheirTensor, piece: Piece, slices: tuple[slice, ...]) -> None:
+    def _read_piece(self, out: Tensor, tensor: TheirTensor, piece: TensorPiece, slices: tuple[slice, ...]) -> None:
         rows = slice(min(slices[0].start, piece.rows), min(slices[0].stop, piece.rows))
         count = rows.stop - rows.start
         out[count:].zero_()

@@ -45,7 +45,7 @@ class WorkerFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerEnd:
     """The end of one worker."""
 
     rank: int
@@ -119,18 +119,18 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     try:
         target, args = pickle.loads(task)
         result = target(place, *args)
-        report = pickle.dumps(Report(place.rank, "returned", result if place.rank == 0 else None))
+        report = pickle.dumps(WorkerEnd(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
-        report = pickle.dumps(Report(place.rank, "refused", str(error)))
+        report = pickle.dumps(WorkerEnd(place.rank, "refused", str(error)))
     except Exception:  # any defect; the parent chooses which one to show
-        report = pickle.dumps(Report(place.rank, "failed", traceback.format_exc()))
+        report = pickle.dumps(WorkerEnd(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
 
-def _reports(workers: WorkerProcesses) -> list[Report]:
+def _reports(workers: WorkerProcesses) -> list[WorkerEnd]:
     """Collect the reports, sorted by time: of all workers, or of those that end soon after a failure."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
-    reports: list[Report] = []
+    reports: list[WorkerEnd] = []
     failed = False
     pipes = workers.reports
     while waiting and (ready := wait([pipes[rank] for rank in waiting.values()], ECHO_SECONDS if failed else None)):
@@ -140,15 +140,15 @@ def _reports(workers: WorkerProcesses) -> list[Report]:
     return sorted(reports, key=lambda report: report.time)
 
 
-def _receive(workers: WorkerProcesses, rank: int) -> Report:
+def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
     try:
-        report: Report = pickle.loads(workers.reports[rank].recv_bytes())
+        report: WorkerEnd = pickle.loads(workers.reports[rank].recv_bytes())
     except EOFError:
-        report = Report(rank, "died", workers.exit_code(rank))
+        report = WorkerEnd(rank, "died", workers.exit_code(rank))
     return report
 
 
-def _result(reports: Sequence[Report], world_size: int, received: Sequence[int]) -> Any:
+def _result(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
     """Return rank 0's value, or raise the failure that caused the others: workers that lose a peer fail too."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
@@ -157,7 +157,7 @@ def _result(reports: Sequence[Report], world_size: int, received: Sequence[int])
     return next(report.value for report in reports if report.rank == 0)
 
 
-def _failure(report: Report, world_size: int, received: Sequence[int]) -> BaseException:
+def _failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -> BaseException:
     worker = f"worker {report.rank} of {world_size}"
     if report.outcome == "refused":
         return UserError(report.value)

@@ -60,7 +60,7 @@ class Watch(NamedTuple):
     """A second stop signal ends the rank: its launcher does not."""
 
 
-class Report(NamedTuple):
+class HangingRank(NamedTuple):
     """A rank of a job that hangs."""
 
     rank: int
@@ -169,7 +169,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
         print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
 
-def describe(reports: list[Report], world_size: int, folder: Path) -> str:
+def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
     """Name the rank that fell silent, and list what the others were doing."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     first = awaited(reports)
@@ -189,7 +189,7 @@ def describe(reports: list[Report], world_size: int, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def awaited(reports: list[Report]) -> Report:
+def awaited(reports: list[HangingRank]) -> HangingRank:
     """Return the rank that all other ranks wait for, directly or through ranks that wait too.
 
     This is a rank that was stopped, or one that has done less than its peers while no peer has done less. If no rank is
@@ -201,22 +201,22 @@ def awaited(reports: list[Report]) -> Report:
     candidates = stopped or last or behind or reports
     fewest = min(report.signs_of_step for report in candidates)
     slowest = [report for report in candidates if not behind or report.signs_of_step == fewest]
-    oldest: dict[str, Report] = {}
+    oldest: dict[str, HangingRank] = {}
     for report in sorted(slowest, key=lambda report: report.last_sign):
         oldest.setdefault(report.host, report)
     return max(oldest.values(), key=lambda report: report.silent_seconds)
 
 
-def _is_behind(one: Report, other: Report) -> bool:
+def _is_behind(one: HangingRank, other: HangingRank) -> bool:
     """True if one rank is in an earlier step than the other, or has entered fewer collectives of a group of both."""
     if one.steps_begun != other.steps_begun:
         return one.steps_begun < other.steps_begun
     return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
 
 
-def _report(watch: Watch, beat: Beat, silent: float) -> Report:
+def _report(watch: Watch, beat: Beat, silent: float) -> HangingRank:
     state = _state(watch.process)
-    return Report(
+    return HangingRank(
         watch.rank,
         socket.gethostname(),
         watch.process,
@@ -232,7 +232,7 @@ def _report(watch: Watch, beat: Beat, silent: float) -> Report:
     )
 
 
-def _write_report(folder: Path, report: Report) -> None:
+def _write_report(folder: Path, report: HangingRank) -> None:
     _write(folder / f"rank_{report.rank:05}.json", json.dumps(report._asdict(), indent=1))
 
 
@@ -255,8 +255,8 @@ def _stacks(watch: Watch) -> list[str]:
     return os.pread(watch.stacks, 1 << 20, 0).decode(errors="replace").splitlines()
 
 
-def _reports(folder: Path) -> list[Report]:
-    return [Report(**_parsed(path)) for path in sorted(folder.glob("rank_*.json"))]
+def _reports(folder: Path) -> list[HangingRank]:
+    return [HangingRank(**_parsed(path)) for path in sorted(folder.glob("rank_*.json"))]
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fourfold.memorization.generation import text_likeness
 from fourfold.memorization.goldfish_check import goldfish_check
 from fourfold.memorization.intervals import difference, mean_with_interval
 from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard, conclusion, membership_scores
-from fourfold.memorization.scores import Sampling, TokenScores
+from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
 """Numbers of samples for which the share of extractable documents is recorded."""
@@ -39,7 +39,7 @@ class AuditInputs:
     documents: Sequence[AuditDocument]
     scores: Sequence[TokenScores]
     suffix: int
-    sampling: Sampling
+    sampling: AttackSampling
     reference: Sequence[TokenScores] | None = None
     generated: Mapping[int, NDArray[np.int64]] | None = None
     """Greedy continuations by the document's number."""

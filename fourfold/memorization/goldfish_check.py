@@ -27,7 +27,7 @@ REPLAYABLE = ("hash", "hash-table")
 
 
 @dataclass(frozen=True)
-class Replay:
+class MaskReplay:
     """The mask of one document of T tokens in training."""
 
     known: NDArray[np.bool_]
@@ -45,7 +45,9 @@ def check_replayable(config: GoldfishConfig) -> None:
         )
 
 
-def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0) -> Replay:
+def replay_mask(
+    config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0
+) -> MaskReplay:
     """Return the mask of a document. hash keeps its first h tokens; hash-table's depend on the preceding document.
 
     shift: the most tokens that its copies began late; each copy kept its own first tokens.
@@ -57,7 +59,7 @@ def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray
         known[: config.preceding] = False
     if shift:
         known[: shift + config.h] = False
-    return Replay(known, dropped)
+    return MaskReplay(known, dropped)
 
 
 def goldfish_check(

@@ -14,7 +14,7 @@ from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction, match_rate
 from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scorers import GridScorer
-from fourfold.memorization.scores import Sampling, TokenScores
+from fourfold.memorization.scores import AttackSampling, TokenScores
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
@@ -30,7 +30,7 @@ class CanaryAudit:
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.run, self.job, self.path = run, job, run_dir / MEMORIZATION_FILE
-        self.scorer = GridScorer(job, Sampling())
+        self.scorer = GridScorer(job, AttackSampling())
         assert run.audit.documents is not None  # without them there is no audit
         documents = read_documents(
             Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1

@@ -18,7 +18,7 @@ from fourfold.errors import UserError
 from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, Scorer
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
@@ -33,7 +33,7 @@ class ScoringRequest:
     model: str
     """A checkpoint, the folder of a run, or a Hugging Face folder or name."""
     tokenizer: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: AttackSampling = field(default_factory=AttackSampling)
     micro_batch_size: int = 8
     """Documents that one rank scores at once."""
     overrides: tuple[str, ...] = ()

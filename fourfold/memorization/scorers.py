@@ -21,7 +21,7 @@ from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.huggingface.transformers_models import load_model
-from fourfold.memorization.scores import Sampling, score_logits
+from fourfold.memorization.scores import AttackSampling, score_logits
 from fourfold.parallel.attention.context import share_of_sequences, take_chunks
 from fourfold.parallel.grid.communicate import all_gather, reduce_scatter
 from fourfold.parallel.grid.grid import Grid
@@ -50,13 +50,13 @@ class GridScorer:
     rank scores at once. Documents are distributed over dp and z.
     """
 
-    def __init__(self, job: Job, sampling: Sampling) -> None:
+    def __init__(self, job: Job, sampling: AttackSampling) -> None:
         self.job, self.sampling = job, sampling
         self.vocab_size = job.run.model.vocab_size
         self.max_length: int | None = job.run.training.seq_length
 
     @classmethod
-    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridScorer:
+    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without an optimizer and averages."""
         training = run.training.model_copy(update={"tuned_products": "off"})  # they are for whole steps
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
@@ -117,7 +117,7 @@ class GridScorer:
 class HuggingFaceScorer:
     """A model of the transformers library in one process."""
 
-    def __init__(self, name: str, device: torch.device, sampling: Sampling, micro_batch_size: int) -> None:
+    def __init__(self, name: str, device: torch.device, sampling: AttackSampling, micro_batch_size: int) -> None:
         self.model = load_model(name, device=str(device))
         self.vocab_size: int = self.model.config.vocab_size
         self.max_length: int | None = getattr(self.model.config, "max_position_embeddings", None)
@@ -146,7 +146,7 @@ class HuggingFaceScorer:
 
 
 @contextmanager
-def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
+def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
     """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
 
     Replaces the head's ``forward`` and not the head, so that FSDP2 still gathers its weights.
@@ -163,7 +163,7 @@ def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
 
 
 def _scored(
-    head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: Sampling
+    head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: AttackSampling
 ) -> Tensor:
     """Score a chunk of tokens at a time: each rank of y computes whole logits of its share of the chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
@@ -180,7 +180,7 @@ def _scored(
     return torch.cat(parts, dim=1).view(-1, *targets_BS.shape)
 
 
-def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: Sampling) -> Tensor:
+def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: AttackSampling) -> Tensor:
     size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
     pairs = zip(logits_NV.split(size), targets_N.split(size), strict=True)
     return torch.cat([score_logits(logits, targets, sampling) for logits, targets in pairs], dim=1)

@@ -20,7 +20,7 @@ FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
 
 
 @dataclass(frozen=True)
-class Sampling:
+class AttackSampling:
     """An attacker's sampling scheme."""
 
     temperature: float = 1.0
@@ -75,7 +75,7 @@ class TokenScores:
         return cls(tokens, log_prob, predicted.astype(np.int64), mean, variance, sampled)
 
 
-def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
+def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
     """Return the fields [5, m] of m tokens in float32, from their whole logits, which are overwritten.
 
     Token ids are exact in float32 up to 2^24.
@@ -96,7 +96,7 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Te
     return torch.stack([log_prob_m, predicted_m.float(), mean_m - normalizer_m, variance_m, sampled_m])
 
 
-def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
+def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
     """Return ln p of the targets after temperature, top-k and top-p, in this order; -inf where they are cut off."""
     scaled_mV = logits_mV / sampling.temperature
     target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]

@@ -88,11 +88,11 @@ def grouped_product(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Ten
     The product is a function of its own beside the one that keeps the operands: when it is recomputed, and nothing
     reads it, the recomputation stops before it.
     """
-    kept_NO = _Keep.apply(rows_NI, weights_EOI, groups)
-    return _Multiply.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
+    kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
+    return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
 
 
-class _Keep(Function):
+class _KeepOperands(Function):
     """Keeps the operands, and computes their gradients; its output is only the place for the product's gradient."""
 
     @staticmethod
@@ -109,8 +109,8 @@ class _Keep(Function):
         return d_rows, d_weights, None
 
 
-class _Multiply(Function):
-    """The product; its gradient passes through to ``_Keep``."""
+class _GroupedMatmul(Function):
+    """The product; its gradient passes through to ``_KeepOperands``."""
 
     @staticmethod
     def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:

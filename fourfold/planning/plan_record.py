@@ -17,7 +17,7 @@ from fourfold.planning.calibration.machine_constants import (
 from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
-from fourfold.planning.scaling import Point, scaling_curve
+from fourfold.planning.scaling import ScalingPoint, scaling_curve
 from fourfold.planning.search.explain import explain
 from fourfold.planning.search.indistinct import Indistinct, indistinct
 from fourfold.planning.search.limits import parse_limits
@@ -50,7 +50,7 @@ class PlanRecord:
     user calibrated."""
     indistinct: Indistinct
     """The best layouts that the planner cannot tell apart."""
-    curve: list[Point]
+    curve: list[ScalingPoint]
     """The strong-scaling curve around the requested number of GPUs; without the page twice that number at most."""
     refused: Refused | None
     """A sample of the illegal layouts."""

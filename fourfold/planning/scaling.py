@@ -11,12 +11,12 @@ from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.plan import Plan, Prediction, make_plan
-from fourfold.planning.search.space import MOST_GPUS, Limits
+from fourfold.planning.search.space import MOST_GPUS, SearchLimits
 from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One size of the curve."""
 
     gpus: int
@@ -67,17 +67,17 @@ def scaling_curve(
     constants: Constants,
     sizes: Sequence[int],
     weak: bool,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     model: str = "",
     watch: Callable[[int, int], None] | None = None,
     known: Plan | None = None,
-) -> list[Point]:
+) -> list[ScalingPoint]:
     """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays.
 
     watch: called with the number of sizes that are done, and of all. known: the plan of ``base`` on one of the sizes,
     under the same limits, which is not made again (strong scaling only).
     """
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None
     for done, gpus in enumerate(sizes):
         if watch is not None:
@@ -90,11 +90,11 @@ def scaling_curve(
             else:
                 best = make_plan(base.but(batch=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
-            points.append(Point(gpus, None, None, str(error), published))
+            points.append(ScalingPoint(gpus, None, None, str(error), published))
             continue
         rate = best.tokens_per_second / gpus
         first = first or (gpus, rate)
-        points.append(Point(gpus, best, rate / first[1], "", published))
+        points.append(ScalingPoint(gpus, best, rate / first[1], "", published))
     return points
 
 

@@ -27,7 +27,7 @@ CONTROLS = """<div class="controls">
 """Controls that all curves of a page follow."""
 
 
-class Place(NamedTuple):
+class StepPositions(NamedTuple):
     """The end of a step on each of the x axes."""
 
     step: int
@@ -40,7 +40,7 @@ class Curve:
     """One curve; None is a gap. ``marked`` are few points, such as evaluations, which are never smoothed."""
 
     name: str
-    points: Sequence[tuple[Place, float | None]]
+    points: Sequence[tuple[StepPositions, float | None]]
     color: int
     marked: bool = False
 
@@ -49,7 +49,7 @@ class Curve:
 class Mark:
     """A step at which a run was resumed from a checkpoint."""
 
-    place: Place
+    place: StepPositions
     color: int
 
 
@@ -99,5 +99,5 @@ def _data(curve: Curve, smooth: bool) -> dict[str, object]:
     }
 
 
-def _row(place: Place, value: float | None) -> list[float | None]:
+def _row(place: StepPositions, value: float | None) -> list[float | None]:
     return [place.step, place.tokens, float(f"{place.seconds:.6g}"), None if value is None else float(f"{value:.6g}")]

@@ -10,7 +10,7 @@ from fourfold.planning.search.plan import describe_layout
 from fourfold.reports.chart import chart
 from fourfold.reports.layout_columns import CHOICES, choices, gigabytes, schedule
 from fourfold.reports.layout_sample import WIDEST, Shown
-from fourfold.reports.scatter_charts import Dot, Group, scatter
+from fourfold.reports.scatter_charts import Dot, PointGroup, scatter
 
 LINES = 300
 """The most lines of the parallel coordinates."""
@@ -30,7 +30,7 @@ def memory_chart(layouts: Sequence[Shown], machine: Machine, rejected: Mapping[s
             dots[layout.refused or own].append(Dot(layout.memory / 1e9, layout.seconds, _text(layout)))
     counts = {FITS: fitting, **rejected}
     groups = [
-        Group(
+        PointGroup(
             f"{kind} ({len(some):,} of {counts[kind]:,})" if kind in counts else kind,
             some,
             OWN_COLORS.get(kind, f"--s{4 + place % 8}"),

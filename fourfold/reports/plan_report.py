@@ -28,7 +28,7 @@ from fourfold.reports.timeline_chart import step_timeline
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
-    from fourfold.planning.scaling import Point
+    from fourfold.planning.scaling import ScalingPoint
     from fourfold.planning.search.plan import Prediction
 
 
@@ -64,7 +64,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     write_output(path, html.page(title, best.describe(), sections, has_timeline=True, has_search=True))
 
 
-def write_scaling_report(path: Path, points: Sequence[Point], model: str, machine: str, weak: bool) -> None:
+def write_scaling_report(path: Path, points: Sequence[ScalingPoint], model: str, machine: str, weak: bool) -> None:
     """Write the page of a scaling curve."""
     kind = "Weak" if weak else "Strong"
     published = any(point.published_pflops is not None for point in points)
@@ -125,7 +125,7 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
             for place, stage in zip(best.stage_numbers, best.stages, strict=True)}  # fmt: skip
 
 
-def _curve(points: Sequence[Point]) -> str:
+def _curve(points: Sequence[ScalingPoint]) -> str:
     fitting = [(float(p.gpus), p.best.tokens_per_second) for p in points if p.best is not None]
     gpus = [size for size, _ in fitting]
     return line_chart(

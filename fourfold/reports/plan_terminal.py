@@ -17,7 +17,7 @@ from fourfold.reports.tables import least_width, print_table
 if TYPE_CHECKING:
     from fourfold.planning.calibration.validation import Validation
     from fourfold.planning.plan_record import PlanRecord
-    from fourfold.planning.scaling import Point
+    from fourfold.planning.scaling import ScalingPoint
 
 
 SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
@@ -186,7 +186,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
         )
 
 
-def scaling_table(points: Sequence[Point], weak: bool) -> None:
+def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
     """Print a row per size, and the layout at each."""
     published = any(point.published_pflops is not None for point in points)
     rows, layouts = [], []
@@ -208,7 +208,7 @@ def flop_headers(published: bool) -> list[str]:
     return ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
 
 
-def flop_rates(point: Point, published: bool) -> list[str]:
+def flop_rates(point: ScalingPoint, published: bool) -> list[str]:
     """Format the PFLOP/s of a size; if a curve has published figures, also in their convention."""
     model, megatron = point.pflops
     figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"

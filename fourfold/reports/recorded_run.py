@@ -13,7 +13,7 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
-from fourfold.reports.curve_charts import Place
+from fourfold.reports.curve_charts import StepPositions
 from fourfold.reports.numbers import counted
 from fourfold.training.attempts import resumed_at
 from fourfold.training.console import format_bytes
@@ -35,15 +35,15 @@ class RecordedRun:
     """Steps of the checkpoints from which it continued."""
 
     @cached_property
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, StepPositions]:
         """The steps, with the tokens read and the seconds trained until their ends."""
         seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
         return {
-            record["step"]: Place(record["step"], number_of(record, "tokens") or 0, until)
+            record["step"]: StepPositions(record["step"], number_of(record, "tokens") or 0, until)
             for record, until in zip(self.records, seconds, strict=True)
         }
 
-    def points(self, key: str, unit: float = 1.0) -> list[tuple[Place, float | None]]:
+    def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
         """Return the values of one key in a unit; null is a gap, a line without the key no point."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]

@@ -11,7 +11,7 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.parsing import parse_toml
 from fourfold.reports import html
-from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, Place, curve_chart
+from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
 from fourfold.reports.recorded_run import (
@@ -141,7 +141,7 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 def _tasks(run: RecordedRun) -> list[str]:
     """Chart the tasks that were run during training, a chart for each of their metrics, and say which failed."""
-    found: dict[str, dict[str, list[tuple[Place, float | None]]]] = {}
+    found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
     for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
         failures += [f"After step {record['step']:,}: {why}." for why in record.get("failed", {}).values()]

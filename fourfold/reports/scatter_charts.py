@@ -17,7 +17,7 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Group:
+class PointGroup:
     """Points of one color of the page, `size` pixels wide; those of later groups are drawn on top."""
 
     name: str
@@ -29,7 +29,7 @@ class Group:
 
 def scatter(
     title: str,
-    groups: Sequence[Group],
+    groups: Sequence[PointGroup],
     *,
     x_label: str,
     y_label: str,

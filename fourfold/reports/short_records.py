@@ -18,7 +18,7 @@ class TaskRecord(BaseModel):
     failed: dict[str, str] = {}
 
 
-class Canaries(BaseModel):
+class CanaryGroup(BaseModel):
     """Documents that were trained on equally often."""
 
     exact_match: float
@@ -28,7 +28,7 @@ class Canaries(BaseModel):
 class MemorizationRecord(BaseModel):
     """A line of memorization.jsonl: canaries by the times that they were trained on, or "all"."""
 
-    by_count: dict[str, Canaries]
+    by_count: dict[str, CanaryGroup]
 
 
 class ExpertRecord(BaseModel):

@@ -18,7 +18,7 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_stream, tokenizer_of_run
 from fourfold.data.conversations import PackedConversations, PackingStatistics
-from fourfold.data.dataset import Mixture, Samples
+from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import check_exists
 from fourfold.data.loader import Loader, MicroBatch
@@ -72,13 +72,13 @@ class Corpora:
 
     def packing(self) -> list[PackingStatistics]:
         """Statistics of how full the sequences of each corpus of conversations are."""
-        sources = self.samples.sources if isinstance(self.samples, Mixture) else []
+        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
         """The pairs of answers of the training and of the validation data."""
         mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
-        sources = [source for mixture in mixtures if isinstance(mixture, Mixture) for source in mixture.sources]
+        sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
     @cached_property
@@ -86,7 +86,7 @@ class Corpora:
         """A digest of the first samples of each corpus on disk, and of all together; None where streamed."""
         if self.stream is not None:
             return None
-        sources = self.samples.sources if isinstance(self.samples, Mixture) else []
+        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
         digest = xxhash.xxh3_128()
         for samples in (self.samples, *sources):
             digest.update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())

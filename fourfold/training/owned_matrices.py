@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fourfold.checkpoints.file_layout import Layout
+from fourfold.checkpoints.file_layout import CheckpointTensors
 from fourfold.checkpoints.global_tensors import SavedPart, own_layout
 from fourfold.parallel.grid.communicate import send_rows
 from fourfold.parallel.grid.grid import Axis, Grid
@@ -178,7 +178,7 @@ def part_shape(shard: LocalShard) -> tuple[int, ...]:
 class _Holders:
     """The ranks that hold each part of each matrix; matrices that are cut alike have them in common."""
 
-    def __init__(self, layout: Layout, axis: Axis) -> None:
+    def __init__(self, layout: CheckpointTensors, axis: Axis) -> None:
         self.layout, self.axis = layout, axis
         sizes = layout.sizes
         self._first = next(iter(layout.tensors.values())).pp * axis.size if layout.tensors else 0

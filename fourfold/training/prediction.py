@@ -19,7 +19,7 @@ STEPS = 10
 """Steps of this job that are measured."""
 
 
-class Prediction:
+class PredictionCheck:
     """The comparison, on the first process of a job whose run file names its machine.
 
     On a CPU this needs a machine file that was measured there, and memory is not compared: most of the process's memory

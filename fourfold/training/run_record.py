@@ -24,9 +24,9 @@ from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tf
 from fourfold.training.job import Job
 from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
-from fourfold.training.prediction import Prediction
+from fourfold.training.prediction import PredictionCheck
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
-from fourfold.training.step_checks import Figures
+from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
 
 EXPERT_RECORDS = 100
@@ -58,7 +58,7 @@ class RunRecord:
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
         goldfish = corpora.goldfish_statistics()
         self.facts = self._facts(corpora, goldfish, total_tokens)
-        self.prediction = Prediction(run, run_dir, on_gpu)
+        self.prediction = PredictionCheck(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
@@ -77,7 +77,7 @@ class RunRecord:
         self.writer.close()
         self.tracking.close(failed=kind is not None)
 
-    def step(self, step: int, figures: Figures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
+    def step(self, step: int, figures: SharedFigures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
         """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``.
 
         more: figures that only some runs or steps have, such as the validation loss.

@@ -29,7 +29,7 @@ from fourfold.training.job import Job, StepResult
 REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
-class Figures(NamedTuple):
+class SharedFigures(NamedTuple):
     """Numbers of one step, the same on every process."""
 
     loss: float
@@ -84,7 +84,7 @@ class StepChecks:
         """True where the batch of step ``step``, counted from 0, has made the run roll back or end."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
-    def judge(self, step: int, figures: Figures) -> Verdict:
+    def judge(self, step: int, figures: SharedFigures) -> Verdict:
         """Judge step ``step``, counted from 0, by its figures over all ranks, before the weights move."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict != GOOD:
@@ -176,7 +176,7 @@ class StepChecks:
         where = "start again: there is no checkpoint yet" if newest is None else f"resume from {newest}"
         return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")
 
-    def _record(self, step: int, figures: Figures, verdict: Verdict) -> None:
+    def _record(self, step: int, figures: SharedFigures, verdict: Verdict) -> None:
         """Write down a bad step and the numbers of its samples, and say what is done about it."""
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
@@ -222,7 +222,7 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
     return None
 
 
-def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Figures:
+def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
     """Combine the figures of a step and the flags of all processes, in one exchange that waits for the device.
 
     A figure on which all ranks agree, as they should, is unchanged; it is NaN where any rank has NaN.
@@ -233,4 +233,4 @@ def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Fig
     with purpose("figures of the step"):
         dist.all_reduce(shared)
     loss, grad_norm, kept, any_stopped, any_failed = (shared / dist.get_world_size()).tolist()
-    return Figures(loss, grad_norm, round(kept), any_stopped > 0, any_failed > 0)
+    return SharedFigures(loss, grad_norm, round(kept), any_stopped > 0, any_failed > 0)

@@ -25,7 +25,7 @@ FINISH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class _Step:
+class _LoggedStep:
     step: int
     numbers: Numbers
 
@@ -92,14 +92,14 @@ class InBackground:
     ) -> None:
         self.name, self._client, self._tracked = name, client, tracked
         self._given_up = threading.Event()
-        self._waiting: Queue[_Step | _GoBack | _End] = Queue(MOST_WAITING)
+        self._waiting: Queue[_LoggedStep | _GoBack | _End] = Queue(MOST_WAITING)
         # A daemon, which a process that ends does not wait for.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Have the numbers of a step recorded."""
-        self._put(_Step(step, numbers))
+        self._put(_LoggedStep(step, numbers))
 
     def go_back(self, steps: int) -> None:
         """Have the run continued after ``steps``."""
@@ -117,7 +117,7 @@ class InBackground:
         if self._thread.is_alive():
             self._give_up(f"it has not taken its last numbers within {FINISH_SECONDS:g} s")
 
-    def _put(self, item: _Step | _GoBack | _End) -> None:
+    def _put(self, item: _LoggedStep | _GoBack | _End) -> None:
         if self._given_up.is_set():
             return
         try:
@@ -130,7 +130,7 @@ class InBackground:
             tracker = self._client(self._tracked, first_step)
             while not self._given_up.is_set():
                 item = self._waiting.get()
-                if isinstance(item, _Step):
+                if isinstance(item, _LoggedStep):
                     tracker.log(item.step, item.numbers)
                 elif isinstance(item, _GoBack):
                     tracker.finish(failed=False)

@@ -14,7 +14,7 @@ from fourfold.planning.cost.step import PARTS, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
-from fourfold.planning.search.space import Limits
+from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import Workload
 
 KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "schedule", "interleave", "cp_method", "zero",
@@ -98,7 +98,7 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 
 
 def search_candidates(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits, on_gpu: bool = True
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
     """Every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
 

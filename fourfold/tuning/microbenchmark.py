@@ -21,7 +21,7 @@ SECONDS_PER_POINT = 0.4
 
 
 @dataclass
-class Measured:
+class MeasuredRates:
     """Measured rates, in SI units."""
 
     device: str
@@ -45,13 +45,13 @@ class Measured:
         return asdict(self)
 
 
-def measure(place: Place) -> Measured:
+def measure(place: Place) -> MeasuredRates:
     """Measure on every process of the job, inside its default group; the result of rank 0 counts."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    found = Measured(
+    found = MeasuredRates(
         device=properties.name if properties else "cpu",
         ranks=place.world_size,
         gpus_per_node=place.local_world_size,
@@ -142,7 +142,7 @@ def _launch(device: torch.device) -> float:
     return _fastest(many, device) / 200
 
 
-def _collectives(found: Measured, place: Place, device: torch.device, on_gpu: bool) -> None:
+def _collectives(found: MeasuredRates, place: Place, device: torch.device, on_gpu: bool) -> None:
     """Measure all-reduce and all-gather at three sizes over the first 2, 4, … ranks, and over all ranks."""
     counts = [n for n in (2, 4, 8) if n < min(place.world_size, place.local_world_size)]
     counts += sorted({min(place.world_size, place.local_world_size), place.world_size} - {1})

@@ -16,7 +16,7 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
-class Point(NamedTuple):
+class ContinuedRun(NamedTuple):
     """A run as one of its pipeline's ranks sees it: the layers of each of its stages, the micro-batches, and the layers
     before its first stage."""
 
@@ -27,11 +27,11 @@ class Point(NamedTuple):
     before: int
 
 
-def point_of(run: RunConfig, pp_rank: int) -> Point:
+def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
     """The run itself."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
-    return Point(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
+    return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
 
 
 def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
@@ -40,7 +40,7 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
     return [layers for stage, layers in stages if rank_of_stage(stage, run.parallel) == pp_rank]
 
 
-def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Point]:
+def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
     """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small.
 
     timed: for seconds too. Sums over replicas that hold whole weights are waited for only at the end, and a backlog of
@@ -84,7 +84,7 @@ def _type_period(run: RunConfig) -> int:
     return len(run.model.layer_types) or 1
 
 
-def _short_pipelines(run: RunConfig, target: Point) -> list[Point]:
+def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
     """The same end, or a middle, of 1F1B pipelines with two and three stages behind it.
 
     All middles that begin at the same place in the period of the kinds of layers have the same points.
@@ -96,10 +96,10 @@ def _short_pipelines(run: RunConfig, target: Point) -> list[Point]:
     place = min(target.pp_rank, 1)
     alike = max(run.model.first_k_dense_replace, place)  # from here on the kinds repeat
     before = min(target.before, alike + (target.before - alike) % _type_period(run))
-    return [Point(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
+    return [ContinuedRun(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 
 
-def run_at(run: RunConfig, point: Point) -> RunConfig:
+def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
     """The run in the size of a point."""
     training, grid, model = run.training, run.parallel, run.model
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
@@ -111,7 +111,7 @@ def run_at(run: RunConfig, point: Point) -> RunConfig:
     return run.model_copy(update={"parallel": grid, "model": model, "training": training})
 
 
-def _split(run: RunConfig, point: Point) -> tuple[int, ...]:
+def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
     """The layers of each stage. This rank's stages begin with the same kinds of layers as in the run; those of other
     ranks, which are not built, take the layers between."""
     grid = run.parallel.model_copy(update={"pp": point.pp})
@@ -127,13 +127,13 @@ def _split(run: RunConfig, point: Point) -> tuple[int, ...]:
     return tuple(split)
 
 
-def continue_sent(values: Mapping[Point, int], target: Point) -> int:
+def continue_sent(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
     """Bytes or counts of collectives at ``target``."""
     at = {(point.layers, point.micro_batches): value for point, value in values.items()}
     return _bilinear(at, (target.layers, target.micro_batches))
 
 
-def continue_memory(values: Mapping[Point, int], target: Point) -> int:
+def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
     """Bytes held at ``target``."""
     if len({point.pp for point in values} | {target.pp}) == 1:
         return continue_sent(values, target)

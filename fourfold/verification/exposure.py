@@ -9,7 +9,7 @@ Line = tuple[str, str, str]
 """Axis, operation and purpose of a collective."""
 
 
-class Flight(NamedTuple):
+class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
     products, computed: the products before it, and the time that they took; duration: its own, without those before it
@@ -45,7 +45,7 @@ class Flights:
         self._products = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
         """When the last collective of an axis ends; the two levels of a shard group take turns."""
-        self._flying: dict[int | Line, list[Flight]] = {}
+        self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
         """Clear the record."""
@@ -69,7 +69,7 @@ class Flights:
         axis = line[0].partition(" ")[0]  # "z" of "z across nodes"
         self._free[axis] = end = max(self._now, self._free[axis]) + duration
         self.taken[line] += duration
-        flying.append(Flight(line, size, self._products, self._computed, duration, end))
+        flying.append(IssuedCollective(line, size, self._products, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
         """The result is in another storage than was given to ``issue``."""

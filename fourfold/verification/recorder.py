@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.attention.block_attention import Scores
-from fourfold.parallel.attention.document_attention import Limits, attend_in_turn, differentiate_in_turn
+from fourfold.parallel.attention.block_attention import AttentionScores
+from fourfold.parallel.attention.document_attention import KeyLimits, attend_in_turn, differentiate_in_turn
 from fourfold.parallel.grid.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.memory.offload import OFFLOAD
@@ -281,8 +281,10 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
     """The operations of an attention with capped scores, which has no kernel; None for any other."""
     if name == "attend_documents" and len(args) > 6 and args[3] is None:
         q, k, v, _, scale, window, softcap = args
-        return lambda: attend_in_turn(q, k, v, Limits(None, window), Scores(scale, softcap))
+        return lambda: attend_in_turn(q, k, v, KeyLimits(None, window), AttentionScores(scale, softcap))
     if name == "attend_documents_backward" and args[6] is None and args[9]:
         scale, window, softcap = args[7:]
-        return lambda: differentiate_in_turn(args[:5], args[5], Limits(None, window), Scores(scale, softcap))
+        return lambda: differentiate_in_turn(
+            args[:5], args[5], KeyLimits(None, window), AttentionScores(scale, softcap)
+        )
     return None

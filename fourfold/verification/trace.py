@@ -26,7 +26,7 @@ from fourfold.parallel.tensor.head import ParallelHead
 from fourfold.planning.machines.machine import Machine
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (
-    Point,
+    ContinuedRun,
     continue_memory,
     continue_sent,
     layers_of_rank,
@@ -140,7 +140,7 @@ def trace(
 
     expert_load: the rows of each expert, relative to each other; by default all experts have as many.
     """
-    traced: dict[Point, Sample] = {}
+    traced: dict[ContinuedRun, Sample] = {}
     ranks = [_trace_rank(run, pp_rank, whole, machine, traced, expert_load) for pp_rank in range(run.parallel.pp)]
     first = ranks[0]
     return TraceReport(run.parallel.world_size, first.memory, first.collectives, ranks if len(ranks) > 1 else [])
@@ -151,13 +151,13 @@ def _trace_rank(
     pp_rank: int,
     whole: bool,
     machine: Machine | None,
-    traced: dict[Point, Sample],
+    traced: dict[ContinuedRun, Sample],
     expert_load: Sequence[float] | None,
 ) -> RankTrace:
     """traced: the steps traced so far; ranks in the middle of a pipeline share them."""
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
-    samples: dict[Point, Sample] = {}
+    samples: dict[ContinuedRun, Sample] = {}
     for point in points:
         if point not in traced:
             traced[point] = _trace_step(run_at(run, point), point.pp_rank, machine, expert_load)

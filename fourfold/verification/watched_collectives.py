@@ -32,7 +32,7 @@ OPERATIONS = {
 
 
 @dataclass
-class Flight:
+class TimedCollective:
     """A collective that has been issued; times in ns since 1970."""
 
     axis: str
@@ -57,11 +57,11 @@ class WatchedCollectives:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
         """Count and bytes of each line, as ``fourfold trace`` counts them: bytes are those of the full tensor."""
-        self.flights: list[Flight] = []
+        self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
         """Axis, start and end (ns since 1970) of each time in which this process issued a collective or waited."""
         self._step_thread = get_ident()
-        self._flight_of: WeakKeyDictionary[dist.Work, Flight] = WeakKeyDictionary()
+        self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class WatchedCollectives:
             if group.size() == 1:
                 return run(group, *args, **kwargs)
             line = self._names.line(operation, group)
-            flight = Flight(line[0], "{} {}: {}".format(*line), time.time_ns())
+            flight = TimedCollective(line[0], "{} {}: {}".format(*line), time.time_ns())
             self.flights.append(flight)
             with record_function(flight.name):
                 work = run(group, *args, **kwargs)

@@ -16,17 +16,17 @@ from tiny_runs import LLAMA, tiny_run
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fourfold.checkpoints.file_layout import Box, Layout, SavedTensor, intersection, is_empty, read_layout
+from fourfold.checkpoints.file_layout import Box, CheckpointTensors, SavedTensor, intersection, is_empty, read_layout
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.run import AXES, RunConfig
 
 
-def random_layout(draw: random.Random) -> Layout:
+def random_layout(draw: random.Random) -> CheckpointTensors:
     sizes = {axis: draw.choice([1, 1, 2, 3]) for axis in AXES}
     sharded_over = draw.choice([("z",), ("dp", "cp", "z")])
     shards = math.prod(sizes[axis] for axis in sharded_over)
     per_node = draw.choice([*(n for n in range(1, shards + 1) if shards % n == 0), 2 * shards])
-    layout = Layout(sizes=sizes, sharded_over=sharded_over, shards_per_node=per_node, tensors={})
+    layout = CheckpointTensors(sizes=sizes, sharded_over=sharded_over, shards_per_node=per_node, tensors={})
     for number in range(4):
         dims = [None, *range(draw.choice([1, 2]))]
         x, y = draw.choice(dims), draw.choice(dims)
@@ -37,7 +37,7 @@ def random_layout(draw: random.Random) -> Layout:
         tensor = SavedTensor(dtype="F32", shape=tuple(shape), x=x, y=y, pp=draw.randrange(sizes["pp"]))
         tensor.copy_number = draw.randrange(layout.copies(tensor))
         layout.tensors[f"tensor {number}"] = tensor
-    return Layout.model_validate_json(layout.model_dump_json(exclude_defaults=True))
+    return CheckpointTensors.model_validate_json(layout.model_dump_json(exclude_defaults=True))
 
 
 def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
@@ -67,7 +67,7 @@ def test_every_element_is_in_one_file_and_is_found_there(seed: int) -> None:
 
 
 def test_copies_take_turns() -> None:
-    layout = Layout(sizes=dict.fromkeys(AXES, 1) | {"dp": 4}, sharded_over=("z",), tensors={})
+    layout = CheckpointTensors(sizes=dict.fromkeys(AXES, 1) | {"dp": 4}, sharded_over=("z",), tensors={})
     for number in range(8):
         layout.tensors[str(number)] = SavedTensor(dtype="F32", shape=(2,), copy_number=number % 4)
     assert [list(layout.held_by(rank)) for rank in range(4)] == [["0", "4"], ["1", "5"], ["2", "6"], ["3", "7"]]
@@ -88,9 +88,9 @@ def test_copies_take_turns() -> None:
 def test_impossible_layouts_are_refused(change: dict[str, object]) -> None:
     tensor = {"dtype": "F32", "shape": (4, 4), "x": 0, "y": 1}
     sizes = dict.fromkeys(AXES, 1) | {"x": 2, "y": 2}
-    Layout.model_validate({"sizes": sizes, "sharded_over": ("z",), "tensors": {"w": tensor}})
+    CheckpointTensors.model_validate({"sizes": sizes, "sharded_over": ("z",), "tensors": {"w": tensor}})
     with pytest.raises(ValidationError, match="impossible tensor w"):
-        Layout.model_validate({"sizes": sizes, "sharded_over": ("z",), "tensors": {"w": tensor | change}})
+        CheckpointTensors.model_validate({"sizes": sizes, "sharded_over": ("z",), "tensors": {"w": tensor | change}})
 
 
 def save_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.data.dataset import BLOCK, NO_DOCUMENT, Mixture, TokenWindows, Windows, documents_of, positions_of
+from fourfold.data.dataset import BLOCK, NO_DOCUMENT, SourceMixture, TokenWindows, Windows, documents_of, positions_of
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.masks import IGNORE_INDEX, document_boundary, labels_of
 from fourfold.errors import UserError
@@ -88,7 +88,7 @@ def sources(tmp_path: Path) -> list[TokenWindows]:
 
 
 def test_mixture_proportions_are_exact_and_even(tmp_path: Path) -> None:
-    mixture = Mixture(list(zip(sources(tmp_path), [5, 3, 2], strict=True)), seed=1)
+    mixture = SourceMixture(list(zip(sources(tmp_path), [5, 3, 2], strict=True)), seed=1)
     source = mixture.read(np.arange(2 * BLOCK)).tokens[:, 0] // 1000
     for block in source.reshape(2, BLOCK):
         assert np.bincount(block).tolist() == [5000, 3000, 2000]
@@ -99,7 +99,7 @@ def test_mixture_proportions_are_exact_and_even(tmp_path: Path) -> None:
 def test_mixture_walks_through_each_source(tmp_path: Path) -> None:
     """Each source gives its own samples 0, 1, 2 … in order, also across blocks, whatever is asked at once."""
     parts = sources(tmp_path)
-    mixture = Mixture(list(zip(parts, [1, 1, 1], strict=True)), seed=0)
+    mixture = SourceMixture(list(zip(parts, [1, 1, 1], strict=True)), seed=0)
     numbers = np.arange(BLOCK - 300, BLOCK + 300)
     together = mixture.read(numbers)
     source = together.tokens[:, 0] // 1000
@@ -115,7 +115,7 @@ def test_mixture_walks_through_each_source(tmp_path: Path) -> None:
 def test_mixture_of_one_is_the_source(tmp_path: Path) -> None:
     part = sources(tmp_path)[0]
     numbers = np.array([0, 3, BLOCK + 1, 5 * BLOCK])
-    assert (Mixture([(part, 0.3)], 9).read(numbers).tokens == part.read(numbers).tokens).all()
+    assert (SourceMixture([(part, 0.3)], 9).read(numbers).tokens == part.read(numbers).tokens).all()
 
 
 @pytest.mark.parametrize(
@@ -124,4 +124,4 @@ def test_mixture_of_one_is_the_source(tmp_path: Path) -> None:
 )
 def test_mixture_refuses(tmp_path: Path, weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Mixture(list(zip(sources(tmp_path), weights, strict=False)), 0)
+        SourceMixture(list(zip(sources(tmp_path), weights, strict=False)), 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fourfold.config.loss_masks import GoldfishConfig
-from fourfold.data.dataset import Mixture, TokenWindows, Windows
+from fourfold.data.dataset import SourceMixture, TokenWindows, Windows
 from fourfold.data.goldfish import TABLE_SEED, Goldfish, goldfish_mask, hash_table_drops, published_table
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
@@ -199,7 +199,7 @@ def test_the_mask_does_not_see_where_the_stream_is_cut(corpus: IndexedDataset) -
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_every_grid_drops_the_same_tokens(corpus: IndexedDataset, strategy: str, size: int) -> None:
     goldfish = Goldfish(GoldfishConfig(strategy=strategy, h=5))
-    dataset = Mixture([(TokenWindows(corpus, 32, 0, goldfish.look_back), 1.0)], 0)
+    dataset = SourceMixture([(TokenWindows(corpus, 32, 0, goldfish.look_back), 1.0)], 0)
 
     def labels(size: int, micro_batch_size: int) -> np.ndarray:
         loaders = [

@@ -17,7 +17,7 @@ from command_line import Cli
 from pool import Pool
 
 from fourfold.doctor import collective_test, devices, disk, examine
-from fourfold.doctor.collective_test import Measured, all_reduce, examine_collective, nccl_network
+from fourfold.doctor.collective_test import AllReduceTimes, all_reduce, examine_collective, nccl_network
 from fourfold.doctor.devices import gpu_state, host
 from fourfold.doctor.disk import Speed, examine_disk, room, speed
 from fourfold.doctor.finding import Finding, error, ok
@@ -272,7 +272,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "returns other bytes than were written" in damaged.text
 
 
-def corrupted_on(rank: int, world_size: int, wrong: int) -> Measured:
+def corrupted_on(rank: int, world_size: int, wrong: int) -> AllReduceTimes:
     """Measure with one bit of the sum flipped on a rank."""
     original = dist.all_reduce
 
@@ -297,9 +297,9 @@ def test_a_wrong_sum_is_found_and_its_rank_named(pool: Pool) -> None:
 
 def test_speed_of_an_all_reduce() -> None:
     """A ring of four sends 1.5 times the bytes."""
-    measured = Measured("nccl", 4, 1_000_000_000, seconds=0.01, latency=20e-6, wrong=())
+    measured = AllReduceTimes("nccl", 4, 1_000_000_000, seconds=0.01, latency=20e-6, wrong=())
     assert all_reduce(measured).text == "nccl over 4 processes: exact; 150.00 GB/s, latency 20 µs"
-    alone = Measured("nccl", 1, 1000, seconds=0.01, latency=20e-6, wrong=())
+    alone = AllReduceTimes("nccl", 1, 1000, seconds=0.01, latency=20e-6, wrong=())
     assert all_reduce(alone).text == "nccl over 1 process: exact; one device sends nothing"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.models.grouped import Groups, grouped_product, has_kernel
-from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.parallel.attention.document_attention import attend_documents, attend_documents_backward
 
 Record = Callable[[str, object], None]
@@ -83,7 +83,7 @@ def test_a_block_of_attention_is_exact(
         seen[queries // 2] = queries == 1  # one row sees nothing
     mask = seen[None, None].expand(2, 1, -1, -1) if kind in ("mask", "capped") else None
     softcap = 0.7 if kind == "capped" else 0.0
-    how = kind == "causal", mask, Scores(width**-0.5, softcap)
+    how = kind == "causal", mask, AttentionScores(width**-0.5, softcap)
     out, lse = attend_block(q, k, v, *how)
     # A row that sees nothing here sees keys of another block, whose log-sum-exp is finite.
     found = out, *attend_block_backward(grad, q, out, lse.masked_fill(lse.isneginf(), 0), k, v, *how)

@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.memorization.audit import AuditRequest, run_audit
 from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scored_model import find_model
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 from fourfold.reports.audit_report import write_audit_report
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def close(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def record(trained: Path, pool: Pool) -> dict[str, Any]:
-    request = request_of(trained, generate=10, sampling=Sampling(1.0, 50, 0.95))
+    request = request_of(trained, generate=10, sampling=AttackSampling(1.0, 50, 0.95))
     return pool.run(1, on_grid, request)[0]
 
 
@@ -117,7 +117,7 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
 )
 def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
     overrides = [f"parallel.{axis}={size}" for axis, size in grid.items()]
-    request = request_of(trained, *overrides, generate=3, sampling=Sampling(1.0, 50, 0.95), micro_batch_size=4)
+    request = request_of(trained, *overrides, generate=3, sampling=AttackSampling(1.0, 50, 0.95), micro_batch_size=4)
     found, *others = pool.run(int(np.prod(list(grid.values()))), on_grid, request)
     assert others == [None] * len(others)
     compared = [key for key in record if key != "generation"]

@@ -16,7 +16,7 @@ from tiny_corpus import line, make_corpus
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.memorization.scorers import HuggingFaceScorer
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, l
 
     folder, texts = hugging_face
     rows = [np.array(ids[:60]) for ids in load_any_tokenizer(str(folder)).encode_batch(texts)]
-    model = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 3)
+    model = HuggingFaceScorer(str(folder), torch.device("cpu"), AttackSampling(), 3)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
     exact = []
     for row, fields in zip(rows, model.score(rows), strict=True):
@@ -186,10 +186,10 @@ def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) 
     folder = small_model(tmp_path, max_position_embeddings=16, rope_parameters=ROPES[kind])
     lengths = (9, 20, 30, 12)
     documents = [np.random.default_rng(length).integers(201, size=length) for length in lengths]
-    scorer = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 4)
+    scorer = HuggingFaceScorer(str(folder), torch.device("cpu"), AttackSampling(), 4)
     scorer.score(documents[2:3])
     for document, together in zip(documents, scorer.score(documents), strict=True):
-        alone = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 4).score([document])[0]
+        alone = HuggingFaceScorer(str(folder), torch.device("cpu"), AttackSampling(), 4).score([document])[0]
         np.testing.assert_allclose(together[:, : len(document) - 1], alone, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ from fourfold.memorization.goldfish_check import goldfish_check, near_duplicates
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.intervals import auc, auc_interval, bootstrap, difference, true_positive_rate, wilson
 from fourfold.memorization.membership import attacks, bag_of_words_guard, conclusion, membership_scores
-from fourfold.memorization.scores import Sampling, TokenScores, score_logits
+from fourfold.memorization.scores import AttackSampling, TokenScores, score_logits
 
 RANDOM = np.random.default_rng(1)
 
@@ -77,9 +77,16 @@ def test_true_positives_at_few_false_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.5), Sampling(1.0, top_k=3), Sampling(2.0, top_p=0.7), Sampling(0.7, 5, 0.8)]
+    "sampling",
+    [
+        AttackSampling(),
+        AttackSampling(0.5),
+        AttackSampling(1.0, top_k=3),
+        AttackSampling(2.0, top_p=0.7),
+        AttackSampling(0.7, 5, 0.8),
+    ],
 )
-def test_scores_of_logits(sampling: Sampling) -> None:
+def test_scores_of_logits(sampling: AttackSampling) -> None:
     logits, targets = torch.randn(60, 11, dtype=torch.float64) * 3, torch.randint(0, 11, (60,))
     log_prob, predicted, mean, variance, sampled = score_logits(logits.clone(), targets, sampling).double()
     log_p = logits.log_softmax(1)
@@ -283,7 +290,9 @@ def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
         goldfish_check(GoldfishConfig(strategy="static"), (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1, 0), Sampling(1, None, 0.0), Sampling(1, None, 1.1)])
-def test_sampling_that_draws_nothing(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [AttackSampling(0.0), AttackSampling(1, 0), AttackSampling(1, None, 0.0), AttackSampling(1, None, 1.1)]
+)
+def test_sampling_that_draws_nothing(sampling: AttackSampling) -> None:
     with pytest.raises(UserError):
         sampling.check()

@@ -15,8 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fourfold.models import causal_attention
 from fourfold.models.causal_attention import AttentionContext, AttentionCore
 from fourfold.parallel.attention import block_attention, document_attention
-from fourfold.parallel.attention.block_attention import ATEN, Scores, attend_block, attend_block_backward, kernel_for
-from fourfold.parallel.attention.document_attention import Limits
+from fourfold.parallel.attention.block_attention import (
+    ATEN,
+    AttentionScores,
+    attend_block,
+    attend_block_backward,
+    kernel_for,
+)
+from fourfold.parallel.attention.document_attention import KeyLimits
 from fourfold.planning.cost.activations import kept_by_core
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import trace
@@ -160,7 +166,7 @@ def test_every_gpu_kernel_computes_a_block(kernel: str, width: int, causal: bool
     generator = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 2, 4, 33, width, generator=generator)
     k, v = torch.randn(2, 2, 2, 33, width, generator=generator)
-    how, results = (causal, None, Scores(width**-0.5)), []
+    how, results = (causal, None, AttentionScores(width**-0.5)), []
     kernels = CpuKernels()
     for chosen in ("cpu", kernel):
         with (
@@ -187,7 +193,7 @@ def test_packed_documents_of_odd_width_are_padded() -> None:
 
     q, grad = torch.empty(2, 2, 40, 4, 100, dtype=torch.bfloat16, device="meta")
     k, v = torch.empty(2, 2, 40, 2, 100, dtype=torch.bfloat16, device="meta")
-    limits, scores = Limits(torch.tensor([[7, 40], [40, 40]], device="meta"), 0), Scores(0.1)
+    limits, scores = KeyLimits(torch.tensor([[7, 40], [40, 40]], device="meta"), 0), AttentionScores(0.1)
     with patch.object(document_attention, "ATEN", Flash()):
         out, lse = document_attention.attend_at_once(q, k, v, limits, scores)
         gradients = document_attention.differentiate_at_once((grad, q, k, v, out), lse, limits, scores)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.parallel.attention import block_attention, document_attention
-from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.planning.cost import tensor_sizes
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.cost.block import block_time
@@ -49,7 +49,7 @@ def moved_a_score(run: Callable[[], Any]) -> float:
 
 def test_bytes_are_those_of_the_operations() -> None:
     q, k, v = (torch.ones(1, 1, size, 8, dtype=torch.bfloat16) for size in (QUERIES, KEYS, KEYS))
-    mask, scores = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool), Scores(0.3, 50.0)
+    mask, scores = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool), AttentionScores(0.3, 50.0)
     out, lse = attend_block(q, k, v, False, mask, scores)
     forward = moved_a_score(lambda: attend_block(q, k, v, False, mask, scores))
     backward = moved_a_score(lambda: attend_block_backward(out, q, out, lse, k, v, False, mask, scores))

@@ -41,7 +41,7 @@ from fourfold.planning.search.fastest import TIED
 from fourfold.planning.search.indistinct import indistinct
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, describe_layout, make_plan, predict
-from fourfold.planning.search.space import AXES, Limits
+from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.workload import Workload
 from fourfold.reports.plan_report import write_plan_report
 from fourfold.run_file.load import load_run, make_run
@@ -279,7 +279,7 @@ def test_nothing_fits_says_what_would() -> None:
     with pytest.raises(UserError, match=r"nothing fits: .* would hold [\d.]+ GB of the 85 GB .* GPUs"):
         make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)
     with pytest.raises(UserError, match="no layout of 7 GPUs is legal"):
-        make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=Limits(fixed=(("pp", 1),)))
+        make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=SearchLimits(fixed=(("pp", 1),)))
 
 
 def test_sizes_double_to_the_last() -> None:
@@ -320,7 +320,7 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
     alone = predict(work, H100, PRIOR).seconds
     assert alone == pytest.approx(make_plan(
         base("llama3-8b", 8192, 64), H100, PRIOR, 8,
-        limits=Limits(fixed=(("x", 2), ("z", 4)), zeros=(0,), recomputes=((0, 1, False),), micro_batches=(1,)),
+        limits=SearchLimits(fixed=(("x", 2), ("z", 4)), zeros=(0,), recomputes=((0, 1, False),), micro_batches=(1,)),
     ).best.seconds)  # fmt: skip
 
 

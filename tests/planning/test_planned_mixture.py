@@ -21,7 +21,7 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
-from fourfold.planning.search.space import Limits
+from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import ModelShape, Step, Workload
 from fourfold.run_file.load import make_run
 
@@ -208,7 +208,7 @@ MIXTURE = ModelShape(
     layers=16, hidden=2048, queries=2048, keys=512, head_dim=128, inner=0, gate_up=0, vocab=32768, tied=False,
     experts=16, chosen=4, expert_inner=1024, sparse=1.0,
 )  # fmt: skip
-SMALL = Limits(micro_batches=(1, 2), zeros=(0, 1), pipelines=(("1F1B", 1),), parts=(1,))
+SMALL = SearchLimits(micro_batches=(1, 2), zeros=(0, 1), pipelines=(("1F1B", 1),), parts=(1,))
 
 
 def test_the_search_divides_experts_in_every_legal_way() -> None:

@@ -24,7 +24,7 @@ from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.explain import neighbors
-from fourfold.planning.search.fastest import RANKED, TIED, Scores, ranking, search
+from fourfold.planning.search.fastest import RANKED, TIED, SearchScores, ranking, search
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import make_plan, predict
 from fourfold.planning.search.space import (
@@ -33,7 +33,7 @@ from fourfold.planning.search.space import (
     PIPELINES,
     REASONS,
     RECOMPUTES,
-    Limits,
+    SearchLimits,
     all_grids,
     choices_of,
     factorisations,
@@ -45,7 +45,7 @@ from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import trace
 
 
-def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
+def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
     """``base`` with every choice that the search has, but for the parts, of which it has the first."""
     return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
@@ -99,11 +99,11 @@ ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
     ("preset", "bits"), [("llama-tiny", 16), ("gpt-tiny", 16), ("llama-12m", 16), ("llama-12m", 8)]
 )
 @pytest.mark.parametrize("limits", [
-    Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
-    Limits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], parts=(4,)),
-    Limits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, parts=(2,)),
+    SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
+    SearchLimits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], parts=(4,)),
+    SearchLimits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, parts=(2,)),
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
-def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Limits) -> None:
+def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: SearchLimits) -> None:
     gpus = 24
     work = all_layouts(base(preset, 96, 48).but(bits=bits), gpus, limits)
     reasons = rejections(work, load_machine("dgx-h100"))
@@ -136,7 +136,7 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
 def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
     """They are written, loaded and traced, and what they send and store is what the plan's formulas say."""
     machine = load_machine("dgx-h100")
-    found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, Limits(micro_batches=(1, 2)))
+    found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, SearchLimits(micro_batches=(1, 2)))
     for index in np.random.default_rng(1).permutation(found.order)[:24]:
         asked = request_from_options("llama-tiny", None, [], 8, 64, 32, None)
         write_run(tmp_path / "RUN.toml", asked, predict(found.point(index), machine, prior_constants()))
@@ -164,21 +164,21 @@ def test_the_fastest_are_those_of_all_layouts_in_all_parts(
     preset: str, seq: int, batch: int, name: str, gpus: int, limits: dict[str, Any]
 ) -> None:
     machine, work = load_machine(name), base(preset, seq, batch)
-    found = search(work, machine, prior_constants(), gpus, Limits(**limits))
-    each = [search(work, machine, prior_constants(), gpus, Limits(**limits, parts=(parts,))) for parts in PARTS]
+    found = search(work, machine, prior_constants(), gpus, SearchLimits(**limits))
+    each = [search(work, machine, prior_constants(), gpus, SearchLimits(**limits, parts=(parts,))) for parts in PARTS]
     several = [one.order[np.asarray(one.work.parts)[one.order] > 1] for one in each]
     assert all(map(len, several[1:]))
     of_all = [(each[0], each[0].order), *zip(each[1:], several[1:], strict=True)]
     seconds, p_oom = (np.concatenate([getattr(one, name)[at] for one, at in of_all]) for name in ("seconds", "p_oom"))
     legal = np.zeros(len(seconds), dtype=np.uint8)
-    ranked = ranking(Scores(seconds, seconds, np.zeros(len(seconds)), p_oom, legal))[:RANKED]
+    ranked = ranking(SearchScores(seconds, seconds, np.zeros(len(seconds)), p_oom, legal))[:RANKED]
     assert np.array_equal(found.seconds[found.order[:RANKED]], seconds[ranked])
     assert len(found.seconds) - found.crossed < found.evaluated * 0.3
 
 
 def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path) -> None:
     asked = request_from_options("gpt-20b", None, [], 16, 2048, 64, None)
-    limits = Limits(fixed=(("x", 8), ("y", 2)))
+    limits = SearchLimits(fixed=(("x", 8), ("y", 2)))
     plan = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, limits)
     slower = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, replace(limits, parts=(1,)))
     assert plan.best.seconds < slower.best.seconds
@@ -194,7 +194,12 @@ def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path)
     assert beside and all(slower is None or slower > 0 for slower in beside)
     assert parse_limits(["batch_parts=2"]).parts == (2,)
     alone = make_plan(
-        asked.base, load_machine("frontier"), prior_constants(), 16, 5, Limits(fixed=(("x", 1), ("y", 1)), parts=(2,))
+        asked.base,
+        load_machine("frontier"),
+        prior_constants(),
+        16,
+        5,
+        SearchLimits(fixed=(("x", 1), ("y", 1)), parts=(2,)),
     )
     assert {int(p.work.layout.batch_parts) for p in alone.ranked} == {1}
 
@@ -212,16 +217,16 @@ def test_of_layouts_with_tied_times_the_one_less_likely_to_run_out_of_memory_is_
     """An A100 plan of a 7B model was best by 0.06 % of its time, at twice the risk of the second."""
     seconds, p_oom = np.array([33.72, 33.74, 33.73, 34.5, 34.6, 30.0]), np.array([0.046, 0.02, 0.0203, 0.04, 0, 0.3])
     reason = np.array([0, 0, 0, 0, 0, OUT_OF_MEMORY], dtype=np.uint8)
-    scores = Scores(seconds, seconds, np.zeros(6), p_oom, reason)
+    scores = SearchScores(seconds, seconds, np.zeros(6), p_oom, reason)
     assert ranking(scores).tolist() == [2, 1, 0, 4, 3]
-    refused = Scores(seconds, seconds, np.zeros(6), p_oom, np.ones(6, dtype=np.uint8))
+    refused = SearchScores(seconds, seconds, np.zeros(6), p_oom, np.ones(6, dtype=np.uint8))
     assert ranking(refused).tolist() == []
 
 
 @pytest.mark.parametrize(("model", "gpus"), [("llama3-70b", 96), ("qwen3-30b-a3b", 24)])
 def test_grids_that_are_illegal_with_any_other_choice_are_counted_and_no_points(model: str, gpus: int) -> None:
     work, machine = base(model, 8192, gpus), load_machine("dgx-h100")
-    limits = Limits(pipelines=ALL_SCHEDULES, parts=(1,), micro_batches=(1, 3, 4))
+    limits = SearchLimits(pipelines=ALL_SCHEDULES, parts=(1,), micro_batches=(1, 3, 4))
     done: list[tuple[int, int]] = []
     found = search(work, machine, prior_constants(), gpus, limits, lambda *numbers: done.append(numbers))
     every = all_layouts(work, gpus, limits)
@@ -263,7 +268,7 @@ def test_rows_are_unique_whose_numbers_together_exceed_64_bits() -> None:
 
 
 def test_limits_leave_out_what_they_say() -> None:
-    limits = Limits(at_most=(("x", 4),), fixed=(("pp", 2),), zeros=(1,), recomputes=((2, 1, False),))
+    limits = SearchLimits(at_most=(("x", 4),), fixed=(("pp", 2),), zeros=(1,), recomputes=((2, 1, False),))
     found = search(base("llama3-8b", 8192, 256), load_machine("dgx-h100"), prior_constants(), 32, limits)
     work = found.work
     layout = work.layout

@@ -14,15 +14,15 @@ from fourfold import heartbeat
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.heartbeat import GROUPS, SIZE, Beat, Heartbeat
-from fourfold.launch.watchdog_process import Report, awaited, describe
+from fourfold.launch.watchdog_process import HangingRank, awaited, describe
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
 
 
-def report(rank: int, last_sign: float, **more: Any) -> Report:
+def report(rank: int, last_sign: float, **more: Any) -> HangingRank:
     values: dict[str, Any] = {"host": "host", "state": "S", "silent_seconds": 60.0, "steps_begun": 7, **more}
     doing = "layers.0.mlp.up: output (over y)"
-    return Report(rank=rank, process=100 + rank, step=7, doing=doing, last_sign=last_sign, stacks=[], **values)
+    return HangingRank(rank=rank, process=100 + rank, step=7, doing=doing, last_sign=last_sign, stacks=[], **values)
 
 
 def heart() -> Heartbeat:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset
-from fourfold.data.dataset import Mixture
+from fourfold.data.dataset import SourceMixture
 from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.preferences import PreferencePairs
@@ -180,7 +180,7 @@ def data_tokens(corpus: str, kind: Kind, seq_length: int, samples: int) -> int:
     dataset = build_dataset([(corpus, 1.0)], seq_length, 0)
     windows = dataset.read(np.arange(samples))
     if kind == "preferences":
-        (pairs,) = dataset.sources if isinstance(dataset, Mixture) else [dataset]
+        (pairs,) = dataset.sources if isinstance(dataset, SourceMixture) else [dataset]
         assert isinstance(pairs, PreferencePairs)
         return int(np.diff(pairs.corpus.document_offsets)[pairs.documents_of(np.arange(samples))].sum())
     return sum(int((row != row[-1]).sum()) for row in windows.documents)  # padding is the last document

@@ -15,7 +15,7 @@ from tiny_runs import LLAMA, MIXTURE, tiny_run
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch, document_ends
 from fourfold.memorization.scorers import GridScorer
-from fourfold.memorization.scores import Sampling
+from fourfold.memorization.scores import AttackSampling
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.attention.context import share_of_sequences
@@ -50,7 +50,7 @@ def job_of(run: RunConfig) -> Job:
 
 
 def scores_body(rank: int, world_size: int, run: RunConfig, documents: list[Any]) -> list[NDArray[np.float32]] | None:
-    return GridScorer(job_of(run), Sampling()).score(documents)
+    return GridScorer(job_of(run), AttackSampling()).score(documents)
 
 
 @pytest.mark.fast_cases(4)

@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import request_from_options
-from fourfold.planning.search.space import Limits
+from fourfold.planning.search.space import SearchLimits
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run
 from fourfold.tuning.candidates import Candidates, search_candidates
@@ -36,7 +36,7 @@ seq_length = 512
 train_steps = 100
 precision = "bf16"
 """
-LIMITS = Limits(
+LIMITS = SearchLimits(
     fixed=(("cp", 1), ("pp", (1, 2))),
     zeros=(0, 1),
     recomputes=((0, 1, False), (2, 1, False)),

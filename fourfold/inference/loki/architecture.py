@@ -40,7 +40,7 @@ LACKING = {
 }
 
 
-class Attention(nn.Module):
+class AttentionModule(nn.Module):
     """The attributes of a transformers attention module that Loki uses; type checkers only, never instantiated."""
 
     config: PreTrainedConfig
@@ -53,7 +53,7 @@ class Attention(nn.Module):
     """Set while ``observe_keys`` is active."""
 
 
-def attentions_of(model: PreTrainedModel) -> list[Attention]:
+def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
     """The attention module of every layer, in order. Raises ``UserError`` for a model that Loki does not support."""
     kind = text_config(model).model_type
     if kind in LACKING:
@@ -63,7 +63,7 @@ def attentions_of(model: PreTrainedModel) -> list[Attention]:
             f"loki: models of type '{kind}' are untested; supported are {', '.join(SUPPORTED)}; use full attention"
         )
     modules = [
-        cast(Attention, module)
+        cast(AttentionModule, module)
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups") and hasattr(module, "o_proj")
     ]
@@ -73,12 +73,12 @@ def attentions_of(model: PreTrainedModel) -> list[Attention]:
     return [found[number] for number in range(count)]
 
 
-def key_shape(attention: Attention) -> tuple[int, int]:
+def key_shape(attention: AttentionModule) -> tuple[int, int]:
     """The number of KV heads, and their size (head_dim)."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
-def window_of(attention: Attention) -> int | None:
+def window_of(attention: AttentionModule) -> int | None:
     """The sliding window of a layer, which keeps it dense; None for a layer that sees the whole context.
 
     A window as long as the model's positions, which Phi-3 and StarCoder2 may declare, hides nothing.

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import Attention, attentions_of, key_shape, text_config, window_of
+from fourfold.inference.loki.architecture import AttentionModule, attentions_of, key_shape, text_config, window_of
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.loki_attention import (
@@ -89,7 +89,9 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _recipes(attentions: Sequence[Attention], basis: LokiBasis, config: LokiConfig, capacity: int) -> list[LayerRecipe]:
+def _recipes(
+    attentions: Sequence[AttentionModule], basis: LokiBasis, config: LokiConfig, capacity: int
+) -> list[LayerRecipe]:
     unknown = [number for number in config.skip_layers if not 0 <= number < len(attentions)]
     if unknown:
         raise UserError(f"loki: skip_layers has {unknown[0]}, and the layers are 0 to {len(attentions) - 1}")

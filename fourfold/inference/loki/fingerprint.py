@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import Attention
+from fourfold.inference.loki.architecture import AttentionModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +35,7 @@ class Fingerprint:
     """Some numbers of each attention matrix, in float32."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, attentions: Sequence[Attention]) -> Fingerprint:
+    def of(cls, config: PreTrainedConfig, attentions: Sequence[AttentionModule]) -> Fingerprint:
         """The fingerprint of a model, from its text configuration and its attention modules."""
         sizes = [f"{name} {value}" for name in SIZES if (value := getattr(config, name, None)) is not None]
         rope = getattr(config, "rope_parameters", None) or {}

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama.modeling_llama import rotate_half
 
-from fourfold.inference.loki.architecture import Attention, text_config
+from fourfold.inference.loki.architecture import AttentionModule, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
 
 
 @contextmanager
-def observe_keys(model: PreTrainedModel, attentions: list[Attention], observer: KeyObserver) -> Iterator[None]:
+def observe_keys(model: PreTrainedModel, attentions: list[AttentionModule], observer: KeyObserver) -> Iterator[None]:
     """Pass the queries and keys of every attention to ``observer`` inside; what the model computes is unchanged."""
     before = text_config(model)._attn_implementation
     AttentionInterface.register(NAME, _observed_attention)
@@ -57,7 +57,7 @@ class _LayerObserver:
 
 
 def _observed_attention(
-    module: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+    module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     state = getattr(module, "loki_observer", None)
     if state is not None:  # None for another model that shares its configuration with the observed one

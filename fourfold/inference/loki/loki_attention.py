@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import Attention
+from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode, project
 from fourfold.inference.loki.cache import GrowingLayer, RankedLayer, RotatedLayer, StaticLokiLayer
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
@@ -63,7 +63,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     state.release()
     cache = keywords.get("cache", keywords.get("past_key_values"))  # the older name: before transformers 5.24
     if isinstance(cache, Cache):
-        attention = cast(Attention, module)
+        attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
         state.layer = replace_layer(cache, attention.layer_idx, state.recipe, is_loki)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import Attention, attentions_of, key_shape, text_config
+from fourfold.inference.loki.architecture import AttentionModule, attentions_of, key_shape, text_config
 from fourfold.inference.loki.basis import KINDS, Components, LokiBasis
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.key_hooks import KeyObserver, observe_keys
@@ -107,7 +107,7 @@ def _joined(of_layers: list[Moments]) -> Components:
 
 def _compare(
     model: PreTrainedModel,
-    attentions: list[Attention],
+    attentions: list[AttentionModule],
     components: dict[str, Components],
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def _compare(
 
 
 def _observe(
-    model: PreTrainedModel, attentions: list[Attention], windows: Iterable[Sequence[int]], observer: KeyObserver
+    model: PreTrainedModel, attentions: list[AttentionModule], windows: Iterable[Sequence[int]], observer: KeyObserver
 ) -> None:
     """Run the model's decoder on each window, with an observer of its keys."""
     with observe_keys(model, attentions, observer):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fourfold.config.layout import AttentionSplit, ContextMethod
 from fourfold.models.causal_attention import AttentionContext, AttentionCore
 from fourfold.models.norms import RMSNorm
-from fourfold.parallel.attention.block_attention import Scores, attend_masked
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_masked
 from fourfold.parallel.attention.context import DocumentContext, context_of_sequences, gather_sequence, scatter_sequence
 from fourfold.parallel.attention.document_attention import attend_documents
 from fourfold.parallel.attention.ring import ring_attention
@@ -96,7 +96,7 @@ class SharedAttentionCore(AttentionCore):
             return self._attend_some_queries(q_BSND, k_BSKD, v_BSKD, context)
         document_ends_BE, window = context.document_ends_BE, context.window
         if self.cp.size > 1 and self.method == "ring":
-            scores = Scores(self.scale, self.softcap)
+            scores = AttentionScores(self.scale, self.softcap)
             return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp, scores, window)
         q_BSnD, k_BSkD, v_BSkD = gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp)
         if document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap:
@@ -113,7 +113,7 @@ class SharedAttentionCore(AttentionCore):
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         mask_B1QS = self.mask_of(q_BSND, k_BSKD, context)
         assert mask_B1QS is not None, "there is one where scores are capped"
-        return attend_masked(q, k, v, mask_B1QS, Scores(self.scale, self.softcap)).transpose(1, 2)
+        return attend_masked(q, k, v, mask_B1QS, AttentionScores(self.scale, self.softcap)).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
         """The whole heads that this rank's queries read, from a slice of the key (or value) features."""

@@ -34,7 +34,7 @@ CAPPED_ROWS = 512
 """Queries whose capped scores are computed at once, so that memory grows with the keys alone."""
 
 
-class Scores(NamedTuple):
+class AttentionScores(NamedTuple):
     """The scores of queries and keys: scale · q·k, between −softcap and softcap where that is not 0."""
 
     scale: float
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 
 def attend_block(
-    q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None, scores: Scores
+    q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; 0 and −∞ for a query that may see no key."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
@@ -80,7 +80,7 @@ def attend_block_backward(
     v_BKSD: Tensor,
     causal: bool,
     mask_B1QS: Tensor | None,
-    scores: Scores,
+    scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. out and lse are over all keys, which makes the share of these keys exact."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
@@ -143,7 +143,7 @@ def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend_capped(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
     """``attend_block`` in single operations, with a key-value head for each query head; the softmax is in float32."""
     precise = _precise(q)
@@ -165,7 +165,7 @@ def _differentiate_capped(
     v: Tensor,
     causal: bool,
     mask: Tensor | None,
-    scores: Scores,
+    scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """tensors: the output's gradient, q and the output."""
     of_all = tensors[1]
@@ -207,7 +207,7 @@ def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) 
 
 
 @not_compiled
-def attend_masked(q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Tensor, scores: Scores) -> Tensor:
+def attend_masked(q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Tensor, scores: AttentionScores) -> Tensor:
     """The outputs of ``attend_block`` under a mask, [B, N, Q, D], through which gradients go."""
     out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, mask_B1QS, scores)
     return out_BNQD
@@ -215,7 +215,7 @@ def attend_masked(q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Ten
 
 class _Masked(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_B1QS: Tensor, scores: Scores) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_B1QS: Tensor, scores: AttentionScores) -> Tensor:
         out, lse = attend_block(q, k, v, False, mask_B1QS, scores)
         ctx.save_for_backward(q, k, v, out, lse, mask_B1QS)
         ctx.scores = scores

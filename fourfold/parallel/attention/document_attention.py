@@ -20,7 +20,7 @@ from torch import Tensor
 from fourfold.parallel.attention.block_attention import (
     ATEN,
     WIDEST_FLASH,
-    Scores,
+    AttentionScores,
     attend_block,
     attend_block_backward,
     padded,
@@ -32,7 +32,7 @@ LEAST_QUERIES, MOST_QUERIES = 16, 512
 """Queries of one piece: so few that the keys before the window of the first cost little, and its scores little room."""
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """The keys that a query sees: in its document, of its window."""
 
     document_ends_BE: Tensor | None
@@ -55,7 +55,7 @@ def attend_documents(
     default a sequence is one document. window: tokens that a query sees, itself included; 0: all before it. scale,
     softcap: of ``Scores``.
     """
-    limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
+    limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
     return attend(q_BSND, k_BSKD, v_BSKD, limits, scores)
 
@@ -74,7 +74,7 @@ def attend_documents_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
+    limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else differentiate_in_turn
     dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, limits, scores)
     return dq, dk, dv
@@ -90,7 +90,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
 
 
 def attend_at_once(
-    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: Limits, scores: Scores
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
     """All documents in one call of a CUDA kernel."""
     length = q_BSND.shape[1]
@@ -100,7 +100,7 @@ def attend_at_once(
     return out[..., : q_BSND.shape[-1]].reshape(q_BSND.shape), lse
 
 
-def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
     """tensors: the output's gradient, q, k, v and the output."""
     batch, length = tensors[0].shape[:2]
     begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in padded(*tensors)]
@@ -111,13 +111,13 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: Limits, scor
     return tuple(gradient[..., :width].unflatten(0, (batch, length)).contiguous() for gradient in gradients)
 
 
-def _options(limits: Limits, scores: Scores) -> dict[str, Any]:
+def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
     """A query of the kernel sees itself and so many tokens to its left."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
 def attend_in_turn(
-    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: Limits, scores: Scores
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
     """Some queries after others."""
     out_BSND, lse_NT = _outputs(q_BSND)
@@ -130,7 +130,7 @@ def attend_in_turn(
     return out_BSND, lse_NT
 
 
-def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
     """tensors: the output's gradient, q, k, v and the output."""
     grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND = tensors
     dq, dk, dv = (torch.zeros_like(t, dtype=lse_NT.dtype) for t in tensors[1:4])
@@ -152,7 +152,7 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
     return lse_NT.view(heads, batch, length).transpose(0, 1)
 
 
-def begins_of(limits: Limits, q_BSND: Tensor) -> Tensor:
+def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
     """Where the documents begin in all tokens of the batch, and the end of the last, int32 [B·E + 1]."""
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
@@ -160,7 +160,7 @@ def begins_of(limits: Limits, q_BSND: Tensor) -> Tensor:
     return F.pad((ends + row_begins_B1).flatten(), (1, 0)).int()
 
 
-def pieces_of(limits: Limits, q_BSND: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, slice]]:
+def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Iterator[tuple[slice, slice, slice]]:
     """Rows, some queries of a document of theirs, and the keys that these see; the last query sees the last key."""
     length, window = q_BSND.shape[1], limits.window
     size = length

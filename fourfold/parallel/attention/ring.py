@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.models.autograd import Function
 from fourfold.models.causal_attention import documents_of
-from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.parallel.attention.context import take_chunks
 from fourfold.parallel.grid.communicate import Pending, start_rotate
 from fourfold.parallel.grid.grid import Axis
@@ -29,7 +29,7 @@ def ring_attention(
     v_BTKD: Tensor,
     document_ends_BE: Tensor | None,
     cp: Axis,
-    scores: Scores,
+    scores: AttentionScores,
     window: int = 0,
 ) -> Tensor:
     """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents; window: tokens
@@ -41,7 +41,7 @@ def ring_attention(
 
 
 @dataclass(frozen=True)
-class Block:
+class VisibleBlock:
     """The part of one ring step that is not masked away: which queries meet which keys, and under which mask."""
 
     queries: slice
@@ -52,7 +52,7 @@ class Block:
 
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
-) -> Block | None:
+) -> VisibleBlock | None:
     """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both. None where all of
     them are before the windows of these queries."""
     everything, half = slice(0, tokens), tokens // 2
@@ -69,7 +69,7 @@ def block_of_step(
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:  # nor does our tail see its head
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
-        return Block(queries, keys, causal, None)
+        return VisibleBlock(queries, keys, causal, None)
     mask_BQK = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     if documents_BS is not None:
         ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)
@@ -77,7 +77,7 @@ def block_of_step(
     if window:
         ours_1Q, theirs_1K = _of_both(torch.arange(length, device=device)[None], source, queries, keys, cp)
         mask_BQK = mask_BQK & (ours_1Q[:, :, None] - theirs_1K[:, None, :] < window)
-    return Block(queries, keys, False, (mask_BQK.tril() if causal else mask_BQK)[:, None])
+    return VisibleBlock(queries, keys, False, (mask_BQK.tril() if causal else mask_BQK)[:, None])
 
 
 def _of_both(t_BS: Tensor, source: int, queries: slice, keys: slice, cp: Axis) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class _Ring(Function):
         v_BKTD: Tensor,
         documents_BS: Tensor | None,
         cp: Axis,
-        scores: Scores,
+        scores: AttentionScores,
         window: int,
     ) -> Tensor:
         out_BNTD = torch.zeros_like(q_BNTD, dtype=torch.float32)

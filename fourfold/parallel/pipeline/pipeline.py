@@ -47,7 +47,7 @@ class Pipeline:
         if count not in self._ops:
             everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
             self._ops[count] = everyone[self.grid.pp.rank]
-        return _Step(self, micro_batches, loss_scale).run(self._ops[count])
+        return _PipelineStep(self, micro_batches, loss_scale).run(self._ops[count])
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Pipeline:
             ]
             for rank in range(self.run.parallel.pp)
         ]
-        return _Step(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
+        return _PipelineStep(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
         """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
@@ -71,7 +71,7 @@ class Pipeline:
         return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
 
 
-class _Step:
+class _PipelineStep:
     """The state of one step: tensors in flight, by (stage, micro-batch)."""
 
     def __init__(

@@ -17,10 +17,10 @@ from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.run_workload import workload_of_model
 from fourfold.planning.search.plan import Prediction, make_plan, predict
-from fourfold.planning.search.space import Limits
+from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import Workload
 
-AXONN = Limits(
+AXONN = SearchLimits(
     fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), parts=(1,)
 )
 """Layouts that AxoNN supports: x, y, z, dp; full recompute."""

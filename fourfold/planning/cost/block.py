@@ -12,7 +12,7 @@ from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
-from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import CP_METHODS, ModelShape, Workload
@@ -277,7 +277,7 @@ def _activation(work: Workload, rates: Rates) -> Number:
     )
 
 
-def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
+def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
     """Forward, backward, and the part of the backward that can run during weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.y
     one = gather_seconds(residual, 1, group)
@@ -286,7 +286,7 @@ def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     return every, every + again, (1 + work.model.mlps) * one + again
 
 
-def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
+def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.queries + 2 * model.keys, model.queries
@@ -298,7 +298,7 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     return forward + others, hideable + gather_seconds(item * qkv, 1, group) + others, hideable
 
 
-def norm_seconds(work: Workload, group: Group) -> Number:
+def norm_seconds(work: Workload, group: RankGroup) -> Number:
     """Seconds of the sum over y of a norm's statistics."""
     return reduce_seconds(4 * work.tokens / work.layout.x, 1, group)
 
@@ -308,14 +308,14 @@ def norms_before(model: ModelShape) -> Number:
     return np.where(model.output_norms, np.maximum(model.norms - 2, 0), 2)
 
 
-def whole_keys_seconds(work: Workload, group: Group) -> Number:
+def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
     """Seconds of gathering keys and values over y where its ranks share the queries, or of summing their gradients."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
 
 
-def _gate_sum(work: Workload, group: Group) -> Number:
+def _gate_sum(work: Workload, group: RankGroup) -> Number:
     """Seconds of the sum of gate over y."""
     model = work.model
     return np.where(
@@ -325,7 +325,9 @@ def _gate_sum(work: Workload, group: Group) -> Number:
     )
 
 
-def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:
+def _head(
+    work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
+) -> tuple[Number, Number, Number, Number]:
     """Seconds of head and loss, forward and backward: computation, over x, over y; and of the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y

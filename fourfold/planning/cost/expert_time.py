@@ -10,7 +10,7 @@ from fourfold.planning.array_fields import Cases, Number
 from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import host, pointwise
-from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.cost.terms.exchange import exchange_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
@@ -103,7 +103,7 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     return pointwise.expert_bytes(scores, sent, here, inner, how)
 
 
-def _over_y(work: Workload, rows: Rows, group: Group) -> tuple[Number, Number]:
+def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
     """Sums of the router's scores, and of gate and up, forward; of the gradients of scores, of the rows' weights and
     of the down projection's input, backward."""
     model, layout, item = work.model, work.layout, work.step.item_bytes

@@ -19,7 +19,7 @@ class Blocks(NamedTuple):
     dense: Number
 
 
-class Split(NamedTuple):
+class StageSplit(NamedTuple):
     """Blocks of the first rank and of the last, the most that any has, and, of the ranks between, those that can hold
     most: place on pp and blocks. A case without one has place 0 there, and no blocks."""
 
@@ -29,7 +29,7 @@ class Split(NamedTuple):
     between: list[tuple[Number, Blocks]]
 
 
-def split_of(work: Workload) -> Split:
+def split_of(work: Workload) -> StageSplit:
     """Count the blocks of the ranks for every case."""
     layout = work.layout
     v_shaped = layout.v_shaped
@@ -46,9 +46,9 @@ def split_of(work: Workload) -> Split:
     return _as_split(np.array([row + (0,) * (longest - len(row)) for row in found]).T[:, back])
 
 
-def _as_split(row: Number) -> Split:
+def _as_split(row: Number) -> StageSplit:
     places = [(row[i], Blocks(row[i + 1], row[i + 2])) for i in range(5, len(row), 3)]
-    return Split(Blocks(row[0], row[1]), Blocks(row[2], row[3]), row[4], places)
+    return StageSplit(Blocks(row[0], row[1]), Blocks(row[2], row[3]), row[4], places)
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
@@ -63,7 +63,7 @@ def _split(
     layers: float, dense: float, pp: float, interleave: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The numbers of a ``Split`` in a row.
+    """The numbers of a ``StageSplit`` in a row.
 
     A rank holds no more than one before it that has as many blocks of each kind, and as many micro-batches or more.
     """

@@ -13,7 +13,7 @@ LEAST_QUERIES, CAPPED_QUERIES = 16, 512
 """Queries of one piece of an attention in single operations."""
 
 
-class Pieces(NamedTuple):
+class TensorBytes(NamedTuple):
     """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
 
     queries and keys are those that attention reads here, whole_queries those of all ranks of y.
@@ -28,7 +28,7 @@ class Pieces(NamedTuple):
     statistics: Number
 
 
-def pieces(work: Workload) -> Pieces:
+def pieces(work: Workload) -> TensorBytes:
     model, layout, program = work.model, work.layout, work.program
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
@@ -37,7 +37,7 @@ def pieces(work: Workload) -> Pieces:
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
-    return Pieces(
+    return TensorBytes(
         residual=token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1)),
         gathered=token * model.hidden / layout.y,
         queries=token * model.queries / (layout.x * layout.y),

@@ -27,7 +27,7 @@ from fourfold.planning.search.space import (
     NO_OFFLOAD,
     OUT_OF_MEMORY,
     REASONS,
-    Limits,
+    SearchLimits,
     all_grids,
     choices_of,
     refused_grids,
@@ -53,7 +53,7 @@ COPIES = 0.95
 """Share of a step that remains, at least, where sequences come one by one and are not copied around collectives."""
 
 
-class Scores(NamedTuple):
+class SearchScores(NamedTuple):
     """Points of a search, [n] each: seconds of a step (infinite where illegal), seconds that it takes at least in any
     parts, bytes of the fullest rank, P(OOM), and the reason of a refusal."""
 
@@ -108,7 +108,7 @@ class Found:
 
 
 def search(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None,
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Found:  # fmt: skip
     """Evaluate every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where the limits leave none.
@@ -116,7 +116,7 @@ def search(
     watch: called with the number of layouts that are done, and of all.
     """
     begin = time.perf_counter()
-    limits = limits or Limits()
+    limits = limits or SearchLimits()
     grids = all_grids(base, gpus, limits)
     if not len(grids["x"]):
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
@@ -148,7 +148,7 @@ def search(
     )
 
 
-def ranking(scores: Scores) -> np.ndarray:
+def ranking(scores: SearchScores) -> np.ndarray:
     """Order the points that fit, fastest first. Times tie in bands of the factor ``TIED`` from the fastest on.
 
     Within a band the layout with the lower P(OOM), in whole percent, comes first, then the faster one.
@@ -162,10 +162,10 @@ def ranking(scores: Scores) -> np.ndarray:
 def score(
     work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
     watch: Callable[[int, int], None] | None = None,
-) -> Scores:  # fmt: skip
+) -> SearchScores:  # fmt: skip
     """Evaluate the points that no other ``reason`` refuses (``space.rejections``), and refuse those that do not fit."""
     count = np.size(work.layout.x)
-    scores = Scores(
+    scores = SearchScores(
         seconds=np.full(count, np.inf),
         least=np.full(count, np.inf, dtype=np.float32),
         memory=np.full(count, np.nan),
@@ -204,7 +204,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
     return np.broadcast_to(memory, each), np.broadcast_to(seconds, each), np.broadcast_to(least, each)
 
 
-def _candidates(work: Workload, scores: Scores) -> np.ndarray:
+def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
     """Places of the points that may be among the fastest ``RANKED`` in more parts, which may need less memory."""
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf

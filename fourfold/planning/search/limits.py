@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planning.search.space import LIMITED, PIPELINES, Limits
+from fourfold.planning.search.space import LIMITED, PIPELINES, SearchLimits
 from fourfold.planning.workload import RECOMPUTE
 
 ON_REQUEST = (("GPipe", 1), ("LoopedBFS", 2), ("LoopedBFS", 4), ("DualPipeV", 2))
 """Schedules that are searched only where a limit names them."""
-EVERYTHING = Limits(pipelines=(*PIPELINES, *ON_REQUEST))
+EVERYTHING = SearchLimits(pipelines=(*PIPELINES, *ON_REQUEST))
 CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "zero": ("zeros", str),
     "recompute": ("recomputes", lambda recompute: RECOMPUTE[recompute[0]]),
@@ -21,7 +21,7 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("contexts", str),
     "batch_parts": ("parts", str),
 }
-"""The field of ``Limits`` that a limit restricts, and the text by which it names an entry."""
+"""The field of ``SearchLimits`` that a limit restricts, and the text by which it names an entry."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
@@ -32,7 +32,7 @@ SYNTAX = (
 )
 
 
-def parse_limits(settings: Sequence[str], option: str = "--limit") -> Limits:
+def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimits:
     """Parse settings of an option; raises ``UserError`` for an unknown one, and where two contradict each other."""
     at_most: list[tuple[str, int]] = []
     fixed: list[tuple[str, tuple[int, ...]]] = []

@@ -15,7 +15,7 @@ from fourfold.planning.cost.step import micro_batch_seconds, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
-from fourfold.planning.search.space import AXES, Limits
+from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 GRID = ("pp", "dp", "cp", "z", "y", "x")
@@ -162,9 +162,14 @@ def _stages_shown(pp: int) -> list[int]:
 
 
 def make_plan(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, top: int = 10, limits: Limits | None = None,
+    base: Workload,
+    machine: Machine,
+    constants: Constants,
+    gpus: int,
+    top: int = 10,
+    limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Find the ``top`` fastest layouts that fit; where none does, raises ``UserError`` that says what would.
 
     watch: as in ``search``.
@@ -177,7 +182,7 @@ def make_plan(
 
 
 def _nothing_fits(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None, found: Found
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
     """Explain what is missing, and the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
@@ -194,7 +199,7 @@ def _nothing_fits(
         f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) would hold "
         f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU{likely}"
     )
-    limits = limits or Limits()
+    limits = limits or SearchLimits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])
     for more in (gpus * 2**i for i in range(1, 7)):
         for batch in sorted({base.step.batch, max(base.step.batch, more)}):
@@ -204,7 +209,7 @@ def _nothing_fits(
     return f"{sentence}; a machine with more memory is needed, or a smaller model"
 
 
-def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> bool:
+def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits) -> bool:
     try:
         return len(search(base, machine, constants, gpus, limits).order) > 0
     except UserError:  # the limits leave no layout

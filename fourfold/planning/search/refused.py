@@ -12,7 +12,7 @@ from fourfold.planning.search.fastest import evaluate
 from fourfold.planning.search.space import (
     NO_OFFLOAD,
     REASONS,
-    Limits,
+    SearchLimits,
     all_grids,
     choices_of,
     refused_grids,
@@ -40,7 +40,7 @@ class Refused:
 
 
 def refused_sample(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits, each: int
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, each: int
 ) -> Refused:
     """Take at most ``each`` illegal layouts for every reason but a lack of memory, evenly from the whole space."""
     grids = all_grids(base, gpus, limits)

@@ -46,7 +46,7 @@ CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """Limits of the search: largest sizes of axes, or the one or several that they may have, and the choices that it
     tries."""
 
@@ -60,7 +60,7 @@ class Limits:
     parts: tuple[int, ...] = PARTS
 
 
-def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray]:
+def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
     """Columns of every factorisation of ``gpus``, with every ep where there are experts, and every micro-batch.
 
     Raises ``UserError`` for a limit on ep without experts.
@@ -81,7 +81,7 @@ def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray
     return _crossed(columns, {"micro_batch": limits.micro_batches})
 
 
-def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> Workload:
+def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
     """``base`` with every grid and every other choice, except what is recomputed: no rule depends on that."""
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
@@ -102,7 +102,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> 
     return base.but(**columns, batch_parts=parts, recompute=0, recompute_every=1, offload=False, layers_per_stage=None)
 
 
-def with_recomputes(choices: Workload, limits: Limits) -> Workload:
+def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
     """Every choice with every recompute."""
     columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
@@ -111,7 +111,7 @@ def with_recomputes(choices: Workload, limits: Limits) -> Workload:
 
 
 def refused_grids(
-    base: Workload, grids: dict[str, np.ndarray], limits: Limits, machine: Machine
+    base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
     """[n] the reason why a grid is illegal with any other choice, 0 where it may be legal; [n] its layouts."""
     # No other choice makes legal what these leave illegal; zero 3 alone allows an ep that z and it do not divide.

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.models.causal_attention import causal_within
 from fourfold.parallel.attention import block_attention
-from fourfold.parallel.attention.block_attention import Scores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.parallel.attention.context import chunks_of, in_order, take_chunks
 from fourfold.parallel.attention.ring import block_of_step, merge
 
@@ -30,10 +30,10 @@ def documents_of(batch: int, length: int) -> Tensor:
     return starts.cumsum(1)
 
 
-SCORES = Scores(0.25)
+SCORES = AttentionScores(0.25)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores = SCORES) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: AttentionScores = SCORES) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps in plain operations; of a query that sees nothing 0 and −∞."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -162,7 +162,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
 def test_a_block_of_capped_attention_is_dense_attention(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_attention, "CAPPED_ROWS", rows)
     (q, k, v, grad), causal, given, seen = case_of(mask, kv_heads=2)
-    capped = Scores(0.25, 0.7)
+    capped = AttentionScores(0.25, 0.7)
     for tensor in (q, k, v):
         tensor.requires_grad_()
     scores = 0.7 * (0.25 * (q @ k.repeat_interleave(2, 1).mT) / 0.7).tanh()
@@ -191,8 +191,8 @@ def test_capped_scores_are_never_all_in_memory() -> None:
     with torch.device("meta"), Watching():
         q, k, v = torch.empty(3, 1, 1, 4096, 16)
         grad, lse = torch.empty(1, 1, 4096, 16), torch.empty(1, 1, 4096)
-        attend_block(q, k, v, True, None, Scores(0.25, 0.7))
-        attend_block_backward(grad, q, q, lse, k, v, True, None, Scores(0.25, 0.7))
+        attend_block(q, k, v, True, None, AttentionScores(0.25, 0.7))
+        attend_block_backward(grad, q, q, lse, k, v, True, None, AttentionScores(0.25, 0.7))
     assert max(sizes) == block_attention.CAPPED_ROWS * 4096
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fourfold.models.causal_attention import causal_within, documents_of
 from fourfold.parallel.attention import document_attention
-from fourfold.parallel.attention.block_attention import Scores
+from fourfold.parallel.attention.block_attention import AttentionScores
 from fourfold.parallel.attention.document_attention import (
-    Limits,
+    KeyLimits,
     attend_at_once,
     attend_documents,
     begins_of,
@@ -81,7 +81,7 @@ def test_windows_and_caps_are_those_of_dense_attention(
 def test_time_follows_the_window() -> None:
     """The keys of every piece, without documents."""
     q = torch.empty(1, 4096, 1, 8)
-    pieces = list(pieces_of(Limits(None, 64), q, Scores(1.0)))
+    pieces = list(pieces_of(KeyLimits(None, 64), q, AttentionScores(1.0)))
     assert sum(len(range(4096)[queries]) * len(range(4096)[keys]) for _, queries, keys in pieces) < 4096 * 128
 
 
@@ -97,14 +97,14 @@ def test_the_operators_keep_to_torchs_rules() -> None:
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
     """By torch's own account of its kernel, without a GPU."""
     q, k, v, grad = (t.to("meta") for t in inputs(torch.bfloat16, 2))
-    limits, scores = Limits(ENDS.to("meta"), 5), Scores(0.25)
+    limits, scores = KeyLimits(ENDS.to("meta"), 5), AttentionScores(0.25)
     said = attend_documents(q, k, v, limits.document_ends_BE, 0.25, 5)
     found = attend_at_once(q, k, v, limits, scores)
     assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in said]
     gradients = differentiate_at_once((grad, q, k, v, found[0]), found[1], limits, scores)
     assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
-    begins = begins_of(Limits(ENDS, 0), torch.empty(3, 20, 1, 1))
-    assert begins_of(Limits(None, 0), torch.empty(3, 20, 1, 1)).tolist() == [0, 20, 40, 60]
+    begins = begins_of(KeyLimits(ENDS, 0), torch.empty(3, 20, 1, 1))
+    assert begins_of(KeyLimits(None, 0), torch.empty(3, 20, 1, 1)).tolist() == [0, 20, 40, 60]
     assert begins.tolist() == [0, 7, 8, 20, 20, 40, 40, 40, 40, 41, 49, 50, 60] and begins.dtype == torch.int32
 
 

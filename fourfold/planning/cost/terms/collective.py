@@ -11,7 +11,7 @@ from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that communicate: their number, and that in one node; their bandwidth, and the latency of ring and tree."""
 
     size: Number
@@ -24,7 +24,7 @@ class Group(NamedTuple):
     floor: Number
 
 
-def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> Group:
+def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
     """The group of ``size`` ranks that stand ``stride`` apart, where ranks fill one node after another.
 
     All groups of an axis work at once: those that leave a node share its adapters, members of one group in it use them
@@ -43,7 +43,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop
     steps = (size - nodes) * hop_in + np.where(nodes > 1, nodes, 0) * hop_out
     measured = (nodes > 1) & (machine.ring_hop > 0)
-    return Group(
+    return RankGroup(
         size=size,
         inside=inside,
         nodes=nodes,
@@ -55,7 +55,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     )
 
 
-def gather_seconds(size: Number, count: Number, group: Group) -> Number:
+def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
     """``count`` all-gathers or reduce-scatters of ``size`` bytes (of the full tensor) in all, by a ring: its latency
     grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5)."""
     share = (group.size - 1) / group.size
@@ -66,9 +66,9 @@ def gather_seconds(size: Number, count: Number, group: Group) -> Number:
 class ShardGroup(NamedTuple):
     """Ranks that share weights: one group, or in two levels those inside a node and those across nodes."""
 
-    whole: Group
-    inside: Group
-    across: Group
+    whole: RankGroup
+    inside: RankGroup
+    across: RankGroup
     in_levels: np.ndarray
 
 
@@ -94,7 +94,7 @@ def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
     return np.where(group.in_levels, inside + across, gather_seconds(size, count, group.whole))
 
 
-def reduce_seconds(size: Number, count: Number, group: Group) -> Number:
+def reduce_seconds(size: Number, count: Number, group: RankGroup) -> Number:
     """``count`` all-reduces of ``size`` bytes in all: a ring moves twice a gather's bytes; a tree has fewer steps."""
     share = 2 * (group.size - 1) / group.size
     latency = group.base + np.minimum(2 * group.ring, group.tree)
