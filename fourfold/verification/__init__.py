@@ -1,1 +1,1 @@
-"""Proofs about the training step: parity with one process, and a trace of every byte it holds and sends."""
+"""Check the training step: parity with one process, and a trace of every byte that the step holds and sends."""

@@ -1,4 +1,4 @@
-"""Random samples for verification: documents of random lengths, of which the loss counts some tokens and not others."""
+"""Draw random samples for verification: documents of random lengths with some tokens left out of the loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fourfold.training.corpora import micro_batches
 
 
 class RandomSamples:
-    """Samples of random tokens for a loader, each a function of its number alone.
+    """Random token samples for a loader. Each sample is a function of its number alone.
 
-    Which labels count is random too, and very uneven (``kept``). With experts up to half of a sequence is padding,
-    because experts must not count it.
+    The labels that count are random too, and very unevenly spread (see ``kept``). With experts, up to half of a
+    sequence is padding, because experts must not count padding.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -33,12 +33,12 @@ class RandomSamples:
 
     @property
     def masks(self) -> list[LossMask]:
-        """The masks of a loader of these samples."""
+        """Return the masks for a loader of these samples."""
         masks: list[LossMask] = [document_boundary, lambda windows: self.kept(windows.numbers)]
         return masks if self.goldfish is None else [*masks, self.goldfish]
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """The samples of these numbers, in about four documents each."""
+        """Return the samples with these numbers. Each holds about four documents."""
         length = self.look_back + self.seq_length + 1
         numbers = np.asarray(numbers, dtype=np.int64)
         generators = [np.random.default_rng((1, number)) for number in numbers]
@@ -50,17 +50,17 @@ class RandomSamples:
             return Windows(tokens, documents, numbers, self.look_back, reference=self.reference(numbers))
         is_padding = np.arange(length) - self.look_back >= self.data_tokens(numbers)[:, None]
         tokens[is_padding] = 0
-        documents[is_padding] = self.seq_length  # a document of its own
+        documents[is_padding] = self.seq_length  # padding is a document of its own
         is_data = ~is_padding[:, self.look_back :]
         return Windows(tokens, documents, numbers, self.look_back, None, self.reference(numbers), is_data)
 
     def data_tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[samples]: tokens of each window before its padding."""
+        """Return the number of tokens before the padding of each window, [samples]."""
         most = self.seq_length + 1
         return np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
 
     def reference(self, numbers: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Log-probabilities of a reference near a model that knows nothing, so that no margin is far from zero."""
+        """Return reference log-probabilities near an untrained model, so that no margin is far from zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * self.kept(numbers).sum(1)
@@ -69,12 +69,12 @@ class RandomSamples:
         return found
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[samples, S]: the labels that no mask of the run file leaves out.
+        """Return the labels that no mask of the run file leaves out, [samples, S].
 
-        All labels count in the first sequence of a batch, and one in twenty in the last. One micro-batch of a batch has
-        no label, and one only in the last eighth of its sequences: there a rank of cp or x has none, and a mean over
-        its own tokens would divide by zero. Every step these are other micro-batches, so that no rank goes unseen. In a
-        batch of two or three micro-batches one has all its labels, so that no step is without.
+        In the first sequence of a batch all labels count, in the last only one in twenty. One micro-batch of each batch
+        has no label at all. Another has labels only in the last eighth of its sequences, so some cp or x ranks have
+        none, and a mean over a rank's own tokens would divide by zero. The two micro-batches change with every step, so
+        no rank is spared. A batch of two or three micro-batches has one with all its labels, so no step is empty.
         """
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
@@ -93,7 +93,7 @@ class RandomSamples:
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
-    """This process's part of a step's random samples, by the way that training's take."""
+    """Return this process's part of a step's random samples, cut the way training cuts its batches."""
     samples, training = RandomSamples(run), run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks)

@@ -1,4 +1,4 @@
-"""A trace that torch's profiler has written: what its events say of computation and collectives. Times in µs."""
+"""Read computation and collectives from a trace that torch's profiler wrote. Times are in µs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fourfold.data.files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
-"""Names of computation on a CPU: operators such as aten::mm, and what the compiler has made of several."""
+"""Names of CPU computation: operators such as ``aten::mm``, and graphs that the compiler made from several operators.
+"""
 
 PROCESS_OF_FLIGHTS = 1 << 30
-"""No process has this number."""
+"""The process number of the collectives' tracks. No real process has it."""
 
 
 class NamedSpan(NamedTuple):
-    """A collective under way."""
+    """A collective in flight."""
 
     axis: str
     name: str
@@ -38,22 +39,26 @@ class ChromeTrace:
         self._events: list[dict[str, Any]] = self._record["traceEvents"]
 
     def span(self, start: int, end: int) -> Span:
-        """The times of the trace between two of ``time.time_ns``."""
+        """Convert two values of ``time.time_ns`` to the trace's times."""
         origin = int(self._record["baseTimeNanoseconds"])
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Computation of the CPU on the thread that has a range of the name ``mark``."""
+        """Return the CPU computation on the thread that has a range called ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
 
     def kernels(self) -> list[Span]:
-        """Computation of the GPU: all kernels but NCCL's."""
+        """Return the GPU computation: all kernels except NCCL's."""
         return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
 
     def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:
-        """Collectives on the GPU. axis_of: axis by the name of the range in which a collective is issued."""
+        """Return the collectives on the GPU.
+
+        Args:
+            axis_of: The axis for each name of a range that issues a collective.
+        """
         ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
         for event in self._of_category("user_annotation"):
             if event["name"] in axis_of:
@@ -73,8 +78,8 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the trace, compressed, with a track more for each axis: its collectives under way."""
-        lanes: dict[tuple[str, int], float] = {}  # on a track, one event must end before the next begins
+        """Write the compressed trace with one more track per axis, which shows the collectives in flight."""
+        lanes: dict[tuple[str, int], float] = {}  # on one track, an event must end before the next begins
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
             lane = next((axis, number) for number in count(1) if lanes.get((axis, number), start) <= start)
@@ -104,6 +109,6 @@ def _is_nccl(kernel: Mapping[str, Any]) -> bool:
 
 
 def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
-    """The name of the last range that began before a moment, if it was not over."""
+    """Return the name of the last range that began before ``moment``, if the range was still open then."""
     place = bisect_right(ranges, moment, key=lambda each: each[0]) - 1
     return ranges[place][2] if place >= 0 and moment <= ranges[place][1] else None

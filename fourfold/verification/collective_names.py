@@ -1,4 +1,4 @@
-"""Axis, operation and purpose of a collective, FSDP2's included, by the group that runs it."""
+"""Find the axis, operation, and purpose of a collective from its process group. FSDP2's collectives are included."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""FSDP2 does not name the purpose of its collectives, but these are all it has."""
+"""FSDP2 does not name the purpose of its collectives. It issues no operations but these."""
 
 
 class CollectiveNames:
-    """Names the collectives of a process on a grid."""
+    """Name the collectives of a process on a grid."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        if grid.ep.size > 1:  # its members may be those of another axis
+        if grid.ep.size > 1:  # an ep group can have the same members as another axis
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
             axis = self._axis_of(levels.whole.group)
@@ -28,7 +28,11 @@ class CollectiveNames:
                 self._axis_of_group[inside.group.group_name] = f"{axis} inside nodes"
 
     def line(self, operation: str, group: dist.ProcessGroup) -> Line:
-        """Name the collective that is being issued. operation: what torch runs, which may stand for another."""
+        """Name the collective that is being issued.
+
+        Args:
+            operation: The operation that torch runs. It can implement another one.
+        """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:
             return axis, purpose.operation or operation, purpose.why
@@ -37,7 +41,7 @@ class CollectiveNames:
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:
-            # By members: FSDP2 makes groups of its own along our axes.
+            # Compare members, because FSDP2 creates its own groups along our axes.
             axes, ranks = [*self._grid.axes(), *self._grid.neighbors.values()], dist.get_process_group_ranks(group)
             names = (axis.name for axis in axes if dist.get_process_group_ranks(axis.group) == ranks)
             self._axis_of_group[group.group_name] = next(names, "world")

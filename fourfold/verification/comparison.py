@@ -1,4 +1,4 @@
-"""The grid's figures beside those of one process, step by step."""
+"""Compare the grid's numbers with one process, step by step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Against = Literal["plain", "transformers"]
 
 
 class Comparison:
-    """Gathers the figures of a job on rank 0, where the references take the same steps."""
+    """Gather a job's numbers on rank 0, where the references take the same steps."""
 
     def __init__(self, job: Job, against: Against) -> None:
-        """The references begin with the job's weights."""
+        """Start the references from the job's weights."""
         self.deviations: dict[str, list[Deviation]] = {}
         self.replicas = self.initial = 0.0
         self.references: list[Reference] = []
         if against == "transformers":
-            config_of(job.run.model)  # raises on every process what rank 0 would raise alone
+            config_of(job.run.model)  # raise on every process, not on rank 0 alone
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if weights is None:
             return
@@ -44,7 +44,7 @@ class Comparison:
         ]
 
     def step(self, job: Job, step: int) -> None:
-        """Take one step, and compare everything in it."""
+        """Take one step and compare everything in it."""
         micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
         kept = job.count_kept(micro_batches)
         if kept.item() == 0:
@@ -72,9 +72,9 @@ class Comparison:
         self._compare_averages("averages", job)
 
     def dropped_step(self, job: Job, step: int) -> None:
-        """Drop a step as training does when gradients overflow. The references never see it.
+        """Drop a step, as training does when gradients overflow. The references never see it.
 
-        Loads of experts do count it, so a model with experts drops none.
+        Expert loads do count a dropped step, so models with experts drop none.
         """
         if job.run.model.num_experts:
             return
@@ -87,7 +87,7 @@ class Comparison:
             job.update(step, math.inf)
 
     def resumed_step(self, job: Job, step: int) -> None:
-        """Take one step as training does, on a job that was loaded."""
+        """Take one step as training does, on a job that was loaded from a checkpoint."""
         result = job.train_step(random_micro_batches(job.run, step, job.grid, job.device), step)
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if weights is not None:
@@ -98,7 +98,7 @@ class Comparison:
         self._compare_averages("resumed", job)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
-        """Compare the first step's samples as validation computes them."""
+        """Compare the first step's samples the way validation computes them."""
         loss = job.evaluate(micro_batches)
         of_references = [reference.evaluate(0) for reference in self.references]
         return [deviation("loss", loss, *of_references)] if of_references else []
@@ -108,9 +108,10 @@ class Comparison:
         self._add(quantity, deviations(weights, one, exact, self._noise()))
 
     def _noise(self) -> dict[str, float]:
-        """Return what one process in float32 deviates before Lion's sign cuts the updates off.
+        """Return the deviation of one process in float32 before Lion's sign clips the updates.
 
-        The sign hides the noise of most entries in both, and chance decides how much the few others show.
+        The sign hides the noise of most entries, both on the grid and on one process. Chance then decides how much
+        noise the remaining entries show.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return largest_differences(one, exact)
@@ -131,7 +132,7 @@ class Comparison:
         self.deviations.setdefault(quantity, []).extend(found)
 
     def _whole(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Whole tensors on rank 0, where replicas are compared."""
+        """Return whole tensors on rank 0, after comparing the replicas."""
         parts = gather_parts(shards, tensors)
         if parts is None:
             return None

@@ -1,8 +1,8 @@
-"""Continue a few small traces to a large run: the small runs to trace, and the straight lines through their results.
+"""Extrapolate a few small traces to a large run: choose the small runs, and draw straight lines through their results.
 
-One layer is like the next and one micro-batch like another, so bytes sent are linear in both. So is memory in the
-layers, and in the micro-batches that a pipeline's rank has under way, which 1F1B makes one more for each stage behind
-it. ``tests/verification/test_trace.py`` shows that this is exact.
+All layers are alike and all micro-batches are alike, so the bytes sent are linear in both. Memory is linear in the
+number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one more micro-batch for each
+stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """A run as one of its pipeline's ranks sees it: the layers of each of its stages, the micro-batches, and the layers
-    before its first stage."""
+    """A run as one pipeline rank sees it: the layers of each of its stages, the number of micro-batches, and the number
+    of layers before its first stage."""
 
     layers: int
     micro_batches: int
@@ -28,41 +28,44 @@ class ContinuedRun(NamedTuple):
 
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
-    """The run itself."""
+    """Return the point of the run itself."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
 
 
 def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
-    """The layers of each stage of one rank of pp."""
+    """Return the layers of each stage of one pp rank."""
     stages = enumerate(stage_layers(run.model, run.parallel))
     return [layers for stage, layers in stages if rank_of_stage(stage, run.parallel) == pp_rank]
 
 
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
-    """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small.
+    """Return the points to trace instead of a rank's part of the run: one, two, or four, or the run itself if it is
+    small.
 
-    timed: for seconds too. Sums over replicas that hold whole weights are waited for only at the end, and a backlog of
-    them is not linear in the layers, so every layer is traced; with Muon too, whose owners have whole matrices.
+    Args:
+        timed: Whether seconds are needed too. Sums over replicas of whole weights are waited for only at the end, and
+            their backlog is not linear in the number of layers, so every layer is traced. Muon also needs every layer,
+            because each owner has whole matrices.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Filled, and by whole rounds: the other schedules know only some numbers of micro-batches.
+        # Fill the pipeline, and add whole rounds. Schedules other than 1F1B accept only some numbers of micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # From the third on the gradients of one before are there.
+        # From the third micro-batch on, the gradients of an earlier one exist.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # All layers are the same but the first, the last, and those whose weights are gathered ahead. With a single
-    # micro-batch gradients outgrow activations only after some layers.
+    # All layers are alike except the first, the last, and those whose weights are gathered ahead. With a single
+    # micro-batch, gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Kinds of blocks repeat: every n-th recomputes, and attention repeats its types. Whole periods are alike, and the
-    # last block's place in its period counts.
+    # Block kinds repeat: every n-th block recomputes, and attention types alternate. Whole periods are alike, and the
+    # position of the last block in its period counts.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
@@ -80,27 +83,27 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
 
 
 def _type_period(run: RunConfig) -> int:
-    """The number of layers after which the kinds of attention repeat."""
+    """Return the number of layers after which the attention types repeat."""
     return len(run.model.layer_types) or 1
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """The same end, or a middle, of 1F1B pipelines with two and three stages behind it.
+    """Return 1F1B pipelines with the same end or middle, and two or three stages after it.
 
-    All middles that begin at the same place in the period of the kinds of layers have the same points.
+    All middle ranks that begin at the same place in the period share their points.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    alike = max(run.model.first_k_dense_replace, place)  # from here on the kinds repeat
+    alike = max(run.model.first_k_dense_replace, place)  # the kinds repeat from here on
     before = min(target.before, alike + (target.before - alike) % _type_period(run))
     return [ContinuedRun(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 
 
 def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
-    """The run in the size of a point."""
+    """Return the run at the size of a point."""
     training, grid, model = run.training, run.parallel, run.model
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
         split = _split(run, point)
@@ -112,8 +115,11 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 
 
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
-    """The layers of each stage. This rank's stages begin with the same kinds of layers as in the run; those of other
-    ranks, which are not built, take the layers between."""
+    """Return the number of layers of each stage.
+
+    This rank's stages begin with the same kinds of layers as in the run. The other ranks' stages are never built and
+    take the layers in between.
+    """
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)
     own = [stage for stage in range(stages) if rank_of_stage(stage, grid) == point.pp_rank]
@@ -128,13 +134,13 @@ def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
 
 
 def continue_sent(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Bytes or counts of collectives at ``target``."""
+    """Return the bytes or counts of collectives at ``target``."""
     at = {(point.layers, point.micro_batches): value for point, value in values.items()}
     return _bilinear(at, (target.layers, target.micro_batches))
 
 
 def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Bytes held at ``target``."""
+    """Return the bytes held at ``target``."""
     if len({point.pp for point in values} | {target.pp}) == 1:
         return continue_sent(values, target)
     at = {(point.layers, point.pp - point.pp_rank): value for point, value in values.items()}
@@ -142,7 +148,7 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """The bilinear surface through the values at one or two places along each of two directions, at ``wanted``."""
+    """Return the value at ``wanted`` of the bilinear surface through one or two values along each of two directions."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

@@ -1,6 +1,6 @@
-"""The distance of a result from the exact one, in units of the distance of one process in float32.
+"""Measure how far a result is from the exact one, in units of the deviation of one process in float32.
 
-The gathered result is on the CPU, and the references are on the device of the job.
+The gathered result is on the CPU. The references are on the job's device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fourfold.verification.parity_report import Deviation
 
 
 def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Deviation:
-    """The deviation of one tensor."""
+    """Return the deviation of one tensor."""
     ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 
@@ -27,10 +27,10 @@ def deviations(
     exact: Mapping[str, Tensor],
     noise: Mapping[str, float] | None = None,
 ) -> list[Deviation]:
-    """Return the deviations of all tensors; infinite for one that only the grid or only the reference has.
+    """Return the deviations of all tensors. A tensor that only the grid or only the reference has deviates infinitely.
 
     Args:
-        noise: What one process deviates at least, by the tensor's name. Absent names have no such limit.
+        noise: The smallest deviation to assume for one process, by tensor name. Absent names have no such minimum.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
@@ -44,7 +44,7 @@ def largest_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dic
 
 
 def replica_difference(parts: list[Part]) -> float:
-    """The largest difference between the same part of a tensor on two processes."""
+    """Return the largest difference between two processes' copies of the same part of a tensor."""
     first: dict[str, Tensor] = {}
     worst = 0.0
     for name, shape, slices, part in parts:
@@ -57,7 +57,7 @@ def replica_difference(parts: list[Part]) -> float:
 
 
 def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """The root mean square over tensors of each one's relative difference in the 2-norm."""
+    """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
     known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
     shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
     return math.sqrt(sum(share**2 for share in shares) / len(shares))

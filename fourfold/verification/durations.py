@@ -1,4 +1,4 @@
-"""Durations of a step's products and collectives on a machine, by the planner's own terms."""
+"""Compute how long a step's matmuls and collectives take on a machine, from the planner's own terms."""
 
 from __future__ import annotations
 
@@ -23,36 +23,40 @@ from fourfold.planning.run_workload import workload_of
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm"}
 PICOSECOND = 1e-12
-"""Durations are whole numbers of these, so that sums of them are exact."""
+"""The unit of durations. Whole numbers keep their sums exact."""
 
 
 class _Matrix(NamedTuple):
     rows: int
     columns: int
     transposed: bool
-    """Stored column by column."""
+    """Whether the matrix is stored column by column."""
 
 
 class Durations:
     """Durations on a machine, in picoseconds."""
 
     def __init__(self, run: RunConfig, machine: Machine) -> None:
-        """Raises ``UserError`` for runs that the planner does not know (LoRA)."""
+        """Prepare the machine's rates for a run.
+
+        Raises:
+            UserError: The planner does not support the run (LoRA).
+        """
         work, self._machine = workload_of(run), machine
         self._constants = constants_for(machine)
         self._rates, self._kernel = Rates(work, machine, self._constants), kernel_of(work, machine)
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Keys that a query's scores are computed for where they are capped, which takes single operations."""
+        """Number of keys for which a query's capped scores are computed. Capped scores have no fused kernel."""
         self.exposed = float(self._constants.exposed)
-        """Share of a hidden collective by which the computation beside it is slower."""
-        # The same shapes come again in every layer.
+        """Fraction of a hidden collective's time by which it slows concurrent computation down."""
+        # The same shapes come up in every layer.
         self._product, self._attention = cache(self._of_product), cache(self._of_attention)
         self._collective = cache(self._of_collective)
 
     def operation(self, name: str, args: Sequence[Any]) -> int:
-        """Picoseconds of a matrix product or an attention; of anything else 0."""
+        """Return the picoseconds of a matmul or an attention operation. Any other operation takes 0."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if name in PRODUCTS:
             first, second = [t for t in tensors if t.dim() >= 2][-2:] if "add" in name else tensors[:2]
@@ -61,7 +65,7 @@ class Durations:
         if is_attention(name):
             backward = "backward" in name
             queries, keys = tensors[1:3] if backward else tensors[:2]
-            if "documents" in name:  # ours, [B, S, N, D]; documents may be whole sequences
+            if "documents" in name:  # our layout is [B, S, N, D], and documents can fill whole sequences
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
             if self._capped and "documents" in name:
@@ -71,11 +75,15 @@ class Durations:
         return 0
 
     def collective(self, operation: str, axis: str, size: int, ranks: tuple[int, ...]) -> int:
-        """Picoseconds of a collective alone on its links. size: bytes of the full tensor."""
+        """Return the picoseconds of a collective that has its links to itself.
+
+        Args:
+            size: Bytes of the full tensor.
+        """
         return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
 
     def _of_product(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
-        """Outputs of linear layers read a transposed second operand, weight gradients a transposed first."""
+        """Return a matmul's picoseconds. Linear outputs transpose the second operand, weight gradients the first."""
         rates = self._rates
         layout = rates.tn if first.transposed else rates.nt if second.transposed else rates.nn
         seconds = matmul_seconds(
@@ -102,13 +110,13 @@ class Durations:
         group = group_of(ranks, stride, self._machine, self._constants)
         if operation == "all_reduce":
             return picoseconds(reduce_seconds(size, 1, group))
-        if operation == "send":  # one step of a ring, of which a gather takes one for every other rank
+        if operation == "send":  # one ring step, while a gather takes one step per other rank
             return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
         return picoseconds(gather_seconds(size, 1, group))
 
 
 def is_attention(name: str) -> bool:
-    """True for operations that compute attention, forward or backward."""
+    """Return whether an operation computes attention, forward or backward."""
     return "attention" in name or "attend" in name
 
 

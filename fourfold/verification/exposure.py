@@ -1,4 +1,4 @@
-"""Collectives of a step that have no computation to hide behind."""
+"""Find the collectives of a step that no computation hides."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from typing import NamedTuple
 
 Line = tuple[str, str, str]
-"""Axis, operation and purpose of a collective."""
+"""Axis, operation, and purpose of a collective."""
 
 
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    products, computed: the products before it, and the time that they took; duration: its own, without those before it
-    on its axis; end: when it is done.
+    ``products`` and ``computed`` are the number of matmuls before it and the time they took. ``duration`` is its own
+    time, without earlier collectives on its axis. ``end`` is when it finishes.
     """
 
     line: Line
@@ -25,26 +25,30 @@ class IssuedCollective(NamedTuple):
 
 
 class Flights:
-    """Collectives from their issue to the moment from which the step cannot go on without their results.
+    """Collectives from their issue to the moment when the step needs their results.
 
-    On a GPU a collective runs beside all computation that is issued in between. It is *exposed* where that holds no
-    matrix product: nothing that takes time hides it. Where durations are known, it is exposed for as long as the step
-    waits: collectives of one axis run one after the other, those of several axes beside each other. Pointwise
-    operations, which are much shorter than products, hide nothing.
+    On a GPU, a collective overlaps all computation that is issued before its wait. It is *exposed* if that computation
+    contains no matmul, because nothing that takes time hides it. If durations are known, a collective is exposed for as
+    long as the step waits. Collectives of one axis run one after the other, and collectives of different axes run
+    concurrently. Pointwise operations are much shorter than matmuls and hide nothing.
     """
 
     def __init__(self, slowed: float = 0.0) -> None:
-        """slowed: the time that a hidden collective adds to the computation beside it, as a share of its own."""
+        """Start with an empty record.
+
+        Args:
+            slowed: Fraction of a hidden collective's duration that it adds to the concurrent computation.
+        """
         self.exposed: Counter[Line] = Counter()
-        """Bytes."""
+        """Exposed bytes."""
         self.taken: Counter[Line] = Counter()
-        """The sums of durations."""
+        """Sums of durations."""
         self.waited: Counter[Line] = Counter()
-        """For how long the step waits."""
+        """How long the step waits."""
         self._slowed = slowed
         self._products = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """When the last collective of an axis ends; the two levels of a shard group take turns."""
+        """When the last collective of each axis ends. The two levels of a shard group take turns."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
@@ -53,15 +57,17 @@ class Flights:
             counter.clear()
 
     def compute(self, duration: int = 0) -> None:
-        """Note a product or an attention."""
+        """Note a matmul or an attention operation."""
         self._products += 1
         self._computed += duration
         self._now += duration
 
     def issue(self, key: int | Line, line: Line, size: int, duration: int = 0) -> None:
-        """Note a collective of ``size`` bytes; that of the same key and line before has landed.
+        """Note a collective of ``size`` bytes. An earlier collective with the same key and line has finished.
 
-        key: its result's storage, or its line. Two levels of a gather have the same result: they land together.
+        Args:
+            key: The storage of its result, or its line. Both levels of a two-level gather have the same result, so they
+                finish together.
         """
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)
@@ -72,11 +78,11 @@ class Flights:
         flying.append(IssuedCollective(line, size, self._products, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """The result is in another storage than was given to ``issue``."""
+        """Note that the result moved to another storage than the one that ``issue`` was given."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:
-        """Note that the step waits for the collectives of a key, if there are any."""
+        """Note that the step waits for the collectives with this key, if there are any."""
         for flight in self._flying.pop(key, ()):
             if flight.products == self._products:
                 self.exposed[flight.line] += flight.bytes

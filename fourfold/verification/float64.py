@@ -1,4 +1,4 @@
-"""Code that was written for float32, computed in float64 throughout."""
+"""Run code that was written for float32 in float64."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class InFloat64(TorchFunctionMode):
-    """Takes every request for float32 as one for float64.
+    """Treat every request for float32 as a request for float64.
 
-    Models compute norms, rotary tables and softmax "in float32"; of a float64 reference that would be a rounding.
+    Models compute norms, rotary tables, and softmax "in float32". In a float64 reference, float32 would round.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Initial weights are drawn from the distributions that the documentation names."""
+"""Check that initial weights come from the distributions that the documentation names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """The largest deviation of a tensor's first, second or fourth moment from its law, in standard errors.
+    """Return the largest deviation of a tensor's first, second, or fourth moment from its distribution, in standard
+    errors.
 
-    Infinite where a grid's weights are not those of one process, a constant is another, rows repeat within a tensor or
-    between two, or the seed makes no difference.
+    The result is infinite if a grid's weights differ from those of one process, if a constant has another value, if
+    rows repeat within a tensor or between two tensors, or if the seed makes no difference.
     """
     model = build_model(run)
     own = dict(model.named_parameters())
@@ -48,7 +49,7 @@ def _constant(name: str, run: RunConfig) -> float:
 
 
 def _std(name: str, weight: Tensor, run: RunConfig) -> float:
-    """GPT-2's for the decoder, peft's for LoRA."""
+    """Return the standard deviation: GPT-2's for the decoder, peft's for LoRA."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * weight.shape[1])
     is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -56,9 +57,10 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 
 
 def _standard_errors(z: Tensor) -> float:
-    """The largest error of the mean, mean square and mean fourth power of what should be standard normal numbers.
+    """Return the largest error of the mean, mean square, and mean fourth power of numbers that should be standard
+    normal.
 
-    In standard errors; the variances of the three powers are 1, 2 and 96.
+    The errors are in standard errors. The variances of the three powers are 1, 2, and 96.
     """
     deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
     return max(

@@ -1,4 +1,4 @@
-"""The parts of a run file that parity replaces or leaves out. Nothing here imports torch."""
+"""List the parts of a run file that parity replaces or leaves out. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMPARED = (
     *("model", "parallel", "overlap", "activation_checkpoint", "training", "optimizer", "lr_scheduler", "lora", "moe"),
     *("ema.decay", "dpo.beta", "masks.goldfish", "data.mask_documents", "loss_scaling.initial"),
 )
-"""Sections and keys whose effect parity compares, unless it replaces their values."""
+"""Sections and keys whose effect parity compares unless it replaces their values."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that change no number, and the paths of the data, which have a sentence of their own."""
+"""Sections and keys that change no number, and the paths of the data, which get a sentence of their own."""
 
 ALWAYS = {
     "data": "parity draws random samples, so it reads neither this data nor the order in which a resumed run goes on",
@@ -32,8 +32,8 @@ def not_compared(run: RunConfig, verified: RunConfig) -> dict[str, str]:
     """Name what parity does not compare.
 
     Args:
-        run: the run file's.
-        verified: the run as parity runs it.
+        run: The run as in the run file.
+        verified: The run as parity runs it.
 
     Returns:
         A reason for each key whose value parity replaces, and for each key or section that has no effect in parity and

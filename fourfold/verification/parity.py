@@ -1,8 +1,8 @@
-"""Parity: the layout of a run file computes what one process computes.
+"""Parity: check that the layout of a run file computes what one process computes.
 
-The model of the run file is trained for a few steps on its grid in float32 and, from the same weights and on the same
-samples, by a reference on rank 0 alone, in float64 and in float32. The grid may be as far from float64 as float32 on
-one process is, times a limit, tensor by tensor.
+The run file's model trains for a few steps on its grid in float32. A reference on rank 0 alone takes the same steps
+from the same weights and samples, once in float64 and once in float32. For each tensor, the grid may be as far from
+float64 as one process in float32 is, times a limit.
 """
 
 from __future__ import annotations
@@ -34,32 +34,41 @@ LEARNING_RATE = 1e-3
 """Large enough that an optimizer that does nothing, or decays nothing, shows in the weights."""
 
 ADAM_EPS = 1e-3
-"""Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
-differently on any two machines."""
+"""Adam divides by √v + eps. With a small eps, rounding noise moves weights with nearly zero gradients by whole steps,
+and differently on any two machines."""
 
 LION_EPS = 1e-4
-"""Lion's sign is linear below eps, and rounding noise is far below this: without it, noise changes whole signs."""
+"""Lion's sign is linear below this eps, and rounding noise is far smaller. Without it, noise flips whole signs."""
 
 WARMUP_STEPS = 2
-"""The fewest in which a warm-up shows."""
+"""The smallest number of steps that shows a warm-up."""
 
 MAX_GRAD_NORM = 0.1
-"""Below the gradient norm of any model at its start, so that clipping shows."""
+"""Below any model's initial gradient norm, so that clipping shows."""
 
 UNREACHED_GRAD_NORM = 1e6
 """The limit in the step after resuming, so that a step without clipping shows too."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
-    """Run ``parity`` as a process of a job."""
+    """Run ``parity`` as one process of a job."""
     return parity(run, device_of(place, run.training.device), steps, against)
 
 
 def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain") -> ParityReport | None:
-    """Compare the grid with one process; every process of the grid calls this, and rank 0 gets the report.
+    """Compare the grid with one process. Every process of the grid calls this.
 
-    against: the model of the reference, our decoder in plain PyTorch or the model of the transformers library.
-    Raises ``UserError`` where that library is not installed, or has no such model.
+    Args:
+        run: The run whose layout is checked.
+        device: The device of this process.
+        steps: Number of training steps to compare.
+        against: The reference: "plain" is our decoder in plain PyTorch, "transformers" is the library's model.
+
+    Returns:
+        The report on rank 0, and None on the other processes.
+
+    Raises:
+        UserError: The transformers library is not installed, or it has no such model.
     """
     asked, run = run, as_verified(run, steps)
     job = _job(run, asked, device)
@@ -70,7 +79,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
     optimizer = run.optimizer.model_copy(update={"max_grad_norm": UNREACHED_GRAD_NORM})
     other = resharded(run).model_copy(update={"optimizer": optimizer})
     comparison.dropped_step(job, steps)
-    # The dropped step counts in the checkpoint's number, as in training.
+    # The checkpoint's number counts the dropped step, as in training.
     comparison.resumed_step(_resume_elsewhere(job, _job(other, asked, device), steps + 1), steps)
     if dist.get_rank() != 0:
         return None
@@ -78,7 +87,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
 
 
 def _job(run: RunConfig, asked: RunConfig, device: torch.device) -> Job:
-    """Make a job, with loss scaling if the run file asks for fp16: a power of two costs float32 no bit."""
+    """Make a job. It scales the loss if the run file asks for fp16: a power of two adds no rounding in float32."""
     job = Job(run, Grid(run.parallel, device.type), device)
     if asked.training.precision == "fp16":
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
@@ -86,13 +95,13 @@ def _job(run: RunConfig, asked: RunConfig, device: torch.device) -> Job:
 
 
 def as_verified(run: RunConfig, steps: int) -> RunConfig:
-    """The run as parity runs it: in float32, with its whole schedule in a few steps."""
+    """Return the run as parity runs it: in float32, with its whole schedule in a few steps."""
     exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none", "compile": False}
     return shortened(run.model_copy(update={"training": run.training.model_copy(update=exact)}), steps)
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
-    """A run of a few steps in which the schedule, the masks, clipping and the optimizer show."""
+    """Return a run of a few steps in which the schedule, the masks, clipping, and the optimizer all show."""
     optimizer = {
         "lr": LEARNING_RATE,
         "eps": max(run.optimizer.eps, LION_EPS if run.optimizer.name == "lion" else ADAM_EPS),
@@ -113,9 +122,10 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """The same run on another grid of as many processes: axes exchanged, else merged, else another ``zero`` or ``ep``.
+    """Return the same run on another grid with as many processes.
 
-    Experts are split over another number of ranks where there is one. One process has no other grid.
+    The new grid exchanges axes, or merges them, or changes ``zero`` or ``ep``. If possible, it splits experts over
+    another number of ranks. One process has no other grid.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}
@@ -137,7 +147,7 @@ def resharded(run: RunConfig) -> RunConfig:
 
 
 def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
-    """Numbers of ranks that can share the experts of a grid, the largest first."""
+    """Return the numbers of ranks that can share the experts of a grid, the largest first."""
     ranks = math.prod(sizes.get(axis, 1) for axis in ("dp", "cp", "z"))
     if not run.model.num_experts:
         return [1]
@@ -145,10 +155,10 @@ def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _resume_elsewhere(job: Job, resumed: Job, step: int) -> Job:
-    """Save ``job``, and load it into ``resumed``, on another grid."""
+    """Save ``job``, and load it into ``resumed`` on another grid."""
     folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
     Checkpointer(folder, job, CheckpointConfig()).save(step)
-    if resumed.run.lora.rank:  # checkpoints of LoRA hold only the adapters
+    if resumed.run.lora.rank:  # LoRA checkpoints hold only the adapters
         resumed.initialize(resumed.run.training.seed)
     load_checkpoint(folder / f"step_{step}", resumed)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The result of parity. Nothing here imports torch: the parent of local workers receives it, and needs no torch."""
+"""The result of parity. Nothing here imports torch, so the parent of local workers can receive it without torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LIMIT = 10.0
-"""The largest ratio of two roundings: of a grid's, which adds in another order, to one process's."""
+"""The largest allowed ratio of the grid's rounding to one process's rounding. The grid adds in another order."""
 
 INITIAL_LIMIT = 10.0
-"""Standard errors by which the moments of initial weights may be off; the fourth has long tails."""
+"""Standard errors by which the moments of initial weights may be off. The fourth moment has long tails."""
 
 
 class Deviation(NamedTuple):
@@ -19,11 +19,12 @@ class Deviation(NamedTuple):
     tensor: str
     grid: float
     one_process: float
-    """The deviation of the float32 reference; at least one unit in the last place of the tensor's largest value."""
+    """The deviation of the float32 reference, or one unit in the last place of the tensor's largest value if that is
+    more."""
 
     @property
     def ratio(self) -> float:
-        """The grid's deviation in those of one process; infinite where either is not finite."""
+        """Return the grid's deviation divided by one process's deviation. It is infinite if either is not finite."""
         if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
             return math.inf
         if self.grid == 0:
@@ -33,14 +34,14 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The distances from the float64 reference: the grid's, and one float32 process's."""
+    """How far the grid and one float32 process are from the float64 reference."""
 
     deviations: dict[str, list[Deviation]]
-    """Per quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
-    weights of one more step after loading on another grid."""
+    """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed" has
+    the loss, norm, and weights of one more step after loading on another grid."""
 
     replicas: float
-    """The largest difference between two processes that hold the same part of a weight or a gradient; must be 0."""
+    """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
 
     initial: float
     """The largest deviation of the initial weights from their distributions, in standard errors."""
@@ -51,12 +52,12 @@ class ParityReport:
     """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
 
     limit: float = LIMIT
-    """The largest ratio of the grid's deviation to that of one process."""
+    """The largest allowed ratio of the grid's deviation to one process's deviation."""
 
     initial_limit: float = INITIAL_LIMIT
 
     def worst(self, quantity: str) -> Deviation:
-        """The deviation with the largest ratio."""
+        """Return the deviation with the largest ratio."""
         return max(self.deviations[quantity], key=lambda deviation: deviation.ratio)
 
     @property
@@ -65,7 +66,7 @@ class ParityReport:
         return within and self.replicas == 0 and self.initial <= self.initial_limit
 
     def record(self) -> dict[str, object]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         worst = {quantity: self.worst(quantity) for quantity in self.deviations}
         quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
         return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial,

@@ -1,4 +1,4 @@
-"""Watches every operation of a step: collectives by axis and purpose, and the memory alive by what it is for."""
+"""Watch every operation of a step: collectives by axis and purpose, and live memory by what it is for."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
+    "alltoall_base_": "reduce_scatter",  # how gloo implements them, see parallel.communicate.by_all_to_all
     "allreduce_": "all_reduce",
     "send": "send",
 }
 
 
 class Recorder(TorchDispatchMode):
-    """Records a job's operations between ``start`` and the end of the context.
+    """Record a job's operations from ``start`` until the context closes.
 
-    A storage is counted from its first appearance until Python forgets it, or FSDP2 shrinks it to nothing.
+    A storage counts from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
     """
 
     def __init__(self, grid: Grid, durations: Durations | None = None) -> None:
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def own(self, job: Job) -> None:
-        """Tag the parameters and the optimizer's state of a job."""
+        """Tag the parameters and the optimizer state of a job."""
         self._job = job
         for shard in job.shards:
             self._tag(shard.local, "parameters")
@@ -88,16 +88,16 @@ class Recorder(TorchDispatchMode):
                     self._storages[storage._cdata] = ("batch", storage.nbytes())
 
     def start(self) -> None:
-        """Forget collectives and peaks of the construction."""
+        """Forget the collectives and peaks of construction."""
         self.collectives.clear()
         self.flights.start()
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Separate the peaks before the end of the last layer's backward ("early") from those after it ("late").
+        """Separate the peaks before the end of the last layer's backward ("early") from later peaks ("late").
 
-        Early, the activations of all layers are alive; late, gradients accumulate. Each peak is linear in the number of
-        layers, and the larger of the two is not.
+        Early, the activations of all layers are alive. Late, gradients accumulate. Each peak is linear in the number of
+        layers, but the larger of the two is not.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # of several parts the first comes last in the backward
+            first = out if isinstance(out, Tensor) else out[0]  # its backward is the last of all parts
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Run the operations inside of one, whose memory counts."""
+        """Run operations as a single one whose memory counts."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for the sum of one unit's gradients before that of the next, when the result may have been freed.
+        # FSDP2 waits for each unit's gradient sum before the next one. By then, the result may be freed.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -189,19 +189,19 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """A ring's step waits for what it receives while it sends."""
+        """A ring step waits for what it receives while it sends."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
 
     def _land_what_is_read(self, args: tuple[Any, ...]) -> None:
-        """FSDP2 waits for gathered weights where it copies them out."""
+        """FSDP2 waits for gathered weights when it copies them out."""
         for tensor in tree_iter(args):
             if isinstance(tensor, Tensor):
                 self.flights.land(tensor.untyped_storage()._cdata)
 
     def _find_gradients_and_weights(self) -> None:
-        """Tag gradients and gathered weights, which appear on parameters and in FSDP2 without an operation."""
+        """Tag gradients and gathered weights. They appear on parameters and in FSDP2 without an operation."""
         if self._job is None:
             return
         total = 0
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):  # a description; the local tensor that it wraps is seen by itself
+        if isinstance(tensor, DTensor):  # a description: its local tensor is seen by itself
             return
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:
@@ -251,8 +251,8 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Raise the peaks to the bytes alive now.
 
-        Called before the next operation, when new tensors have their tags: FSDP2 allocates weights before it gathers
-        them, and gradients before it sums them.
+        This is called before the next operation, when new tensors have their tags. FSDP2 allocates weights before it
+        gathers them, and gradients before it sums them.
         """
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
@@ -278,7 +278,8 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """The operations of an attention with capped scores, which has no kernel; None for any other."""
+    """Return the operations of an attention with capped scores, which has no kernel. Return None for any other
+    operation."""
     if name == "attend_documents" and len(args) > 6 and args[3] is None:
         q, k, v, _, scale, window, softcap = args
         return lambda: attend_in_turn(q, k, v, KeyLimits(None, window), AttentionScores(scale, softcap))

@@ -1,4 +1,4 @@
-"""Labels and masks from the documents, token by token: the reference's own, written apart from the loader's."""
+"""Compute labels and masks from the documents, token by token. This is the reference's own code, not the loader's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ WORD = 2**64
 def kept_tokens(
     windows: Windows, kept: NDArray[np.bool_], goldfish: GoldfishConfig, is_masked: Sequence[bool]
 ) -> Tensor:
-    """Bool [B, S]: the loss counts the prediction of token i + 1 from token i.
+    """Return bool [B, S]: whether the loss counts the prediction of token i + 1 from token i.
 
-    kept: what the samples themselves leave out; is_masked: of each sample, that the goldfish mask has begun.
+    Args:
+        kept: The labels that the samples themselves count.
+        is_masked: For each sample, whether the goldfish mask has begun.
     """
     found = torch.from_numpy(kept.copy())
     ahead = windows.look_back
@@ -37,13 +39,14 @@ def kept_tokens(
 
 
 def positions(documents_BS: Tensor) -> Tensor:
-    """Int64 [B, S]: how many tokens of its own document, within the sequence, stand before each token."""
+    """Return int64 [B, S]: the number of earlier tokens of the same document within the sequence."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril(-1).sum(dim=2)
 
 
 def document_ends(documents_BS: Tensor) -> Tensor:
-    """Int64 [B, E]: where each document of a sequence ends; the last at S, repeated in sequences with fewer."""
+    """Return int64 [B, E]: the ends of each sequence's documents. The last end is S, repeated in rows with fewer
+    documents."""
     ends = [documents_S.unique_consecutive(return_counts=True)[1].cumsum(0) for documents_S in documents_BS]
     return pad_sequence(ends, batch_first=True, padding_value=documents_BS.shape[1])
 
@@ -51,7 +54,7 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """The goldfish rule for one token of a stream whose sequence begins at ``ahead``."""
+    """Apply the goldfish rule to one token of a stream. The sequence begins at ``ahead``."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0
@@ -72,7 +75,7 @@ def _dropped(
 
 
 def _hash(value: int, seed: int) -> int:
-    """SplitMix64 of a number with a seed (Steele et al. 2014)."""
+    """Return SplitMix64 of a number with a seed (Steele et al. 2014)."""
     golden = 0x9E3779B97F4A7C15
     return _mix((value * golden + _mix((seed + golden) % WORD)) % WORD)
 
@@ -85,5 +88,5 @@ def _mix(bits: int) -> int:
 
 @functools.cache
 def _published_table() -> Tensor:
-    """The uniform numbers of the published code (commit 35d29f9)."""
+    """Return the uniform numbers of the published code (commit 35d29f9)."""
     return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2_971_215_073))

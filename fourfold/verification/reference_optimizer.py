@@ -1,6 +1,6 @@
-"""The optimizer of the one process that a grid is compared with: torch's AdamW, and Lion and Muon in few lines.
+"""The optimizer of the one process that a grid is compared with: torch's AdamW, and short versions of Lion and Muon.
 
-It shares no code with ``training.optimizer``; ``tests/training/test_optimizer.py`` compares both with torch's Muon.
+It shares no code with ``training.optimizer``. ``tests/training/test_optimizer.py`` compares both with torch's Muon.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fourfold.config.run import RunConfig
 
 NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
-"""Matrices of the layers that AdamW steps: a router's, and the gate of a shared expert."""
+"""Matrices that AdamW steps even with Muon: a router's weight and the gate of a shared expert."""
 
 
 class ReferenceOptimizer:
-    """Steps whole parameters, in their own type."""
+    """Step whole parameters in their own type."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
         self.run, name = run, run.optimizer.name
@@ -30,7 +30,7 @@ class ReferenceOptimizer:
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
         self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
-        """What the ends of Lion's sign cut off the updates of all steps."""
+        """What the two ends of Lion's sign have clipped off the updates of all steps."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
             of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps
@@ -39,7 +39,7 @@ class ReferenceOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Step with the parameters' gradients, and drop them."""
+        """Step with the parameters' gradients, and drop the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         self.adamw.step()
@@ -57,9 +57,9 @@ class ReferenceOptimizer:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of Lion in units of eps (arXiv 2302.06675, algorithm 2), and update its mean.
+        """Return Lion's direction in units of eps (arXiv 2302.06675, algorithm 2), and update its mean.
 
-        The sign is linear below eps: ``step`` cuts the direction off at ±1.
+        The sign is linear below eps: ``step`` clips the direction at ±1.
         """
         beta1, beta2 = self.run.optimizer.betas
         between = beta1 * mean + (1 - beta1) * gradient
@@ -67,7 +67,7 @@ class ReferenceOptimizer:
         return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """The direction of Muon with Nesterov's momentum, of every matrix of a stack, and its next mean."""
+        """Return Muon's direction with Nesterov momentum for every matrix of a stack, and the next mean."""
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient
@@ -77,7 +77,7 @@ class ReferenceOptimizer:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """Newton-Schulz's iteration of the fifth order, five times (Jordan 2024; scaled as in arXiv 2502.16982)."""
+    """Run five fifth-order Newton-Schulz iterations (Jordan 2024, scaled as in arXiv 2502.16982)."""
     x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.T if len(x) <= x.shape[1] else x.T @ x

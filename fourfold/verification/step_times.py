@@ -1,4 +1,4 @@
-"""Where the time of a step goes: computing, exposed or hidden collectives, by axis. Spans of time are in µs."""
+"""Split the time of a step into computation and exposed or hidden collectives, by axis. Spans are in µs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Span = tuple[float, float]
 """Start and end."""
 
 SpanOfAxis = tuple[str, Span]
-"""A time in which something happens for a collective of an axis."""
+"""An axis and a span in which one of its collectives is active."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,22 @@ class AxisTimes:
     """The collectives of an axis, in seconds of one process."""
 
     issued: float
-    """One at least is under way."""
+    """Time with at least one collective in flight."""
     hidden: float
-    """One at least is under way while the process computes."""
+    """Time with at least one collective in flight while the process computes."""
     exposed: float
-    """On a CPU: the process issues one or waits for one. On a GPU: one is under way, and the GPU does not compute."""
+    """On a CPU: time spent issuing or waiting. On a GPU: time with a collective in flight and no computation."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of a time, in seconds of one process. They add up."""
+    """The parts of a span of time, in seconds of one process. They add up."""
 
     seconds: float
     compute: float
     exposed: float
     idle: float
-    """Neither: reading data, Python, waiting for another device."""
+    """Neither computation nor communication: reading data, Python, waiting for another device."""
     axes: dict[str, AxisTimes]
 
     @classmethod
@@ -46,10 +46,13 @@ class StepTimes:
         flights: list[SpanOfAxis],
         held: list[SpanOfAxis] | None,
     ) -> Self:
-        """Share a window out, and divide all by its number of equal ``parts``.
+        """Split a window of time, and divide everything by its number of equal ``parts``.
 
-        compute: computation; flights: collectives under way; held: times in which the process could not compute for a
-        collective, or None for those in which one is under way and nothing is computed.
+        Args:
+            compute: Spans of computation.
+            flights: Spans with a collective in flight.
+            held: Spans in which a collective kept the process from computing. None means the spans with a collective in
+                flight and no computation.
         """
         computing = _both(_union(compute), [window])
 
@@ -73,7 +76,7 @@ class StepTimes:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The same times as spans in order, of which no two touch."""
+    """Return the union of spans as sorted spans that do not touch."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -84,7 +87,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _both(first: list[Span], second: list[Span]) -> list[Span]:
-    """The times that are in both of two unions."""
+    """Return the intersection of two unions."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -98,6 +101,6 @@ def _both(first: list[Span], second: list[Span]) -> list[Span]:
 
 
 def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """The times of a union that are not in another."""
+    """Return the first union without the second."""
     edges = [-float("inf"), *(edge for span in others for edge in span), float("inf")]
     return _both(spans, list(pairwise(edges))[::2])

@@ -1,4 +1,4 @@
-"""``fourfold train --profile``: a trace of a few steps for each process, and where the time of a step goes by axis."""
+"""``fourfold train --profile``: trace a few steps of each process, and split the time of a step by axis."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fourfold.verification.step_times import StepTimes
 from fourfold.verification.watched_collectives import WatchedCollectives
 
 WARM_UP = 2
-"""Steps before the first that is recorded: in them code is compiled, and NCCL connects."""
+"""Steps before the first recorded one. They compile code and connect NCCL."""
 
 STEPS = 3
-"""Steps that are recorded."""
+"""Number of recorded steps."""
 
 
 class Timeline:
-    """A callback of the training loop: records steps 3 to 5 after the start, and writes what they were."""
+    """A training callback that records steps 3 to 5 after the start and writes the trace."""
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.job, self.file = job, run_dir / PROFILE_FILE
@@ -40,10 +40,10 @@ class Timeline:
         self._taken = 0
         self._recording, self._step = ExitStack(), ExitStack()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.file.parent, ignore_errors=True)  # of an earlier start, perhaps of more processes
+            shutil.rmtree(self.file.parent, ignore_errors=True)  # left by an earlier start, perhaps with more processes
 
     def after_step(self, steps: int) -> None:
-        """Start recording, go on, or end it and write; every process of the job calls this."""
+        """Start recording, keep recording, or stop and write. Every process of the job calls this."""
         self._taken += 1
         if self._taken == WARM_UP:
             self._start()
@@ -54,13 +54,13 @@ class Timeline:
             self._begin(steps)
 
     def close(self) -> None:
-        """Leave torch as it was, also where the run ends while it is recorded."""
+        """Leave torch as it was, even if the run ends during recording."""
         self._recording.close()
 
     def _start(self) -> None:
         on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
         self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
-        dist.barrier()  # starting it takes one process longer than another
+        dist.barrier()  # processes take unequally long to start recording
         self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
         self._started = self._now()
 
@@ -88,7 +88,7 @@ class Timeline:
         return time.time_ns()
 
     def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
-        """Write the trace of this process; returns its times and what it sent in one step."""
+        """Write the trace of this process. Return its times and the traffic of one step."""
         temporary = temporary_name(path)
         with writing(path):
             path.parent.mkdir(exist_ok=True)
@@ -116,5 +116,5 @@ class Timeline:
 
 
 def _mark(step: int) -> str:
-    """The name of a step in the trace."""
+    """Return the name of a step in the trace."""
     return f"step {step}"

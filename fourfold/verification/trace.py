@@ -1,7 +1,7 @@
-"""Memory and communication of one rank in a training step, found by running the step itself without data.
+"""Trace the memory and communication of one rank in a training step by running the step without data.
 
-The real step runs in one process under a fake process group of the run file's size, with fake tensors, which have
-shapes and no memory. A large run is traced at a few small sizes and extrapolated from them: ``continuation``.
+The real step runs in one process with a fake process group of the run file's size and with fake tensors, which have
+shapes but no memory. A large run is traced at a few small sizes and extrapolated (see ``continuation``).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
 MATMUL_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that torch holds for matmuls on a Hopper GPU, which no ``Memory`` counts: 32 MiB for each thread that has a
-cuBLAS handle, the thread of the forward and the thread of the backward."""
+"""Bytes that torch reserves for matmuls on a Hopper GPU and that no ``Memory`` counts: 32 MiB for each thread with a
+cuBLAS handle, which are the forward's thread and the backward's thread."""
 
 WINDOWS = ("early", "late")
-"""Parts of a step in which the peaks of memory are linear in the layers: ``Recorder.watch``."""
+"""Parts of a step within which peak memory is linear in the number of layers (see ``Recorder.watch``)."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Memory:
     optimizer: int
 
     activations_peak: int
-    """Saved activations and workspace."""
+    """Saved activations and workspaces."""
 
     gathered_weights_peak: int
-    """Weights gathered for use, with their buffers."""
+    """Gathered weights and their buffers."""
 
     total_peak: int
     """The largest sum at one moment."""
@@ -78,16 +78,16 @@ class Collective:
     count: int
 
     bytes: int
-    """The sum over their full tensors: gathered, or before the reduction."""
+    """Sum over the full tensors, as gathered or before the reduction."""
 
     exposed_bytes: int
-    """The bytes that no matrix product hides: none is issued between the collective and the wait for its result."""
+    """Bytes that no matmul hides, because none is issued between the collective and the wait for its result."""
 
     seconds: float | None = None
-    """The sum over their durations on a machine, each alone on its axis; None without a machine."""
+    """Sum of the durations on a machine if each collective has its axis to itself. None without a machine."""
 
     exposed_seconds: float | None = None
-    """For how long the step waits for them, and is slower beside them."""
+    """How long the step waits for the collectives or is slowed down by them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RankTrace:
     pp_rank: int
 
     layers: list[tuple[int, int]]
-    """[first, last + 1] of each of its stages."""
+    """[first, last + 1] for each of its stages."""
 
     memory: Memory
     collectives: list[Collective]
@@ -112,10 +112,10 @@ class TraceReport:
     collectives: list[Collective]
 
     pipeline: list[RankTrace]
-    """One rank for each place on pp, where there are several."""
+    """One rank for each place on pp if there are several."""
 
     def record(self) -> dict[str, Any]:
-        """The report as JSON values; seconds only where a machine is known."""
+        """Return the report as JSON values, with seconds only if a machine is known."""
         record = asdict(self)
         for rank in (record, *record["pipeline"]):
             rank["collectives"] = [{k: v for k, v in c.items() if v is not None} for c in rank["collectives"]]
@@ -126,7 +126,7 @@ class Sample(NamedTuple):
     """One traced step."""
 
     collectives: dict[Line, tuple[int, ...]]
-    """Count, bytes, exposed bytes, and picoseconds and exposed picoseconds on a machine."""
+    """Count, bytes, exposed bytes, and on a machine picoseconds and exposed picoseconds."""
 
     memory: dict[str, tuple[int, ...]]
     """Bytes in each window."""
@@ -135,10 +135,13 @@ class Sample(NamedTuple):
 def trace(
     run: RunConfig, whole: bool = False, machine: Machine | None = None, expert_load: Sequence[float] | None = None
 ) -> TraceReport:
-    """Trace a run, with seconds on a machine; ``whole`` runs every layer and micro-batch instead of extrapolating from
-    a few.
+    """Trace a run.
 
-    expert_load: the rows of each expert, relative to each other; by default all experts have as many.
+    Args:
+        run: The run to trace.
+        whole: Run every layer and micro-batch instead of extrapolating from a few.
+        machine: Report seconds on this machine too.
+        expert_load: Relative number of rows of each expert. By default all experts have the same number.
     """
     traced: dict[ContinuedRun, Sample] = {}
     ranks = [_trace_rank(run, pp_rank, whole, machine, traced, expert_load) for pp_rank in range(run.parallel.pp)]
@@ -154,7 +157,11 @@ def _trace_rank(
     traced: dict[ContinuedRun, Sample],
     expert_load: Sequence[float] | None,
 ) -> RankTrace:
-    """traced: the steps traced so far; ranks in the middle of a pipeline share them."""
+    """Trace one pipeline rank.
+
+    Args:
+        traced: The steps traced so far. Ranks in the middle of a pipeline share them.
+    """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
     samples: dict[ContinuedRun, Sample] = {}
@@ -203,7 +210,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The chunks, the loss and the attention of the machine that the run is for, not of the one that traces.
+    # Use the chunks, the loss, and the attention of the machine that the run is for, not of the machine that traces.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):
@@ -226,7 +233,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # tests gradients for overflow, which needs data
+            job.loss_scale = None  # its overflow test would need data
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()

@@ -1,4 +1,4 @@
-"""The Hugging Face model of a run's family as the reference of parity: other authors' code, our map of names."""
+"""Use the Hugging Face model of a run's family as the parity reference: other authors' code with our map of names."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from fourfold.verification.one_process import Logits, Parameters, Sequences
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
-    """The model of transformers that computes what the run's ``[model]`` describes.
+    """Return the transformers model that computes what the run's ``[model]`` describes.
 
-    Raises ``UserError`` where the library is not installed, or no family of it computes that.
+    Raises:
+        UserError: The library is not installed, or no family computes this model.
     """
     config: dict[str, Any] = config_of(run.model)
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
-    model = model.to(device).eval()  # without the dropout of some families
+    model = model.to(device).eval()  # some families have dropout
     tensors, rows = name_map(config["model_type"], run.model), rows_in_files(model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
     def merged(parameters: Parameters, name: str) -> Tensor:
-        """A parameter with the addition of LoRA, where it has one."""
+        """Return a parameter, with its LoRA update added if it has one."""
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_A" not in parameters:
             return parameters[name]
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """One for layers of each kind where the model knows kinds; a mask that is given takes the place of windows."""
+        """Return one mask per kind of layer if the model has kinds. A mask that is passed in replaces the model's
+        windows."""
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
         knows_kinds = FAMILIES[config["model_type"]].lists_layer_types
         return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
-        # Padding comes last, so no token of the data sees it, and its mask changes no logit that counts.
+        # Padding comes last, so no data token sees it, and its mask changes no logit that counts.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype
@@ -59,7 +61,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
 
 def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:
-    """[B, 1, S, S]: 0 where a query may see a key, else the lowest number, as transformers adds it to the scores."""
+    """Return [B, 1, S, S]: 0 if a query may see a key, and otherwise the lowest number, which transformers adds to
+    scores."""
     is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
     if window:
         place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)

@@ -1,4 +1,4 @@
-"""Watches the collectives of a process while it runs: when each was issued, when it was done, and who waited."""
+"""Watch the collectives of a running process: when each was issued, when it finished, and who waited for it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fourfold.verification.exposure import Line
 OPERATIONS = {
     "allreduce": "all_reduce",
     "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",  # names from torch 2.13 on
+    "all_gather_single": "all_gather",  # names since torch 2.13
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    "alltoall_base": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
+    "alltoall_base": "reduce_scatter",  # how gloo implements them, see parallel.communicate.by_all_to_all
     "all_to_all_single": "reduce_scatter",
     "send": "send",
     "recv": "recv",
@@ -33,33 +33,33 @@ OPERATIONS = {
 
 @dataclass
 class TimedCollective:
-    """A collective that has been issued; times in ns since 1970."""
+    """A collective that has been issued. Times are in ns since 1970."""
 
     axis: str
     name: str
     start: int
     end: int | None = None
-    """None while it is under way."""
+    """None while it is in flight."""
 
     def land(self) -> None:
-        """Note the end, unless it has been."""
+        """Note the end if it has not been noted."""
         if self.end is None:
             self.end = time.time_ns()
 
 
 class WatchedCollectives:
-    """Watches every collective, FSDP2's included, while the context lasts, and names it in a trace of the profiler.
+    """Watch every collective, including FSDP2's, while the context is open, and name it in the profiler's trace.
 
-    On a GPU the ends of flights are not known here: its own trace has them.
+    On a GPU, the ends of collectives are not known here. The profiler's own trace has them.
     """
 
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
-        """Count and bytes of each line, as ``fourfold trace`` counts them: bytes are those of the full tensor."""
+        """Count and bytes of each line, as ``fourfold trace`` counts them: bytes of the full tensor."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
-        """Axis, start and end (ns since 1970) of each time in which this process issued a collective or waited."""
+        """Axis, start, and end (ns since 1970) of each time that this process spent issuing or waiting."""
         self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
@@ -97,14 +97,14 @@ class WatchedCollectives:
                 entry[1] += whole[0].nbytes if isinstance(whole, list) else whole.nbytes
             if work is not None:
                 self._flight_of[work] = flight
-                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not tell when those are done
+                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not tell when they finish
                     work.get_future().then(lambda _: flight.land())
             return work
 
         return issue
 
     def _ending(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """NCCL carries out sends and receives that were issued together where they end."""
+        """NCCL runs sends and receives that were issued together when their group ends."""
 
         def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             with record_function(self.flights[-1].name):
@@ -127,6 +127,6 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Note what the thread of the step has done until now; others wait too (``parallel.fsdp_on_gloo``)."""
+        """Note what the step's thread did until now. Other threads wait too (see ``parallel.fsdp_on_gloo``)."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

@@ -229,7 +229,7 @@ EXPERTS = [
     ),
     on_grid(
         "a checkpoint has the experts of the ranks in reverse",
-        "checkpoints.file_layout:Layout._rank",
+        "checkpoints.file_layout:CheckpointTensors._rank",
         '(token_copy * pieces + rank) * self._experts(tensor) + tile["ep"]',
         '(token_copy * pieces + rank) * self._experts(tensor) + self._experts(tensor) - 1 - tile["ep"]',
         MIXTURE,
@@ -308,7 +308,7 @@ EXPERTS = [
     ),
     on_grid(
         "every micro-batch of a pipeline has the mask of the first one",
-        "parallel.pipeline.pipeline:_Step._forward",
+        "parallel.pipeline.pipeline:_PipelineStep._forward",
         "model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)",
         "model(*inputs, self.loss_scale, hidden, batch.reference, self.micro_batches[0].is_data)",
         MIXTURE,

@@ -257,7 +257,7 @@ PIPELINE = [
     ),
     Mutant(
         "the first micro-batch runs every time",
-        "parallel.pipeline.pipeline:_Step._forward",
+        "parallel.pipeline.pipeline:_PipelineStep._forward",
         "self.micro_batches[op.micro_batch]",
         "self.micro_batches[0]",
         DEEP_LLAMA,
@@ -266,7 +266,7 @@ PIPELINE = [
     ),
     Mutant(
         "a pipeline's loss is not scaled",
-        "parallel.pipeline.pipeline:_Step._forward",
+        "parallel.pipeline.pipeline:_PipelineStep._forward",
         "out = out * self.loss_scale",
         "out = out * 1.0",
         DEEP_LLAMA,
@@ -275,7 +275,7 @@ PIPELINE = [
     ),
     Mutant(
         "a stage's gradients leave after the first micro-batch",
-        "parallel.pipeline.pipeline:_Step._differentiate",
+        "parallel.pipeline.pipeline:_PipelineStep._differentiate",
         "len(self.micro_batches)",
         "1",
         DEEP_LLAMA,
