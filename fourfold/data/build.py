@@ -1,4 +1,4 @@
-"""Opens the corpora that a run file names, and first makes a built-in one."""
+"""Open the corpora that a run file names. The built-in corpus is prepared at its first use."""
 
 import os
 import platform
@@ -26,16 +26,23 @@ KINDS: dict[str, type[TokenWindows | PackedConversations | PreferencePairs]] = {
     "sft": PackedConversations,
     "preferences": PreferencePairs,
 }
-"""Samples of a corpus by its format."""
+"""Maps the format of a corpus to the class that reads its samples."""
 
 
 def build_dataset(
     sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int, look_back: int = 0
 ) -> SourceMixture:
-    """Open a mixture of prepared corpora, given as (prefix, relative weight).
+    """Open a mixture of prepared corpora.
 
-    Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
-    made with different tokenizers (as far as their manifests tell).
+    Args:
+        sources: (prefix, weight) of each corpus. Weights are relative.
+        seq_length: Tokens per sample.
+        seed: Seed of the order of samples.
+        look_back: Tokens before each sample that masks can see.
+
+    Raises:
+        UserError: A corpus is missing, damaged, or too small, a weight is not positive, or the manifests name different
+            tokenizers.
     """
     check_one_tokenizer([prefix for prefix, _ in sources])
     samples: list[tuple[Samples, float]] = []
@@ -47,7 +54,15 @@ def build_dataset(
 
 
 def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
-    """Open the streamed dataset of a run. Raises UserError where it cannot be loaded, or has too few files."""
+    """Open the streamed dataset of a run.
+
+    Args:
+        run: The run file. `data.source` names a dataset of the Hub or a folder.
+        look_back: Tokens before each sample that masks can see.
+
+    Raises:
+        UserError: The dataset cannot be loaded or has too few files for `data.streams`.
+    """
     data, training = run.data, run.training
     assert data.source is not None and data.tokenizer is not None, "config/run.py checks it"
     dataset = HubDataset.parse(data.source)
@@ -77,13 +92,19 @@ def ensure_builtin(
     cache_dir: str | Path = "data",
     vocab_size: int = 4096,
 ) -> str:
-    """Return the prefix of a built-in corpus in `cache_dir`, and prepare it first if it does not exist yet.
+    """Return the prefix of a built-in corpus. Prepare the corpus first if it does not exist yet.
 
-    2 % of it is held out beside it, under `manifest.validation_prefix`.
-    `tokenizer`: "bytes", the path of a tokenizer.json, or None to train one of `vocab_size` (otherwise ignored).
-    Any number of processes may call this at once: one prepares, and the others wait.
+    2 % of the corpus is held out for validation, under `manifest.validation_prefix`. Any number of processes can call
+    this function at once: one prepares the corpus and the others wait.
 
-    Raises UserError for an unknown name, or what `prepare` raises.
+    Args:
+        name: Name of the corpus.
+        tokenizer: "bytes" or the path of a tokenizer.json. None trains a tokenizer.
+        cache_dir: Folder of the prepared corpora.
+        vocab_size: Vocabulary of the trained tokenizer. Ignored if `tokenizer` is given.
+
+    Raises:
+        UserError: The name is unknown, or `prepare` failed.
     """
     if name != PYTHON_STDLIB:
         raise UserError(f'there is no built-in corpus "{name}"; "{PYTHON_STDLIB}" is the only one')
@@ -99,9 +120,13 @@ def ensure_builtin(
 
 
 def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
-    """The tokenizer that made the run's corpora; None where neither they nor the run file name one.
+    """Open the tokenizer of the run's corpora.
 
-    Raises ``UserError`` where ``data.tokenizer`` is another one.
+    Returns:
+        The tokenizer, or None if neither the corpora nor the run file name one.
+
+    Raises:
+        UserError: `data.tokenizer` is not the tokenizer that made the corpora.
     """
     data = run.data
     if data.is_streamed:
@@ -124,7 +149,7 @@ def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
 
 
 def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
-    """Prepare in a private folder and move the files, so that even without locks nobody sees half a corpus."""
+    """Prepare the corpus in a private folder, then move its files, so that no process sees half a corpus."""
     with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
         summary = prepare(
             [name],
@@ -133,13 +158,17 @@ def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_s
             train_tokenizer_vocab=vocab_size if tokenizer is None else None,
             validation_fraction=_VALIDATION_FRACTION,
         )
-        last = f"{prefix.name}.json"  # its presence marks the corpus as complete
+        last = f"{prefix.name}.json"  # marks the corpus as complete
         for path in sorted(summary.files, key=lambda path: path.name == last):
             os.replace(path, prefix.with_name(path.name))
 
 
 def check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
-    """Raise UserError for corpora made with different tokenizers, as far as their manifests tell."""
+    """Check that all corpora were made with one tokenizer. Corpora without a manifest are not checked.
+
+    Raises:
+        UserError: The manifests name different tokenizers.
+    """
     known = {str(prefix): manifest for prefix in prefixes if (manifest := read_manifest(prefix)) is not None}
     if len({manifest.fingerprint for manifest in known.values()}) > 1:
         made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())

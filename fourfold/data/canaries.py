@@ -1,8 +1,8 @@
-"""Canaries: documents planted in a corpus a known number of times, so that an audit can measure what repetition does.
+"""Plant canaries: documents repeated a known number of times, so that an audit can measure the effect of repetition.
 
-The number of repeats of each document is drawn at random from one pool, as in the protocol of Singh et al. 2024 (arXiv
-2502.08145): documents repeated 0 times are the control, since only chance distinguishes them from the others. The
-ledger, one JSON object a line, lists what was planted; `fourfold audit` reads it.
+The number of repeats of each document is drawn at random from one pool, following Singh et al. 2024 (arXiv 2502.08145).
+Documents with 0 repeats are the control: they differ from the repeated documents only by chance. The ledger lists what
+was planted, one JSON object per line. `fourfold audit` reads it.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_PASSAGES = 1 << 20
 
 
 class Vocabulary(Protocol):
-    """The tokens that replace others in a near-duplicate."""
+    """What `copy_of` needs from a tokenizer to draw random tokens."""
 
     vocab_size: int
     special_ids: tuple[int, ...]
@@ -35,52 +35,71 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Canaries:
-    """The canaries to plant."""
+    """Which canaries to plant."""
 
     count: int
-    """Canaries for each number of repeats."""
+    """Number of canaries for each number of repeats."""
     repeats: tuple[int, ...]
+    """Numbers of repeats, all different. 0 gives the control."""
     length: int = 100
-    """Tokens of each."""
+    """Tokens per canary."""
     noise: float = 0.0
-    """The share of each copy's tokens that are replaced at random (near-duplicates)."""
+    """Fraction of each copy's tokens that are replaced at random. Above 0, copies are near-duplicates."""
     shift: int = 0
-    """The most tokens that are cut off the start of a copy."""
+    """Maximum number of tokens cut off the start of a copy."""
     source: str | None = None
-    """None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file."""
+    """Where canaries come from: None takes documents out of the corpus, "random" draws random tokens, and a path reads
+    a .jsonl file."""
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError for values that cannot be planted."""
+        """Check that the canaries can be planted.
+
+        Raises:
+            UserError: A value is out of range.
+        """
         if self.count < 1:
-            raise UserError(f"--canaries is {self.count}; at least 1 for each number of repeats is needed")
+            raise UserError(f"--canaries is {self.count}; it must be at least 1 for each number of repeats")
         if not self.repeats or min(self.repeats) < 0 or len(set(self.repeats)) < len(self.repeats):
-            raise UserError(f"--repeats {list(self.repeats)} must be different numbers of 0 or more, such as 0,1,4,16")
+            raise UserError(
+                f"--repeats {list(self.repeats)} must be different numbers, each 0 or more, such as 0,1,4,16"
+            )
         if self.length < 2:
-            raise UserError(f"--canary-tokens is {self.length}; a canary has at least 2")
+            raise UserError(f"--canary-tokens is {self.length}; a canary needs at least 2")
         if not 0 <= self.noise < 1:
-            raise UserError(f"--canary-noise is {self.noise}; it is a share of at least 0 and below 1")
+            raise UserError(f"--canary-noise is {self.noise}; it must be at least 0 and below 1")
         if not 0 <= self.shift <= self.length - 2:
             raise UserError(
-                f"--canary-shift is {self.shift}; from 0 to {self.length - 2} works for {self.length} tokens"
+                f"--canary-shift is {self.shift}; for {self.length} tokens it can be 0 to {self.length - 2}"
             )
 
 
 def ledger_path(prefix: str | Path) -> Path:
-    """The ledger of a corpus with canaries."""
+    """Return the path of a corpus's ledger of canaries."""
     return Path(f"{prefix}-canaries.jsonl")
 
 
 def copy_of(
     tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
 ) -> NDArray[np.int64]:
-    """Return a copy of a canary as it is planted: a pure function of the numbers of the canary and the copy.
+    """Return one copy of a canary as it is planted, a pure function of the numbers of the canary and the copy.
 
-    Where the noise would put a special token, which might end the document, the canary's own token stays.
+    Noise never inserts a special token, because a special token could end the document. The canary keeps its own token
+    there.
+
+    Args:
+        tokens: The canary [length].
+        canary: Number of the canary.
+        copy: Number of the copy.
+        canaries: Gives the noise, the shift, and the seed.
+        tokenizer: Gives the size of the vocabulary and the special tokens.
+
+    Returns:
+        The tokens of the copy [length − shift of this copy].
     """
     chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, canaries.seed)))
     start = int(chance[-1] % np.uint64(canaries.shift + 1))
-    # The upper half of the hash decides whether a token is replaced, the lower half by which one.
+    # The upper half of the hash decides whether a token is replaced. The lower half decides which token replaces it.
     others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(tokenizer.vocab_size)).astype(np.int64)
     replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(canaries.noise * 2**32)
     replaced &= ~np.isin(others, tokenizer.special_ids)
@@ -88,10 +107,10 @@ def copy_of(
 
 
 class CorpusPieces:
-    """A corpus cut into pieces, of which canaries are made and between which they are planted.
+    """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    Pieces are the documents; if fewer than `wanted` of them are long enough, passages of `length` tokens (of more in a
-    huge corpus).
+    A piece is a document. If fewer than `wanted` documents are long enough, a piece is a passage of `length` tokens
+    instead (longer in a huge corpus).
     """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:
@@ -99,7 +118,7 @@ class CorpusPieces:
         self._offsets = corpus.document_offsets
         self._document_ends = self._offsets[1:]
         self.long = self._with_text_of(length)
-        """The pieces with at least `length` tokens of text."""
+        """Numbers of the pieces with at least `length` tokens of text."""
         if len(self.long) < wanted:
             step = max(length, corpus.tokens // _MOST_PASSAGES)
             parts = np.maximum((np.diff(self._offsets) - 1) // step, 1)
@@ -112,13 +131,17 @@ class CorpusPieces:
         return len(self._offsets) - 1
 
     def beginning(self, piece: int, length: int) -> NDArray[np.int64]:
-        """The first `length` tokens of a piece."""
+        """Return the first `length` tokens of a piece."""
         return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
 
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Return the tokens of these ascending pieces as whole documents, and the length of each.
+        """Return the tokens of some pieces as whole documents, and the length of each document.
 
-        Neighbors from one document stay together; a document that is cut gets an end-of-document token of its own.
+        Neighboring pieces of one document stay together. A cut document gets its own end-of-document token.
+
+        Args:
+            pieces: Numbers of the pieces, ascending.
+            eod_id: End-of-document token.
         """
         if len(pieces) == 0:
             return np.empty(0, self._corpus.dtype), np.empty(0, dtype=np.int64)
@@ -135,16 +158,28 @@ class CorpusPieces:
         return np.concatenate(parts), np.concatenate(lengths)
 
     def _with_text_of(self, length: int) -> NDArray[np.int64]:
-        ends_document = np.isin(self._offsets[1:], self._document_ends)  # with a token that is not text
+        ends_document = np.isin(self._offsets[1:], self._document_ends)  # the end-of-document token is not text
         return np.flatnonzero(np.diff(self._offsets) - ends_document >= length)
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Rewrite the corpus of `split`, beside it, with the canaries at random places between its pieces.
+    """Write a second corpus next to the corpus of `split`, with canaries at random places between its pieces.
 
-    A piece is a document; a corpus of too few documents, such as books, is cut into passages. Pieces that become
-    canaries are taken out, so that a canary with 0 repeats occurs nowhere. Writes the ledger.
-    Raises UserError when the source has too little text.
+    Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere. A corpus of few
+    long documents, such as books, is cut into passages.
+
+    Args:
+        split: The corpus.
+        canaries: What to plant.
+        tokenizer: The tokenizer of the corpus.
+        text_key: Key of the text in the rows of `canaries.source`.
+        ledger: Path of the ledger to write.
+
+    Returns:
+        The new corpus.
+
+    Raises:
+        UserError: The source has too little text.
     """
     corpus = IndexedDataset(split.prefix)
     wanted = canaries.count * len(canaries.repeats)
@@ -184,7 +219,7 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
 def _sequences(
     pieces: CorpusPieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return the tokens of every canary, in random order, and the pieces of the corpus that became canaries."""
+    """Return the tokens of all canaries in random order, and the numbers of the pieces that became canaries."""
     nothing = np.empty(0, dtype=np.int64)
     if canaries.source == RANDOM:
         text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
@@ -201,6 +236,7 @@ def _sequences(
 
 
 def _long_enough(path: str, length: int, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
+    """Yield the first `length` tokens of every document that has that many."""
     for text in read_documents(path, text_key):
         tokens = tokenizer.encode_batch([text])[0]
         if len(tokens) >= length:
@@ -210,7 +246,7 @@ def _long_enough(path: str, length: int, tokenizer: Tokenizer, text_key: str) ->
 def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> None:
     if found < wanted:
         raise UserError(
-            f"{where} has {found} documents or passages of at least {canaries.length} tokens, and {canaries.count} "
+            f"{where} has {found} documents or passages of at least {canaries.length} tokens, but {canaries.count} "
             f"canaries for each of {len(canaries.repeats)} numbers of repeats need {wanted}; lower --canaries or "
             "--canary-tokens"
         )

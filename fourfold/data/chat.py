@@ -1,4 +1,4 @@
-"""Tokenizes a conversation by the chat template of a model, and marks the tokens of the assistant."""
+"""Tokenize a conversation with a model's chat template, and mark the assistant's tokens."""
 
 import inspect
 import json
@@ -25,24 +25,31 @@ _ALWAYS_USED = ("role", "content")
 
 
 class ChatTemplate:
-    """The tokenizer in a folder of transformers, with its chat template or another one.
+    """A transformers tokenizer with its chat template, or with a template of yours.
 
-    Tokens are those that transformers' `apply_chat_template` gives for the whole conversation. The assistant's text
-    is the part that the template marks with {% generation %}. With a template without marks it is the text that each
-    answer adds to the prompt before it, up to the end of the turn, without whitespace after that. A token is the
-    assistant's if its first character is.
+    Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
+    what the template marks with {% generation %}. If a template has no marks, it is the text that each answer adds to
+    the prompt before it, up to the end of the turn, without trailing whitespace. A token is the assistant's if its
+    first character is.
 
-    A message may have `weight`: an answer of weight 0 is not trained. A key of a message that makes no difference to
-    the text is refused, unless it is harmless or among `ignored`.
+    Keys of a message:
+        - `weight`: 0 leaves an answer out of training.
+        - A key that does not change the text is refused, unless it is harmless or in `ignored`.
 
-    Raises UserError without transformers, a tokenizer or a template.
+    Args:
+        folder: Folder of a model, or a file in it.
+        template: File of the chat template. None takes the tokenizer's own.
+        ignored: Keys of messages to drop.
+
+    Raises:
+        UserError: transformers is not installed, or the folder has no tokenizer or no template.
     """
 
     def __init__(self, folder: str | Path, template: str | Path | None = None, ignored: Collection[str] = ()) -> None:
         if str(folder) == "bytes":
             raise UserError(
-                "the tokenizer 'bytes' has no chat template, so messages cannot be rendered; give the folder of a "
-                "model, or rows of prompt and completion"
+                "the tokenizer 'bytes' has no chat template, so it cannot render messages; give the folder of a "
+                "model, or rows with prompt and completion"
             )
         self.folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
         self.ignored = ignored
@@ -55,7 +62,7 @@ class ChatTemplate:
         found = self._tokenizer.chat_template
         if isinstance(found, dict) and "default" not in found:
             raise UserError(
-                f"{self.folder} has several chat templates ({', '.join(sorted(found))}), and none is named default; "
+                f"{self.folder} has several chat templates ({', '.join(sorted(found))}), but none is named default; "
                 "give one with --chat-template"
             )
         if found is None:
@@ -69,7 +76,7 @@ class ChatTemplate:
 
     @property
     def _taken(self) -> set[str]:
-        """Names that transformers or we give a value to."""
+        """Names that transformers or fourfold assigns, so a row cannot."""
         return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
             "tools",
             "documents",
@@ -77,24 +84,30 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template, or of all of them."""
+        """The text of the template. If there are several, all of them joined."""
         found = self._tokenizer.chat_template
         return "".join(found.values()) if isinstance(found, dict) else str(found)
 
     def encode(
         self, messages: Sequence[Message], prompt: int = 0, options: Mapping[str, Any] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the tokens, and whether each is trained. Raises ValueError for an invalid conversation.
+        """Tokenize a conversation.
 
         Args:
             messages: The conversation.
-            prompt: Messages at the beginning of which nothing is trained, answers of the assistant included.
+            prompt: Number of leading messages that are not trained, including answers of the assistant.
             options: Variables of the template, such as tools.
+
+        Returns:
+            The token ids [tokens], and whether each token is trained [tokens].
+
+        Raises:
+            ValueError: The conversation is invalid.
         """
         options = options or {}
         if taken := options.keys() & self._taken:
             name = min(taken)
-            raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}")
+            raise ValueError(f"chat_template_kwargs has {name}, which is not a variable of the template; remove {name}")
         template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
         weights = _weights(messages)
         messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]
@@ -112,14 +125,14 @@ class ChatTemplate:
         if prompt:
             asked = self._render(messages[:prompt], options)
             if not text.startswith(asked):
-                raise ValueError("the chat template writes the prompt differently when an answer follows it")
+                raise ValueError("the chat template renders the prompt differently when an answer follows it")
             trained &= begins >= len(asked)
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
     def _answers(
         self, messages: Sequence[Message], options: Mapping[str, Any], text: str, weights: Sequence[int | None]
     ) -> list[tuple[int, int]]:
-        """Characters [begin, end) of every answer in the whole text, except for those of weight 0."""
+        """Return the characters [begin, end) of every answer in the text, except answers of weight 0."""
         found: list[tuple[int, int]] = []
         tail = self._tail(options)
         for number, weight in enumerate(weights):
@@ -131,12 +144,16 @@ class ChatTemplate:
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                other = "when others follow" if answered.startswith(prompt) else "than add_generation_prompt begins it"
+                other = (
+                    "when more messages follow"
+                    if answered.startswith(prompt)
+                    else "from how add_generation_prompt begins it"
+                )
                 raise ValueError(
                     f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
                     "identified; give --chat-template a file that marks answers with {% generation %} … "
-                    "{% endgeneration %}, such as qwen3_training.jinja for Qwen 3, which TRL has for many models "
-                    "(https://github.com/huggingface/trl/tree/main/trl/chat_templates)"
+                    "{% endgeneration %}, such as qwen3_training.jinja for Qwen 3 (TRL has such files for many models: "
+                    "https://github.com/huggingface/trl/tree/main/trl/chat_templates)"
                 )
             trimmed = answered.rstrip()
             end = len(trimmed) if trimmed.endswith(self._special) else len(answered)
@@ -144,11 +161,11 @@ class ChatTemplate:
         return found
 
     def _check_used(self, messages: Sequence[Message], options: Mapping[str, Any], text: str, template: str) -> None:
-        """Raise ValueError for tools, template variables and keys of messages that the template does not use."""
+        """Raise ValueError if the template does not use the tools, a template variable, or a key of a message."""
         remedy = "remove it, or drop it with --ignore-key"
         for key in options:
             if key == "tools" and self._text(messages, {**options, key: None}) == text:
-                raise ValueError(f"the chat template does not write the tools of the row; {remedy} tools")
+                raise ValueError(f"the chat template does not use the tools of the row; {remedy} tools")
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template has no variable {key}; {remedy} chat_template_kwargs")
         given = (key for message in messages for key, value in message.items() if value not in ("", [], {}))
@@ -157,14 +174,14 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # says which call the message answers, as tool_call_id does
+                continue  # like tool_call_id, it names the call that the message answers
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._text(without, options) == text:
-                remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that writes them"
-                raise ValueError(f"message {where[0]} has {key}, which the chat template does not write; {remedy}")
+                remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
+                raise ValueError(f"message {where[0]} has {key}, which the chat template does not use; {remedy}")
 
     def _prepared(self, number: int, message: Message) -> dict[str, Any]:
-        """Return a message as the template takes it: without nulls, and with the kind of content that it writes."""
+        """Return a message in the form the template takes: without nulls, and with content as text or as parts."""
         kept = {key: value for key, value in message.items() if value is not None and key not in self.ignored}
         kept.pop("weight", None)
         content = kept.get("content")
@@ -174,7 +191,7 @@ class ChatTemplate:
         elif isinstance(content, str) and not self._takes_text:
             kept["content"] = [_part(content)]
         elif not isinstance(content, str) and not (content is None and kept.get("tool_calls")):
-            raise ValueError(f"message {number} has no content that is text or a list of text parts")
+            raise ValueError(f"message {number} needs content that is text or a list of text parts")
         if calls := kept.get("tool_calls"):
             if not isinstance(calls, list):
                 raise ValueError(f"message {number} has tool_calls that are not a list")
@@ -182,7 +199,7 @@ class ChatTemplate:
         return kept
 
     def _call(self, number: int, call: Any) -> Any:
-        """Return a tool call with its arguments as an object, or as JSON if the template writes them as they are."""
+        """Return a tool call with its arguments as an object, or as JSON text if the template writes them verbatim."""
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ValueError(f"message {number} has a tool call that is not an object with a function")
@@ -191,9 +208,7 @@ class ChatTemplate:
             try:
                 arguments = parse_json(arguments or "{}")
             except ValueError as error:
-                raise ValueError(
-                    f"message {number} has arguments of a tool call that are not JSON ({error})"
-                ) from error
+                raise ValueError(f"message {number} has a tool call whose arguments are not JSON ({error})") from error
         if not self._takes_objects and arguments is not None:
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {**function, "arguments": arguments}
@@ -201,18 +216,18 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """False for a template that writes content only in parts."""
+        """Whether the template accepts content as plain text. Some templates accept only parts."""
         return not self._takes_parts or _PROBE in (self._text([_user(_PROBE)]) or "")
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template iterates content, and does not write a list as Python or JSON prints it."""
+        """Whether the template iterates over a list of parts, instead of printing the list as Python or JSON does."""
         text = self._text([_user([_part(_PROBE)])]) or ""
         return _PROBE in text and "[{" not in text
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether the template turns the arguments of a tool call into JSON itself."""
+        """Whether the template itself turns the arguments of a tool call into JSON."""
         objects, texts = (
             self._text([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
         )
@@ -220,19 +235,19 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """What the template writes before an answer."""
+        """The text that the template writes before an answer."""
         asked = self._text([_user(_PROBE)]) or ""
         return (self._text([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
     def _tail(self, options: Mapping[str, Any]) -> str:
-        """What the options have the template write behind every conversation."""
+        """Return the text that the template appends to every conversation because of the options."""
         if not options:
             return ""
         plain, full = self._text([_user(_PROBE)]), self._text([_user(_PROBE)], options)
         return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
 
     def _applied(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
-        """Render the messages as text, or as a table of ids."""
+        """Render the messages as text, or as a dictionary of ids."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options, **more)
 
     def _render(
@@ -246,7 +261,7 @@ class ChatTemplate:
     def _text(
         self, messages: Sequence[Message], options: Mapping[str, Any] | None = None, add_generation_prompt: bool = False
     ) -> str | None:
-        """The text, or None if the template refuses the messages."""
+        """Render the messages. Return None if the template refuses them."""
         try:
             return self._render(messages, options or {}, add_generation_prompt)
         except ValueError:
@@ -256,23 +271,30 @@ class ChatTemplate:
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """A prompt and its completion, each tokenized by itself as at inference, as one document."""
+    """Tokenize a prompt and its completion as one document. Each is tokenized separately, as at inference.
+
+    Returns:
+        The token ids [tokens], and whether each token is trained [tokens].
+
+    Raises:
+        ValueError: The text has a lone surrogate.
+    """
     asked, answered = tokenizer.encode_batch([_encodable(prompt), _encodable(completion)])
     ids = as_document([*asked, *answered], tokenizer)
     return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(begin_of(tokenizer)) + len(asked)
 
 
 def _encodable(text: str) -> str:
-    """Return the text. Raises ValueError if JSON escapes made half a character of it."""
+    """Return the text. Raise ValueError if JSON escapes left a lone surrogate in it."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("the text has half a character (a lone surrogate), which no tokenizer takes") from None
+        raise ValueError("the text has half a character (a lone surrogate), which no tokenizer accepts") from None
     return text
 
 
 def _weights(messages: Sequence[Message]) -> list[int | None]:
-    """Return for each message 1 if it is trained, 0 if its `weight` forbids that, and None if it is no answer."""
+    """Return one value per message: 1 if it is trained, 0 if its `weight` is 0, and None if it is not an answer."""
     if not messages:
         raise ValueError("messages is not a list of messages")
     found: list[int | None] = []
@@ -282,7 +304,7 @@ def _weights(messages: Sequence[Message]) -> list[int | None]:
         is_answer, weight = message["role"] == "assistant", message.get("weight")
         if weight not in ((None, 0, 1) if is_answer else (None, 0)):
             raise ValueError(
-                f"message {number} has weight {weight!r}; only answers may have a weight, 0 (not trained) or 1"
+                f"message {number} has weight {weight!r}; only answers can have a weight, 0 (not trained) or 1"
             )
         found.append((1 if weight is None else int(weight)) if is_answer else None)
     if all(weight is None for weight in found):
@@ -291,14 +313,14 @@ def _weights(messages: Sequence[Message]) -> list[int | None]:
 
 
 def _weighted(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
-    """Leave answers of weight 0 out of the tokens that the template marks."""
+    """Unmark the answers of weight 0 among the tokens that the template marks."""
     answers = [weight for weight in weights if weight is not None]
     if all(answers):
         return marked
     edges = np.flatnonzero(np.diff(marked, prepend=False, append=False)).reshape(-1, 2)
     if len(edges) != len(answers):
         raise ValueError(
-            f"the chat template marks {len(edges)} parts of {len(answers)} answers, so an answer of weight 0 cannot be "
+            f"the chat template marks {len(edges)} parts in {len(answers)} answers, so an answer of weight 0 cannot be "
             "identified; remove it from the row"
         )
     for weight, (begin, end) in zip(answers, edges.tolist(), strict=True):
@@ -307,19 +329,19 @@ def _weighted(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArr
 
 
 def _first_answer(text: str, header: str, content: Any) -> int:
-    """Return the character at which the answer begins in the text of a conversation that begins with it."""
+    """Return where the answer begins in the text of a conversation whose first message is an answer."""
     sought = header or (content if isinstance(content, str) else "").strip()
     at = text.find(sought) if sought else -1
     if at < 0:
         raise ValueError(
             "the first message is the assistant's, and the chat template does not show where it begins; begin with a "
-            "message of the user, or mark answers in the template with {% generation %} … {% endgeneration %}"
+            "user message, or mark answers in the template with {% generation %} … {% endgeneration %}"
         )
     return at + len(header)
 
 
 def _text_of(number: int, part: Any) -> str:
-    """Return the text of a part of a message's content."""
+    """Return the text of one part of a message's content."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise ValueError(f"message {number} has a part of type {kind}; only parts of type text can be trained")

@@ -1,6 +1,6 @@
-"""Rows of conversations in the forms that other programs write, as one form: messages, or a prompt and its completion.
+"""Read rows of conversations in the common formats, and return messages or a prompt with its completion.
 
-No key of a row is dropped silently: it is used, known to be harmless, named with --ignore-key, or refused.
+No key of a row is dropped silently. A key is used, known to be harmless, named with --ignore-key, or refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ HARMLESS = (
     *("id", "uuid", "idx", "index", "source", "dataset", "split", "category", "task", "language", "license"),
     *("metadata", "model", "score", "url", "timestamp"),
 )
-"""Keys that describe where a row is from; so do all that end with "_id"."""
+"""Keys that only describe where a row comes from. Keys ending in "_id" are harmless too."""
 
 _CALLS = "function_call"
 _SPEAKERS = {"human": "user", "gpt": "assistant", _CALLS: "assistant", "observation": "tool"}
-"""Roles by their names in ShareGPT's rows, with LLaMA-Factory's names for tools."""
+"""Maps the names of speakers in ShareGPT rows to roles. The names for tools are LLaMA-Factory's."""
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONS = ("tools", "chat_template_kwargs")
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -28,33 +28,46 @@ _PAIRS = "prompt, chosen and rejected as texts, or chosen and rejected as lists 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that a chat template renders."""
+    """Messages for a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
     prompt: int = 0
-    """Messages at the beginning of which nothing is trained."""
+    """Number of leading messages that are not trained."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as tools."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, and the text that continues it."""
+    """A prompt and the text that completes it."""
 
     prompt: str
     text: str
 
 
 def is_harmless(key: str, ignored: Collection[str]) -> bool:
-    """Return whether a key of a row or message may stay unused."""
+    """Return whether a key of a row or message can stay unused."""
     return key in HARMLESS or key.endswith("_id") or key in ignored
 
 
 def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conversation | Completion]:
-    """Return the conversation of a row of --format sft. Raises ValueError for a row of another form, or an unused key.
+    """Read one row of --format sft.
 
-    A row has `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion` as texts or as lists of
-    messages (TRL), or `instruction` and `output` (Alpaca).
+    A row has one of these forms:
+        - `messages` (OpenAI)
+        - `conversations` (ShareGPT)
+        - `prompt` and `completion`, as texts or as lists of messages (TRL)
+        - `instruction` and `output` (Alpaca)
+
+    Args:
+        row: The row.
+        ignored: Keys to drop.
+
+    Returns:
+        A list with one conversation.
+
+    Raises:
+        ValueError: The row has another form, or a key would not be used.
     """
     row = {key: value for key, value in row.items() if key not in ignored and value is not None}
     prompt, completion = row.get("prompt"), row.get("completion")
@@ -74,12 +87,23 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         found = _conversation(row, turns, used=["instruction", "input", "output", "text", "system"])
     else:
-        raise ValueError(f"a row has {_FORMS}; this one has {_listed(row)}")
+        raise ValueError(f"a row needs {_FORMS}; this one has {_listed(row)}")
     return [found]
 
 
 def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conversation | Completion]:
-    """Return the chosen and the rejected conversation of a row of --format preferences. Raises as ``read_row``."""
+    """Read one row of --format preferences.
+
+    Args:
+        row: The row.
+        ignored: Keys to drop.
+
+    Returns:
+        The chosen conversation, then the rejected one.
+
+    Raises:
+        ValueError: The row has another form, or a key would not be used.
+    """
     row = {key: value for key, value in row.items() if key not in ignored and value is not None}
     prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
     used = ["prompt", "chosen", "rejected"]
@@ -88,7 +112,7 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
         return [Completion(prompt, str(answer)) for answer in answers]
     lists = [answer for answer in answers if isinstance(answer, list)]
     if len(lists) < 2 or not isinstance(prompt or [], list):
-        raise ValueError(f"a row has {_PAIRS}; this one has {_listed(row)}")
+        raise ValueError(f"a row needs {_PAIRS}; this one has {_listed(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
     asked = len(prompt) if prompt else _shared_messages(*lists)
     return [_conversation(row, messages, asked, used=used) for messages in lists]
@@ -103,9 +127,9 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
         except ValueError as error:
             raise ValueError(f"tools is text that is not JSON ({error})") from error
     if not isinstance(tools or [], list) or not isinstance(more, dict):
-        raise ValueError("tools is a list of functions, and chat_template_kwargs an object")
+        raise ValueError("tools must be a list of functions, and chat_template_kwargs an object")
     if "tools" in more:
-        raise ValueError("chat_template_kwargs has tools; write them as tools of the row")
+        raise ValueError("chat_template_kwargs has tools; move them to the row's own key, tools")
     if not isinstance(messages, list):
         raise ValueError("messages is not a list of messages")
     if tools and "conversations" in used:
@@ -118,17 +142,17 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
 
 
 def _message(number: int, message: Any) -> Any:
-    """A message of ShareGPT, from and value, as role and content, or as tool calls."""
+    """Convert a ShareGPT message (from and value) to role and content, or to tool calls."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     speaker = message["from"]
     role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
     if role not in _ROLES:
         raise ValueError(
-            f"message {number} is from {speaker!r}; rename it: {', '.join([*_SPEAKERS, *_ROLES])} are read"
+            f"message {number} is from {speaker!r}; rename it to one of {', '.join([*_SPEAKERS, *_ROLES])}"
         )
     if "content" in message:
-        raise ValueError(f"message {number} has from and content; the text of from is in value")
+        raise ValueError(f"message {number} has from and content; a message with from has its text in value")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     if speaker == _CALLS:
         return {"role": role, "tool_calls": _calls(number, message.get("value")), **others}
@@ -136,14 +160,14 @@ def _message(number: int, message: Any) -> Any:
 
 
 def _calls(number: int, value: Any) -> list[dict[str, Any]]:
-    """Return the tool calls in the value of a message from function_call: one, or several in a list."""
+    """Return the tool calls in the value of a message from function_call: one call, or a list of calls."""
     try:
         calls = parse_json(value) if isinstance(value, str) else value
     except ValueError:
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        raise ValueError(f"message {number} is from {_CALLS}, so its value is JSON with a name and arguments")
+        raise ValueError(f"message {number} is from {_CALLS}, so its value must be JSON with a name and arguments")
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -158,7 +182,7 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Messages with which both answers begin; without a prompt of its own they are the prompt."""
+    """Count the leading messages that both conversations share. They are the prompt if the row has none."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((number for number, (one, other) in pairs if one != other), 0)
 

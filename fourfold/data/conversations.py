@@ -1,4 +1,7 @@
-"""Packs whole conversations into windows, as samples: none is cut to fit, and none sees another."""
+"""Pack whole conversations into windows, as samples.
+
+Conversations are not cut to fill a window, and do not see each other.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -18,28 +21,38 @@ from fourfold.errors import UserError
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """The result of packing a corpus of conversations into windows."""
+    """How a corpus of conversations was packed into windows."""
 
     windows: int
     conversations: int
-    """Conversations in the windows."""
+    """Number of conversations in the windows."""
     filled: float
-    """Share of the tokens that belong to a conversation; the rest is padding."""
+    """Fraction of the tokens that belong to a conversation. The remaining tokens are padding."""
     cut: int
-    """Conversations longer than a window, which lose their end."""
+    """Number of conversations longer than a window. They lose their end."""
     left_out: int
-    """Conversations whose answers begin beyond the window."""
+    """Number of conversations left out because their answers begin beyond the window."""
 
 
 class PackedConversations:
-    """Windows of `seq_length` + 1 tokens that hold whole conversations, each a document; the rest is padding, a
-    document of its own that is never trained.
+    """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
 
-    Their lengths alone decide which conversations share a window. Sample n is a window: epoch n // len(self) visits
-    all of them in an order of its own, drawn from `seed`. Nothing stands before a conversation, so the `look_back`
-    places before a window are empty.
+    Each conversation is a document. The padding is a document of its own and is never trained. Only the lengths of
+    conversations decide which of them share a window.
 
-    Raises UserError if the two corpora do not belong together, or nothing is left to train.
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Nothing comes
+    before a conversation, so the `look_back` places before a window are empty.
+
+    Args:
+        corpus: Tokens of the conversations, one document each.
+        answers: One mark per token of `corpus`: whether it is trained.
+        seq_length: Tokens per sample.
+        seed: Seed of the order of windows.
+        padding: Token that fills a window.
+        look_back: Places before each window.
+
+    Raises:
+        UserError: The two corpora do not belong together, or no answer fits in a window.
     """
 
     def __init__(
@@ -82,11 +95,11 @@ class PackedConversations:
         return cls(IndexedDataset(prefix), answers, seq_length, seed, padding, look_back)
 
     def __len__(self) -> int:
-        """Windows in one epoch."""
+        """Return the number of windows in one epoch."""
         return len(self._windows)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -110,9 +123,14 @@ class PackedConversations:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
-    """Pack items into bins of size `room`, and return the numbers of the items in each bin.
+    """Pack items into bins with best fit: longest item first, each into the fullest bin that has room for it.
 
-    Best fit: longest first, each into the fullest bin that has room for it. No length may exceed `room`.
+    Args:
+        lengths: Length of each item, at most `room`.
+        room: Size of a bin.
+
+    Returns:
+        For each bin, the numbers of its items.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     bins: list[list[int]] = []
@@ -140,9 +158,14 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
 
 
 def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the place of the first trained token in each conversation; a huge number where none is trained."""
+    """Return the position of the first trained token in each conversation, or a huge number if none is trained.
+
+    Args:
+        answers: One mark per token: whether it is trained.
+        offsets: Where each conversation begins, and the end of the last [conversations + 1].
+    """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # The very first token of a conversation has nothing before it to be predicted from, so it does not count.
+    # The first token of a conversation does not count, because no token before it can predict it.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

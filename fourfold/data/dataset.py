@@ -1,4 +1,4 @@
-"""Numbered samples: a corpus cut into windows and shuffled, and a mixture of such corpora."""
+"""Number the samples of a run: cut a corpus into shuffled windows, or mix several corpora."""
 
 import math
 from collections.abc import Sequence
@@ -13,38 +13,40 @@ from fourfold.data.indexed import IndexedDataset
 from fourfold.data.order import hash64, sample_permutation
 from fourfold.errors import UserError
 
-BLOCK = 10_000  # samples over which a mixture's proportions are exact
+BLOCK = 10_000
+"""A mixture's proportions are exact in every block of this many samples."""
 
-
-NO_DOCUMENT = -(2**31)  # the document of places before the first token of a corpus
+NO_DOCUMENT = -(2**31)
+"""Document number of places before the first token of a corpus."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the token stream, the input of masks."""
+    """Windows of the token stream. Masks take these."""
 
     stream: NDArray[np.int64]
-    """[samples, look_back + seq_length + 1]: the tokens, and those before them, which only masks see."""
+    """Tokens [samples, look_back + seq_length + 1]. Only masks see the first `look_back` of them."""
     stream_documents: NDArray[np.int64]
-    """The document of each token, counted from 0 at the window's first one; those before have negative numbers."""
+    """Document of each token, same shape as `stream`. The document of the window's first token is 0. Documents before
+    it have negative numbers."""
     numbers: NDArray[np.int64]
-    """[samples]: their numbers in the order of training."""
+    """Number of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """[samples, seq_length + 1]: the tokens of conversations that belong to an answer; None for text."""
+    """Whether each token belongs to an answer of a conversation [samples, seq_length + 1]. None for text."""
     reference: NDArray[np.float32] | None = None
-    """[samples]: the log-probabilities that the reference of preference optimization gives the answers."""
+    """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
-    """[samples, seq_length + 1]: false for padding. None: there is no padding."""
+    """False for padding [samples, seq_length + 1]. None if there is no padding."""
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[samples, seq_length + 1]"""
+        """Tokens of the samples without the look-back [samples, seq_length + 1]."""
         return self.stream[:, self.look_back :]
 
     @property
     def documents(self) -> NDArray[np.int64]:
-        """[samples, seq_length + 1]"""
+        """Documents of `tokens` [samples, seq_length + 1]."""
         return self.stream_documents[:, self.look_back :]
 
 
@@ -55,18 +57,21 @@ class Samples(Protocol):
     look_back: int
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order."""
         ...
 
 
 class TokenWindows:
-    """One corpus as windows of `seq_length` + 1 tokens: window i starts at token i·seq_length, so that neighbors
-    share one token and every token but the first is predicted once. A remainder shorter than a window is left out.
+    """One corpus, cut into windows of `seq_length` + 1 tokens.
 
-    Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`. `look_back`
-    tokens before each are read too, for masks.
+    Window i starts at token i·seq_length. Neighbors share one token, so every token but the first is predicted once.
+    Tokens at the end that do not fill a window are left out.
 
-    Raises UserError if the corpus is shorter than one window.
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
+    also has the `look_back` tokens before its window, for masks.
+
+    Raises:
+        UserError: The corpus is shorter than one window.
     """
 
     def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int, look_back: int = 0) -> None:
@@ -83,14 +88,15 @@ class TokenWindows:
 
     @classmethod
     def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
+        """Open the corpus at `prefix`."""
         return cls(IndexedDataset(prefix), seq_length, seed, look_back)
 
     def __len__(self) -> int:
-        """Windows in one epoch."""
+        """Return the number of windows in one epoch."""
         return (self.corpus.tokens - 1) // self.seq_length
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -107,18 +113,23 @@ class TokenWindows:
 
 
 class SourceMixture:
-    """Several sources in fixed proportions: n alone decides which source gives sample n, and which of its samples.
+    """Several sources in fixed proportions.
 
-    Weights are relative. In every block of 10,000 samples their proportions are exact (to 1 in 10,000), and a
-    seeded arrangement spreads each source evenly over the block, so that any stretch comes close to them too. A source
-    that is used up starts again in another order.
+    The number n alone decides which source gives sample n, and which of the source's samples. In every block of 10,000
+    samples the proportions are exact to 1 in 10,000. A seeded arrangement spreads each source evenly over the block, so
+    shorter stretches come close too. A source that runs out starts again in another order.
 
-    Raises UserError for no source, a weight that is not a positive number, or one that rounds to no sample.
+    Args:
+        sources: (source, weight). Weights are relative.
+        seed: Seed of the arrangement.
+
+    Raises:
+        UserError: There is no source, a weight is not a positive number, or a weight rounds to no sample.
     """
 
     def __init__(self, sources: Sequence[tuple[Samples, float]], seed: int) -> None:
         if not sources:
-            raise UserError("a mixture of no sources gives no samples; name at least one source")
+            raise UserError("a mixture needs at least one source")
         self.sources = [source for source, _ in sources]
         self.seq_length, self.look_back = self.sources[0].seq_length, self.sources[0].look_back
         cuts = {(source.seq_length, source.look_back) for source in self.sources}
@@ -127,7 +138,7 @@ class SourceMixture:
         self._source, self._rank = _arrange(self.counts, seed)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
@@ -159,9 +170,14 @@ def windows_of(
     numbers: NDArray[np.int64],
     look_back: int,
 ) -> Windows:
-    """Windows from their tokens, the places in each row where documents start, and the places before the first token.
+    """Build windows from their tokens.
 
-    stream: [samples, look_back + seq_length + 1].
+    Args:
+        stream: Tokens [samples, look_back + seq_length + 1].
+        document_starts: For each row, the places where documents start.
+        missing: For each row, the number of places before the first token of the corpus.
+        numbers: Number of each sample [samples].
+        look_back: Tokens before each window.
     """
     length = stream.shape[1]
     documents = documents_of(document_starts, length)
@@ -171,16 +187,24 @@ def windows_of(
 
 
 def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
-    """[len(starts), length]: 0, 1, 2 … within each window, given where documents start in it (any order, repeats)."""
+    """Number the documents within each window from 0, given where documents start.
+
+    Args:
+        starts: For each window, the places where documents start, in any order. Repeats are allowed.
+        length: Tokens per window.
+
+    Returns:
+        Document of each token [len(starts), length].
+    """
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):
         is_start[row, places] = 1
-    is_start[:, 0] = 0  # the first document is number 0, whether it starts at the window or before it
+    is_start[:, 0] = 0  # the first document is number 0, even if it started before the window
     return is_start.cumsum(axis=1)
 
 
 def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows, length]: each token's place in its document, counted from the window's start in the first one."""
+    """Return each token's position in its document [rows, length]. The first document starts with the window."""
     places = np.arange(documents.shape[1])
     is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
     positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)
@@ -188,10 +212,10 @@ def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Samples of each source in a block, by largest remainder; their sum is BLOCK."""
+    """Return each source's number of samples in a block, by largest remainder. The numbers add up to BLOCK."""
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight is a positive number")
+            raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
     shares = np.array(weights) / max(weights)  # their sum is finite
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
@@ -200,17 +224,17 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     if (counts == 0).any():
         index = int((counts == 0).argmax())
         raise UserError(
-            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which gives no"
+            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in total, which gives no"
             f" sample in {BLOCK}; raise it or leave the source out"
         )
     return counts
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[BLOCK] twice: the source at each place of a block, and how many of its samples came before in the block."""
+    """Return the source at each place of a block, and how many of its samples come before that place, both [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
-    # The k-th of c samples falls at random within the k-th c-th part of the block.
+    # Sample k of c falls at a random place within part k of c of the block.
     jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
     order = np.argsort((rank + jitter) / counts[source], kind="stable")
     return source[order], rank[order]

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and a lock between processes."""
+"""Write files and folders that appear whole or not at all, and lock them between processes."""
 
 import errno
 import glob
@@ -15,21 +15,21 @@ from pathlib import Path
 from fourfold.errors import UserError
 
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""EBADF is NFS's answer for a folder."""
+"""Errors of file systems without locks. EBADF is what NFS returns for a folder."""
 
 
 def temporary_name(path: Path) -> Path:
-    """The name beside `path` under which this process writes before it renames."""
+    """Return the temporary name next to `path`. This process writes there and then renames."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def is_file_name(name: str) -> bool:
-    """True for the name of a file in a folder, as opposed to a path."""
+    """Return whether `name` is a plain file name, not a path."""
     return name not in ("", ".", "..") and Path(name).name == name and "\0" not in name and len(os.fsencode(name)) < 256
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` by way of a temporary name, so that no reader ever sees a part of it."""
+    """Write `content` to a temporary name and rename it to `path`, so that no reader sees half a file."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)
@@ -39,17 +39,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class WriteFailed(UserError):
-    """A file could not be written; often the disk is full."""
+    """A file could not be written. Often the disk is full."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a ``WriteFailed`` that names ``path``.
+    """Turn an OSError of the block, such as a full disk, into a `WriteFailed` that names `path`.
 
-    A path that ends in no name is refused before.
+    Raises:
+        WriteFailed: The block failed, or `path` has no file name.
     """
     if not path.name:
-        raise WriteFailed(f"cannot write {path}: it is a folder; add the name of a file")
+        raise WriteFailed(f"cannot write {path}: it is a folder; add a file name")
     try:
         yield
     except OSError as error:
@@ -57,13 +58,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file for the user, whole or not at all; raises ``UserError`` where it cannot be written."""
+    """Write a file for the user, whole or not at all.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     with writing(path):
         write_whole(path, content.encode() if isinstance(content, str) else content)
 
 
 def swap_in(partial: Path, folder: Path) -> None:
-    """Rename the folder `partial` to `folder`, in place of one that is there: no reader sees half of either."""
+    """Rename the folder `partial` to `folder` and remove the folder it replaces. No reader sees half a folder."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -73,10 +78,7 @@ def swap_in(partial: Path, folder: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Flush a folder's directory entries, and the content of its small files, to the disk.
-
-    Tensor files are flushed when they are written.
-    """
+    """Flush a folder's entries and its JSON files to disk. Tensor files are flushed when they are written."""
     for path in (*folder.glob("*.json"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -87,9 +89,10 @@ def flush(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write into; it is renamed to `path` when the block ends, and removed when the block fails.
+    """Yield a folder to write to. It is renamed to `path` when the block ends and removed if the block fails.
 
-    Raises ``UserError`` when `path` exists or cannot be written.
+    Raises:
+        UserError: `path` exists or cannot be written.
     """
     if path.exists():
         raise UserError(f"{path} exists; choose another folder, or remove it")
@@ -102,11 +105,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
-    """Yield a new folder in ``parent`` (by default the system's for temporary files), and remove it after the block.
+    """Yield a new folder and remove it after the block.
 
-    Folders of the same prefix and suffix are removed too if a process of this machine has left them, as after
-    ``kill -9``. Their owners hold a lock, which the kernel frees: unlike a process id, it is never someone else's.
-    Folders of other machines stay, since their locks may not be visible here.
+    Folders with the same prefix and suffix that a killed process of this machine left behind are removed too. An owner
+    holds a lock that the kernel frees when the owner dies, and unlike a process id a lock cannot pass to another
+    process. Folders of other machines stay, because their locks may not be visible here.
+
+    Args:
+        parent: Where to create the folder. None takes the system's folder for temporary files.
+        prefix: Beginning of the name.
+        suffix: End of the name.
     """
     mode = 0o700 if parent is None else 0o777
     parent = Path(tempfile.gettempdir()) if parent is None else parent
@@ -118,7 +126,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
         folder.mkdir(mode)
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # another process found it before it was locked
+        except FileNotFoundError:  # another process removed it before it was locked
             continue
         _lock(descriptor, wait=True, refusal="")
         if _is_at(folder, descriptor):
@@ -132,7 +140,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that nobody has locked. It stays if its file system has no locks, or it is another user's."""
+    """Remove a folder if nobody has locked it. Keep it if the file system has no locks or another user owns it."""
     import fcntl
 
     with suppress(OSError):
@@ -147,21 +155,26 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (created if absent) for the duration of the block.
+    """Hold an exclusive lock on `path` during the block. The file is created if it does not exist.
 
-    The kernel frees the lock when the process dies, so it is never stale. On a file system without locks (some
-    parallel ones) the block runs without: callers use the lock to save work, not to be correct.
+    The kernel frees the lock when the process dies, so a lock is never stale. Some parallel file systems have no locks,
+    and the block runs without one there. Use this lock to save work, not for correctness.
 
-    Raises UserError if `wait` is false and another process holds it.
+    Args:
+        path: File to lock.
+        wait: Whether to wait for another process that holds the lock.
+
+    Raises:
+        UserError: Another process holds the lock and `wait` is false.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("a")
-        except FileNotFoundError:  # removed, with its folder, by the process that held it
+        except FileNotFoundError:  # the process that held the lock removed the folder
             continue
         with file:
-            _lock(file.fileno(), wait, f"{path} is locked by another process; wait until that one has finished")
+            _lock(file.fileno(), wait, f"{path} is locked by another process; wait until it has finished")
             if _is_at(path, file.fileno()):
                 yield
                 return
@@ -169,9 +182,12 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
-    """Hold an exclusive lock on a folder for the duration of the block, without a file in it.
+    """Hold an exclusive lock on a folder during the block, without a file in it.
 
-    Raises UserError(refusal) if another process holds it; on a file system without locks the block runs without.
+    If the file system has no locks, the block runs without one.
+
+    Raises:
+        UserError: Another process holds the lock. The message is `refusal`.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -182,7 +198,7 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool, refusal: str) -> None:
-    import fcntl  # POSIX only; the rest of this file should import anywhere
+    import fcntl  # POSIX only, but this module must import anywhere
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +210,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the one at its path."""
+    """Return whether an open file is still the file at its path."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -1,10 +1,11 @@
-"""The goldfish loss leaves about one token in k out of the training, the same one in every copy of a passage.
+"""Goldfish loss: leave about one token in k out of training, the same token in every copy of a passage.
 
-Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that was never trained on a token
-can repeat it only by knowing the language, so that a verbatim copy of S tokens survives with probability
-(1 - 1/k)^S. Copies must share their mask, or together they train every token: hence the hash of the text before.
+Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that never trained on a token can
+repeat it only by knowing the language, so a verbatim copy of S tokens survives with probability (1 - 1/k)^S. All copies
+of a passage must share one mask. Otherwise the copies together train every token. The mask is therefore a hash of the
+text before the token.
 
-Masks are integer arithmetic in NumPy: the same on every machine, device and grid.
+Masks are integer arithmetic in NumPy, so they are the same on every machine, device, and grid.
 """
 
 from dataclasses import dataclass
@@ -24,21 +25,21 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """The mask of a run file's [masks.goldfish]; False where a token is left out.
-
-    `exempt`: ids that are never left out. `first_sample`: the first that is masked.
-    """
+    """The mask of a run file's [masks.goldfish]. It is False for tokens that are left out of the loss."""
 
     config: GoldfishConfig
     exempt: tuple[int, ...] = ()
+    """Token ids that are never left out."""
     first_sample: int = 0
+    """Number of the first sample that is masked."""
 
     @property
     def look_back(self) -> int:
-        """Tokens before a window that the mask has to see, so as not to depend on where the stream is cut."""
+        """Tokens before a window that the mask must see, so that it does not depend on where the stream is cut."""
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
+        """Return which targets of the windows are kept [samples, S]."""
         config, targets = self.config, windows.tokens[:, 1:]
         if config.strategy == "hash":
             dropped = hash_drops(windows, config.k, config.h, config.seed)
@@ -57,24 +58,40 @@ class Goldfish:
 def goldfish_mask(
     config: GoldfishConfig, special_ids: tuple[int, ...], seq_length: int, global_batch_size: int
 ) -> Goldfish | None:
-    """Return the mask of a run, None without one. Raises UserError where the published hash would drop nothing."""
+    """Build the goldfish mask of a run.
+
+    Args:
+        config: The section [masks.goldfish].
+        special_ids: Special tokens, which are never left out.
+        seq_length: Tokens per sample.
+        global_batch_size: Samples per step, for `start_step`.
+
+    Returns:
+        The mask, or None if the strategy is "none".
+
+    Raises:
+        UserError: The hash-table strategy would drop no token.
+    """
     if config.strategy == "none":
         return None
     if config.strategy == "hash-table" and config.h >= seq_length:
         raise UserError(
             f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table sees "
-            "no token before the sequence, so none would be left out; choose a smaller h"
+            "no token before the sequence, so it would drop none; choose a smaller h"
         )
     exempt = tuple(sorted({*special_ids, *config.exempt}))
     return Goldfish(config, exempt, config.start_step * global_batch_size)
 
 
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
-    """Return [samples, S], True where a target is left out; the h tokens before it in its document decide.
+    """Choose the dropped targets with strategy "hash": a hash of the h tokens before the target in its document.
 
-    The key is a dot product with odd 64-bit coefficients, which no two orders of the same tokens share, mixed and
-    compared with 2^64/k; so a mask for 2k is part of the one for k. The first h tokens of a document are kept, and
-    windows without look-back keep their own first h.
+    The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. The key is
+    mixed and compared with 2^64/k, so the mask for 2k drops a subset of the mask for k. The first h tokens of a
+    document are kept. Windows without look-back also keep their own first h tokens.
+
+    Returns:
+        True for each dropped target [samples, S].
     """
     tokens, documents = windows.stream.astype(np.uint64), windows.stream_documents
     places = tokens.shape[1] - h  # targets with h tokens before them
@@ -92,11 +109,20 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 
 
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
-    """Return [samples, S], True where the published code leaves out a target (strategy "hash-table", commit 35d29f9).
+    """Choose the dropped targets as the published code does (strategy "hash-table", commit 35d29f9).
 
-    The key is the product of h targets, wrapped to 64 bits, modulo 1,000,003, and looks up a table of uniform numbers;
-    the h targets end with the one in question (`include_target`, as the code does) or precede it (as the paper says).
-    A product ignores the order of its factors, and collapses to 0 for large h or with token 0: prefer `hash`.
+    The key is the product of h tokens, wrapped to 64 bits, modulo 1,000,003. It is looked up in a table of uniform
+    random numbers. A product ignores the order of its factors and collapses to 0 for large h or with token 0, so prefer
+    "hash".
+
+    Args:
+        targets: Target tokens [samples, S].
+        k: One target in k is dropped.
+        h: Number of tokens in the key.
+        include_target: Whether the h tokens end with the target, as in the code, or before it, as in the paper.
+
+    Returns:
+        True for each dropped target [samples, S].
     """
     first = h - 1 if include_target else h
     places = targets.shape[1] - first
@@ -104,15 +130,19 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
     if places > 0:
         product = np.ones((len(targets), places), dtype=np.int64)
         for offset in range(h):
-            product *= targets[:, offset : offset + places]  # wraps, as int64 does in the published code
+            product *= targets[:, offset : offset + places]  # int64 wraps around, as in the published code
         dropped[:, first:] = published_table()[product % TABLE_SIZE] < np.float32(1 / k)
     return dropped
 
 
 def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
-    """Return [samples, S], True where a target is left out by chance; the same text is masked anew in each epoch."""
+    """Choose the dropped targets at random. The same text gets another mask in each epoch.
+
+    Returns:
+        True for each dropped target [samples, S].
+    """
     of_sample = hash64(numbers, seed)[:, None]
-    # No two samples share their places' hash values: both parts are mixed before they are added.
+    # Mix both parts before adding them, so that no two samples share the hash values of their places.
     of_place = hash64(np.arange(seq_length), seed + 1)
     with np.errstate(over="ignore"):
         return hash64(of_sample + of_place, seed + 2) < np.uint64(2**64 // k)
@@ -120,9 +150,9 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
 
 @cache
 def published_table() -> NDArray[np.float32]:
-    """Return the 1,000,003 numbers that torch.rand gives on the CPU with the published seed, made without torch.
+    """Return the 1,000,003 numbers that torch.rand draws on the CPU with the published seed, without importing torch.
 
-    Its generator is the Mersenne Twister, of whose 32-bit numbers it takes the lower 24 bits.
+    torch's generator is the Mersenne Twister. torch.rand takes the lower 24 bits of each 32-bit number.
     """
     generator = np.random.RandomState(TABLE_SEED)
     words = generator.randint(0, 2**32, size=TABLE_SIZE, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, or in a folder, by the name that they have here: hf:NAME[:CONFIG][:SPLIT]."""
+"""Read datasets of the Hugging Face Hub or of a local folder, named hf:NAME[:CONFIG][:SPLIT]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX = "hf:"
 
 
 class HubDataset(NamedTuple):
-    """A split of a dataset: of the Hub (``owner/name``), or of a local folder of files that `datasets` reads."""
+    """One split of a dataset. `name` is a Hub id (owner/name) or a folder of files that `datasets` reads."""
 
     name: str
     config: str | None
@@ -21,12 +21,16 @@ class HubDataset(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT. Raises UserError for anything else."""
+        """Parse hf:NAME, hf:NAME:SPLIT, or hf:NAME:CONFIG:SPLIT.
+
+        Raises:
+            UserError: The text has another form.
+        """
         if "[" in text or "+" in text:
-            raise UserError(f"{text}: a part or a sum of splits is not read; name one whole split, such as train")
+            raise UserError(f"{text}: slices and sums of splits are not supported; name one split, such as train")
         parts = text.removeprefix(PREFIX).split(":")
         if not text.startswith(PREFIX) or len(parts) > 3 or not all(parts):
-            raise UserError(f"{text} is not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+            raise UserError(f"{text} must have the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
         split = parts[-1] if len(parts) > 1 else "train"
         return cls(parts[0], parts[1] if len(parts) == 3 else None, split)
 
@@ -34,9 +38,10 @@ class HubDataset(NamedTuple):
         return PREFIX + ":".join(part for part in (self.name, self.config, self.split) if part is not None)
 
     def cached_files(self) -> list[Path]:
-        """The Arrow files of the split in the cache of `datasets`, which downloads it where it is not there yet.
+        """Return the split's Arrow files in the cache of `datasets`. Download the dataset first if needed.
 
-        Raises UserError where it cannot be loaded.
+        Raises:
+            UserError: The dataset cannot be loaded or has no rows.
         """
         files = [Path(file["filename"]) for file in self._load(streaming=False).cache_files]
         if not files:
@@ -44,31 +49,43 @@ class HubDataset(NamedTuple):
         return files
 
     def streams(self, count: int, text_key: str) -> Sequence[HubStream]:
-        """The split as so many streams, each of its own files, without downloading it first.
+        """Return the split as `count` streams that each read their own files. Nothing is downloaded in advance.
 
-        Raises UserError where it cannot be loaded, or has fewer files.
+        Args:
+            count: Number of streams.
+            text_key: Column of the text.
+
+        Raises:
+            UserError: The dataset cannot be loaded or has fewer files than `count`.
         """
         dataset = self._load(streaming=True)
         if count > dataset.num_shards:
-            raise UserError(f"{self} has {dataset.num_shards} files, so data.streams is at most that, not {count}")
+            raise UserError(f"{self} has {dataset.num_shards} files, so data.streams must be at most that, not {count}")
         return [HubStream(str(self), dataset, count, index, text_key) for index in range(count)]
 
     def _load(self, streaming: bool) -> Any:
         datasets = import_extra("datasets", "datasets", f"reading {self} needs")
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=streaming)
-        except Exception as error:  # the library raises its own, the Hub's, the network's and Python's exceptions
+        except Exception as error:  # `datasets` passes on exceptions of the Hub, the network, and Python
             raise UserError(f"{self} cannot be loaded: {_one_line(error)}") from error
 
 
 class HubStream:
-    """Documents of one part of a streamed dataset, in the dataset's order; after the last comes the first again."""
+    """Documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
 
     def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place; None is the place of the first. Raises UserError for what is no text."""
+        """Yield each document after its place, from a place on.
+
+        Args:
+            place: Where to begin. None begins at the first document.
+
+        Raises:
+            UserError: A row has no text under the key, or no row has any text.
+        """
         epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
         while True:
             part = self._dataset.shard(*self._part)
@@ -76,7 +93,7 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                part.load_state_dict(state)  # which `state_dict` heeds from the next row on only
+                part.load_state_dict(state)  # `state_dict` does not return this state before the next row
             rows = iter(part)
             for row in rows:
                 if text := self._text(row):
@@ -90,11 +107,14 @@ class HubStream:
     def _text(self, row: dict[str, Any]) -> str | None:
         if self._text_key not in row:
             raise UserError(
-                f"{self._name} has no '{self._text_key}' among {', '.join(row)}; name the text in data.text_key"
+                f"{self._name} has no '{self._text_key}' among {', '.join(row)}; set data.text_key to the text's column"
             )
         text = row[self._text_key]
         if text is not None and not isinstance(text, str):
-            raise UserError(f"{self._name}: '{self._text_key}' is no text but {type(text).__name__}; set data.text_key")
+            raise UserError(
+                f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key to "
+                "the text's column"
+            )
         return text
 
 

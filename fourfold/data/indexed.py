@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx the place of each sequence.
+r"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx the place of each sequence.
 
 Layout of the .idx, little-endian throughout:
 
@@ -11,7 +11,7 @@ Layout of the .idx, little-endian throughout:
     int64[n]  byte at which each sequence starts in the .bin
     int64[d]  sequence at which each document starts, then n
 
-A corpus written here has one sequence per document. Multimodal files (n more bytes of modes) are refused.
+fourfold writes one sequence per document. It refuses multimodal files, which have n more bytes of modes.
 """
 
 import array
@@ -36,28 +36,33 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_UINT16_VOCABULARY = 65_500  # Megatron's border: below it tokens are uint16
+_UINT16_VOCABULARY = 65_500  # Megatron stores tokens as uint16 below this size
 _LONGEST_SEQUENCE = 2**31 - 1
-CHECKED_AT_ONCE = 1 << 20  # entries, so that checking a huge index needs little memory
+CHECKED_AT_ONCE = 1 << 20
+"""Entries of the index that are checked at once, so that a huge index needs little memory."""
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The token file of a corpus."""
+    """Return the path of a corpus's token file."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The index file of a corpus."""
+    """Return the path of a corpus's index file."""
     return Path(f"{prefix}.idx")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type in which Megatron stores tokens of this vocabulary: uint16 when it fits, else int32."""
+    """Return the type that Megatron uses for this vocabulary: uint16 if it fits, int32 otherwise."""
     return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
 
 
 def check_exists(prefix: str | Path) -> None:
-    """Raise UserError if a file of a corpus is missing."""
+    """Check that both files of a corpus exist.
+
+    Raises:
+        UserError: A file is missing.
+    """
     for path in (idx_path(prefix), bin_path(prefix)):
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file, but a folder, a named pipe or a device")
@@ -65,22 +70,26 @@ def check_exists(prefix: str | Path) -> None:
             stem = Path(prefix).with_suffix("")
             if Path(prefix).suffix in (".bin", ".idx") and bin_path(stem).is_file():
                 raise UserError(
-                    f"path = '{prefix}' is one file of a corpus, and a prefix is needed; path = '{stem}' works"
+                    f"path = '{prefix}' is one file of a corpus, but a prefix is needed; path = '{stem}' works"
                 )
-            where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
+            where = "" if path.is_absolute() else f" in {Path.cwd()}, the current folder"
             raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")
 
 
 class IndexedDataset:
-    """A corpus on disk, seen as one stream of tokens with known document starts.
+    """A corpus on disk, read as one stream of tokens with known document starts.
 
-    Both files are memory-mapped; opening costs one pass over the index and no memory (unless sequences are not
-    contiguous in the .bin, which Megatron's own tools never produce).
+    Both files are memory-mapped. Opening takes one pass over the index and no memory, unless the sequences are not
+    contiguous in the .bin. Megatron's own tools never write such files.
 
-    Attributes: `prefix`; `dtype` of a stored token; `lengths` int32 [sequences], tokens in each; `tokens`,
-    `documents`: their numbers.
+    Attributes:
+        prefix: Path without a suffix.
+        dtype: Type of a stored token.
+        lengths: Tokens in each sequence, int32 [sequences].
+        tokens: Number of tokens.
 
-    Raises UserError, naming the file, if a file is missing or damaged, or contradicts the other one.
+    Raises:
+        UserError: A file is missing or damaged, or the files contradict each other. The message names the file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -93,9 +102,9 @@ class IndexedDataset:
         self._check_documents()
         self._contiguous, total_bytes = self._check_sequences()
         if self._contiguous and total_bytes != self._bin_bytes:
-            self._refuse(f"accounts for {total_bytes} bytes, but {self._bin} has {self._bin_bytes}")
+            self._refuse(f"expects {total_bytes} bytes of tokens, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # The byte at which each sequence starts, or would start if sequences were contiguous.
+        # The byte at which each sequence starts, or would start if the sequences were contiguous.
         self._starts: NDArray[np.int64] = self._pointers
         if not self._contiguous:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
@@ -111,22 +120,22 @@ class IndexedDataset:
 
     @property
     def document_offsets(self) -> NDArray[np.int64]:
-        """[documents + 1]: the token at which each document starts in the stream, then the number of tokens."""
+        """Index of each document's first token in the stream, then the number of tokens [documents + 1]."""
         sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
         document_starts: NDArray[np.int64] = sequence_starts[self._boundaries]
         return document_starts
 
     def read(self, start: int, length: int) -> NDArray[np.integer]:
-        """Tokens [start, start + length) of the stream, [length] of the stored type; do not write into it."""
+        """Return tokens [start, start + length) of the stream in the stored type. Do not write to the array."""
         assert 0 <= start <= start + length <= self.tokens, (start, length, self.tokens)
         if self._contiguous:
             return self._stream[start : start + length]
         return self._gather(start, length)
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return the places, counted from `start`, where documents start in tokens [start, start + length); ascending.
+        """Return the document starts within tokens [start, start + length), ascending and relative to `start`.
 
-        An empty document starts where the next one does, so a place can occur twice.
+        An empty document starts where the next document does, so a place can occur twice.
         """
         itemsize = self.dtype.itemsize
         first = bisect_left(self._starts, start * itemsize)
@@ -158,17 +167,17 @@ class IndexedDataset:
         if magic != MAGIC:
             self._refuse(f"starts with {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
-            self._refuse(f"has version {version}; only version {VERSION} is known")
+            self._refuse(f"has version {version}, but only version {VERSION} is supported")
         if code not in DTYPES:
-            self._refuse(f"has the unknown token type {code}; known are 1 to 8")
+            self._refuse(f"has the unknown token type {code}, not one of 1 to 8")
         self.dtype = np.dtype(DTYPES[code])
         if self.dtype.kind == "f":
-            self._refuse(f"stores {self.dtype.name}, which are not tokens")
+            self._refuse(f"stores {self.dtype.name}, which cannot be tokens")
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size == expected + sequences and sequences > 0:
-            self._refuse("is a multimodal index; only text is read")
+            self._refuse("is a multimodal index, but only text is supported")
         if size != expected:
-            self._refuse(f"has {size} bytes where its header announces {expected}; it is truncated or damaged")
+            self._refuse(f"has {size} bytes, but its header announces {expected}: it is truncated or damaged")
         lengths_end = _HEADER.size + 4 * sequences
         pointers_end = lengths_end + 8 * sequences
         self.lengths = mapped[_HEADER.size : lengths_end].view("<i4")
@@ -184,7 +193,7 @@ class IndexedDataset:
                 self._refuse("has document boundaries that do not ascend")
 
     def _check_sequences(self) -> tuple[bool, int]:
-        """Return whether sequences are contiguous from byte 0, and the bytes of all of them."""
+        """Return whether the sequences are contiguous from byte 0, and their total number of bytes."""
         contiguous, total = True, 0
         for begin in range(0, len(self.lengths), CHECKED_AT_ONCE):
             sizes = self.lengths[begin : begin + CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
@@ -204,9 +213,13 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a corpus; both files appear, complete, when the `with` block ends without an exception.
+    """Writes a corpus. Both files appear when the `with` block ends without an exception.
 
-    `vocab_size` chooses the stored type as Megatron does. Every document becomes one sequence.
+    Every document becomes one sequence.
+
+    Args:
+        prefix: Path without a suffix.
+        vocab_size: Size of the vocabulary. It decides the stored type, as in Megatron.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -214,11 +227,11 @@ class IndexedWriter:
         self._idx = idx_path(prefix)
         self._bin = bin_path(prefix)
         self._temporary = temporary_name(self._bin)
-        self._lengths = array.array("i")  # compact: a corpus may have a hundred million documents
+        self._lengths = array.array("i")  # compact, because a corpus can have a hundred million documents
 
     @property
     def documents(self) -> int:
-        """Documents written so far."""
+        """Number of documents written so far."""
         return len(self._lengths)
 
     def __enter__(self) -> Self:
@@ -226,14 +239,23 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append one document. Raises UserError beyond 2,147,483,647 tokens, which the format cannot count."""
+        """Append one document.
+
+        Raises:
+            UserError: The document has more than 2,147,483,647 tokens, the format's limit.
+        """
         tokens = np.asarray(tokens, dtype=np.int64)
         if len(tokens) > _LONGEST_SEQUENCE:
             raise UserError(f"{self._bin}: one document has {len(tokens)} tokens, beyond {_LONGEST_SEQUENCE}; split it")
         self.add_documents(tokens, np.array([len(tokens)]))
 
     def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
-        """Append many documents: their tokens one after the other, and the length of each."""
+        """Append many documents.
+
+        Args:
+            tokens: Tokens of all documents, concatenated.
+            lengths: Length of each document.
+        """
         assert int(lengths.sum()) == len(tokens), (int(lengths.sum()), len(tokens))
         if tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
@@ -246,10 +268,10 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(*[] if kind is None else [OSError]):  # of a full disk, which the block has reported
+            with suppress(*[] if kind is None else [OSError]):  # the block has already reported a full disk
                 self._file.close()
             if kind is None:
-                # The index last: if it exists, the tokens do.
+                # Write the index last. If the index exists, the tokens exist too.
                 os.replace(self._temporary, self._bin)
                 write_whole(self._idx, self._index())
         finally:

@@ -1,4 +1,4 @@
-"""Loads the micro-batches of one rank, a pure function of the step and the rank."""
+"""Load the micro-batches of one rank, as a pure function of the step and the rank."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,24 +18,28 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Array]):
-    """The input of one forward pass, int64 [B, S]: arrays from the loader, tensors on the way to the model."""
+    """The input of one forward pass. Fields are int64 [B, S] unless they say otherwise.
+
+    The loader fills the fields with arrays. The training loop turns them into tensors.
+    """
 
     tokens: Array
     labels: Array | None = None
-    """The token after each, IGNORE_INDEX where the loss does not count it. Without labels the model returns logits."""
+    """The token after each token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits.
+    """
     positions: Array | None = None
-    """The place of each token in its document; None: in its sequence."""
+    """Position of each token in its document. None means its position in the sequence."""
     document_ends: Array | None = None
-    """[B, E]: where the documents of a sequence end, which attention must not cross: the last at S, repeated in
-    sequences with fewer; None: it may."""
+    """Where the documents of each sequence end [B, E]. Attention does not cross these ends. The last end is S, repeated
+    in sequences with fewer documents. None means that attention sees the whole sequence."""
     reference: Array | None = None
-    """[B], float32: the reference's log-probability of each sequence's labels, for preference optimization."""
+    """Log-probability of each sequence's labels under the reference model, for preference optimization, float32 [B]."""
     is_data: Array | None = None
-    """[B, S], bool: false for padding, which experts neither compute nor count. Prompts and masked tokens are data.
-    None: all tokens are data."""
+    """False for padding, bool [B, S]. Experts neither compute nor count padding. Prompts and masked tokens are data.
+    None means that there is no padding."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
-        """Apply ``function`` to every field that is not None."""
+        """Apply `function` to every field that is not None."""
 
         def of(field: Array | None) -> Other | None:
             return None if field is None else function(field)
@@ -47,14 +51,22 @@ class MicroBatch(Generic[Array]):
 class Loader:
     """This rank's micro-batches for any optimizer step.
 
-    Step t consists of samples [t·G, (t+1)·G) for global batch size G, whatever the grid; of these, micro-batch m of
-    rank r of `size` takes the `micro_batch_size` that follow t·G + (m·size + r)·micro_batch_size. The step is the
-    only state, so resuming, on this grid or another, is calling `step` with the next number.
+    Step t consists of samples [t·G, (t+1)·G) for global batch size G, on every grid. Micro-batch m of rank r of `size`
+    ranks takes the `micro_batch_size` samples from t·G + (m·size + r)·micro_batch_size on. The step is the only state.
+    To resume on this grid or another one, call `step` with the next number.
 
-    `rank`, `size` count the ranks that split the batch (not those that split a sequence or a layer). With `prefetch`
-    one thread assembles step t + 1 while step t is used; `close` (or the end of a `with` block) ends it.
+    Args:
+        dataset: The samples.
+        seq_length: Tokens per sample.
+        global_batch_size: Samples per step, over all ranks.
+        micro_batch_size: Samples per micro-batch.
+        rank: This rank among the ranks that split the batch. Ranks that split a sequence or a layer share one number.
+        size: Number of ranks that split the batch.
+        masks: Masks of the loss. A token counts if all masks keep it.
+        prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
 
-    Raises UserError if the global batch cannot be shared out evenly.
+    Raises:
+        UserError: The global batch cannot be divided evenly.
     """
 
     def __init__(
@@ -81,7 +93,7 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
-        """The micro-batches of optimizer step `step` (from 0), in the order in which they run."""
+        """Return the micro-batches of one optimizer step (from 0), in the order in which they run."""
         if self._executor is None:
             return self._assemble(step)
         ahead, self._ahead = self._ahead, None
@@ -90,13 +102,13 @@ class Loader:
         return batches
 
     def sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """[micro-batches, micro_batch_size]: the global numbers of the samples that `step` gives this rank."""
+        """Return the global numbers of the samples that `step` gives this rank [micro-batches, micro_batch_size]."""
         micro_batch = np.arange(self.micro_batches)[:, None]
         first = step * self.global_batch_size + (micro_batch * self.size + self.rank) * self.micro_batch_size
         return first + np.arange(self.micro_batch_size)
 
     def close(self) -> None:
-        """End the prefetching thread; without one, do nothing. The loader gives no more prefetched steps."""
+        """End the prefetching thread if there is one. The loader returns no more prefetched steps."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = self._ahead = None
@@ -111,7 +123,7 @@ class Loader:
         return self.assemble(self.sample_numbers(step).reshape(-1))
 
     def assemble(self, numbers: NDArray[np.int64]) -> list[MicroBatch[NDArray[Any]]]:
-        """The samples of these numbers in micro-batches."""
+        """Return the samples with these numbers, in micro-batches."""
         windows = self.dataset.read(numbers)
         labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
@@ -133,7 +145,7 @@ class Loader:
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the documents of each sequence end, [B, E], from the document of each token, [B, S]."""
+    """Return where the documents of each sequence end [B, E], from the document of each token [B, S]."""
     rows, length = documents.shape
     is_last = np.ones_like(documents, dtype=bool)
     is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]
@@ -147,7 +159,9 @@ def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
     """Return the number of micro-batches of each rank in a step."""
     if global_batch_size < 1 or micro_batch_size < 1:
-        raise UserError(f"batch sizes are at least 1, not {global_batch_size} (global) and {micro_batch_size} (micro)")
+        raise UserError(
+            f"batch sizes must be at least 1, not {global_batch_size} (global) and {micro_batch_size} (micro)"
+        )
     at_once = size * micro_batch_size
     count, rest = divmod(global_batch_size, at_once)
     if rest == 0:
@@ -155,5 +169,5 @@ def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> 
     nearest = at_once * max(1, round(global_batch_size / at_once))
     raise UserError(
         f"global_batch_size {global_batch_size} is not a multiple of {at_once} ({size} ranks that split the batch"
-        f" × micro_batch_size {micro_batch_size}); the nearest that works is {nearest}"
+        f" × micro_batch_size {micro_batch_size}); the nearest valid size is {nearest}"
     )

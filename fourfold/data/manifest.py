@@ -1,4 +1,4 @@
-"""OUT.json, beside OUT.bin and OUT.idx: the description of a prepared corpus and of how its tokens were made."""
+"""Read and write OUT.json, which describes a prepared corpus (OUT.bin and OUT.idx) and how its tokens were made."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,7 @@ from fourfold.parsing import parse_json
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of OUT.json."""
+    """Content of OUT.json."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -24,32 +24,32 @@ class Manifest:
     """"train" or "validation"."""
     documents: int
     tokens: int
-    """Tokens, including those that end documents."""
+    """Number of tokens, including end-of-document tokens."""
     bytes: int
-    """UTF-8 bytes of the text."""
+    """Number of UTF-8 bytes of the text."""
     tokenizer: str
-    """"bytes", or the name of a tokenizer.json in the same folder."""
+    """"bytes" or the name of a tokenizer.json in the same folder."""
     fingerprint: str
-    """The tokenizer's."""
+    """Fingerprint of the tokenizer."""
     vocab_size: int
     eod_id: int
     dtype: str
-    """The type of the stored tokens."""
+    """Type of the stored tokens."""
     inputs: list[str]
-    """The inputs as the user gave them."""
+    """Inputs as the user gave them."""
     text_key: str
     validation_fraction: float
     seed: int
     request: str
-    """A digest of everything that decides the content."""
+    """Digest of everything that decides the corpus's content."""
     format: str = "text"
-    """"text", or "sft" for conversations."""
+    """"text", "sft", or "preferences"."""
     trained_tokens: int | None = None
-    """Tokens of answers, for conversations."""
+    """Number of tokens in answers. None for text."""
     bos_id: int | None = None
-    """The token that begins every document; None if documents begin with their text."""
+    """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know of how the input was read, besides the files that were left out."""
+    """What the user should know about how the input was read, except for files that were left out."""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -57,14 +57,15 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass
 class CorpusSplit:
-    """A corpus being made: its prefix, and its number of documents, tokens, bytes of text, and trained tokens."""
+    """A corpus that is being made: its prefix and its counts."""
 
     prefix: Path
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
+    """Bytes of text."""
     trained: int | None = None
-    """None for text, all of which is trained."""
+    """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
         """Add to the counts."""
@@ -76,27 +77,35 @@ class CorpusSplit:
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """The manifest of a corpus."""
+    """Return the path of a corpus's manifest."""
     return Path(f"{prefix}.json")
 
 
 def validation_prefix(prefix: str | Path) -> str:
-    """The prefix of the validation split that belongs to a corpus."""
+    """Return the prefix of a corpus's validation split."""
     return f"{prefix}-validation"
 
 
 def trained_prefix(prefix: str | Path) -> str:
-    """The prefix of the flags of a corpus of conversations: 1 for every token that is trained, 0 for the others."""
+    """Return the prefix of the flags of a corpus of conversations. A flag is 1 for a trained token and 0 otherwise."""
     return f"{prefix}-trained"
 
 
 def write_manifests(
     splits: dict[str, CorpusSplit], prefix: Path, tokenizer: Tokenizer, **request: Any
 ) -> tuple[Manifest, Manifest | None]:
-    """Write the tokenizer and the manifests of "train" and perhaps "validation" beside their corpora, and return them.
+    """Write the tokenizer and the manifests next to their corpora.
 
-    request: the fields of the manifest that describe the request. The manifest of train is written last: if it exists,
-    the corpus is complete.
+    The manifest of "train" is written last. If it exists, the corpus is complete.
+
+    Args:
+        splits: "train", and "validation" if documents were held out.
+        prefix: Prefix of the train split.
+        tokenizer: The tokenizer of the corpus.
+        request: Fields of the manifest that describe the request.
+
+    Returns:
+        The manifests of the train split and the validation split (or None).
     """
     tokenizer_name = "bytes"
     if isinstance(tokenizer, HFTokenizer):
@@ -125,9 +134,10 @@ def write_manifests(
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of a corpus; None where there is none, as for one that Megatron-LM made.
+    """Read the manifest of a corpus. Return None if there is none, as for a corpus made by Megatron-LM.
 
-    Raises UserError for a file that is not a manifest.
+    Raises:
+        UserError: The file is not a manifest.
     """
     path = manifest_path(prefix)
     if not path.is_file():
@@ -145,14 +155,15 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
             f"{path} is not the manifest of a corpus{place}; remove it and prepare the corpus again"
         ) from None
     if not is_file_name(manifest.tokenizer):
-        raise UserError(f"{path}: its tokenizer is no file of the same folder; prepare the corpus again")
+        raise UserError(f"{path}: its tokenizer is not a file in the same folder; prepare the corpus again")
     return manifest
 
 
 def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
-    """The tokenizer that made a prepared corpus.
+    """Open the tokenizer that made a prepared corpus.
 
-    Raises UserError if the corpus has no manifest, or its tokenizer is missing or was replaced.
+    Raises:
+        UserError: The corpus has no manifest, or its tokenizer is missing or was replaced.
     """
     manifest = read_manifest(prefix)
     if manifest is None:
@@ -165,9 +176,13 @@ def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
 
 
 def open_as_made(name: str | Path, manifest: Manifest) -> Tokenizer | None:
-    """Open a tokenizer with the corpus's own tokens that end and begin a document.
+    """Open a tokenizer with the tokens that begin and end the corpus's documents.
 
-    Returns None if another tokenizer made the corpus. Raises UserError if there is no tokenizer.
+    Returns:
+        The tokenizer, or None if another tokenizer made the corpus.
+
+    Raises:
+        UserError: The tokenizer cannot be opened.
     """
     try:
         ends = () if str(name) == "bytes" else (manifest.eod_id, manifest.bos_id)

@@ -1,4 +1,4 @@
-"""The masks of a run on its own data, before training: which tokens they leave out, and how many."""
+"""Preview the masks of a run on its own data before training: which tokens they leave out, and how many."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from fourfold.data.masks import LossMask
 from fourfold.data.tokenizer import Tokenizer
 
 RATE_TOLERANCE = 0.2
+"""Warn if the drop rate differs from 1/k by more than this fraction."""
 SPAN_FACTOR = 3.0
-"""A longest span this many times longer than chance explains shows that the mask misses a kind of text."""
+"""Warn if the longest span without a dropped token is this many times longer than chance explains."""
 
-_FEWEST_TOKENS = 1_000  # below this, chance alone moves the rate by more than the tolerance
+_FEWEST_TOKENS = 1_000  # with fewer tokens, chance alone moves the rate by more than the tolerance
 
 
 @dataclass(frozen=True)
@@ -25,67 +26,71 @@ class MaskStatistics:
 
     k: int
     tokens: int
-    """Targets."""
+    """Number of targets."""
     trainable: int
-    """Targets that the other masks keep."""
+    """Targets that all masks except goldfish keep."""
     dropped: int
-    """Trainable targets that the goldfish mask leaves out."""
+    """Trainable targets that the goldfish mask drops."""
     longest_undropped_span: int
-    """Targets in a row within one document without a dropped one."""
+    """Longest run of targets in one document without a dropped target."""
 
     @property
     def drop_rate(self) -> float:
+        """Fraction of the trainable targets that the goldfish mask drops."""
         return self.dropped / self.trainable if self.trainable else 0.0
 
     @property
     def expected_longest_span(self) -> float:
-        """The longest span to expect if drops were independent, ln(n/k) / -ln(1 - 1/k)."""
+        """Expected longest span of n trainable targets if drops were independent: ln(n/k) / -ln(1 - 1/k)."""
         return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
 
     def warnings(self) -> list[str]:
-        """Sentences to read before training."""
+        """Return warnings for the user to read before training."""
         found = []
         if self.trainable >= _FEWEST_TOKENS and abs(self.drop_rate * self.k - 1) > RATE_TOLERANCE:
             found.append(
-                f"the goldfish mask leaves out {self.drop_rate:.2%} of the trained tokens, not 1/{self.k} = "
+                f"the goldfish mask drops {self.drop_rate:.2%} of the trained tokens, not 1/{self.k} = "
                 f"{1 / self.k:.2%}: its hash does not suit this data, or documents are short compared to h; "
                 "try strategy = 'hash', or a smaller h"
             )
         if self.longest_undropped_span > SPAN_FACTOR * self.expected_longest_span:
             found.append(
                 f"the goldfish mask keeps {self.longest_undropped_span} tokens in a row, where chance would keep about "
-                f"{self.expected_longest_span:.0f}: such a passage can be memorized; repetitive text, or an h "
-                "that is long compared to the documents, causes this"
+                f"{self.expected_longest_span:.0f}, so such a passage can be memorized; repetitive text causes this, "
+                "and so does an h that is large compared to the documents"
             )
         return found
 
     def record(self) -> dict[str, int | float]:
-        """The statistics as JSON values."""
+        """Return the statistics as JSON values."""
         return {**asdict(self), "drop_rate": self.drop_rate, "expected_longest_span": self.expected_longest_span}
 
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
-    """Count over these windows, with the goldfish mask as it is from its start step on."""
+    """Count over these windows. The goldfish mask applies as it does after its start step."""
     targets = windows.tokens[:, 1:]
     trainable = np.ones(targets.shape, dtype=bool)
     for mask in masks:
         trainable &= mask(windows)
     dropped = trainable & ~always(goldfish)(windows)
-    # A span ends at a dropped token, at the end of a document, and where another mask leaves out a token.
+    # A span ends at a dropped token, at the end of a document, or at a token that another mask leaves out.
     span = longest_run(trainable & ~dropped)
     return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
 
 
 @dataclass(frozen=True)
 class PreviewedSample:
-    """One training sequence: [S] target tokens, whether each is trained, and whether the goldfish mask drops it."""
+    """One training sequence [S]: target tokens, whether each is trained, and whether the goldfish mask drops it."""
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.bool_]
     dropped: NDArray[np.bool_]
 
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
-        """Return the text of each token, or its number where it is not a whole character or no tokenizer is known."""
+        """Return the text of each token.
+
+        A token is shown by its number if it is not a whole character or if no tokenizer is known.
+        """
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]
         texts = [tokenizer.decode([token]) for token in self.tokens.tolist()]
@@ -101,15 +106,23 @@ class Preview:
 
     samples: list[PreviewedSample]
     trained_share: float
-    """Share of the targets that are trained."""
+    """Fraction of the targets that are trained."""
     statistics: MaskStatistics | None
-    """None without a goldfish mask."""
+    """None if there is no goldfish mask."""
 
 
 def preview(
     dataset: Samples, masks: Sequence[LossMask], goldfish: Goldfish | None, samples: int, tokens: int
 ) -> Preview:
-    """Return the first `samples` training sequences, and statistics of about the first `tokens` tokens."""
+    """Preview the masks on the beginning of the training data.
+
+    Args:
+        dataset: The samples.
+        masks: All masks except goldfish.
+        goldfish: The goldfish mask, if there is one.
+        samples: Number of training sequences to return.
+        tokens: Approximate number of tokens for the statistics.
+    """
     windows = dataset.read(np.arange(max(samples, 1, tokens // dataset.seq_length)))
     kept = np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     for mask in masks:
@@ -129,7 +142,7 @@ def always(goldfish: Goldfish) -> Goldfish:
 
 
 def longest_run(flags: NDArray[np.bool_]) -> int:
-    """Return the length of the longest stretch of True within a row."""
+    """Return the length of the longest run of True within a row."""
     places = np.arange(1, flags.shape[-1] + 1)
     ending_here = places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)
     return int(ending_here.max(initial=0))

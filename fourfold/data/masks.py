@@ -1,8 +1,8 @@
-"""Masks: small functions that select the tokens that the loss counts; several are AND-ed.
+"""Masks: small functions that select the tokens the loss counts. A token counts if all masks keep it.
 
-A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from
-token i is kept. It sees whole windows, before the sequence or the batch is split, so that every layout drops the
-same tokens. A run file names masks of the user's own in `masks.functions`.
+A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from token
+i is kept. It sees whole windows, before the sequence or the batch is split, so every layout drops the same tokens. The
+run file names your own masks in `masks.functions`.
 """
 
 import importlib
@@ -23,13 +23,13 @@ LossMask = Callable[[Windows], NDArray[np.bool_]]
 
 
 def document_boundary(windows: Windows) -> NDArray[np.bool_]:
-    """Do not predict the first token of a document from the end of another."""
+    """Drop the first token of each document, so that it is not predicted from another document."""
     kept: NDArray[np.bool_] = windows.documents[:, 1:] == windows.documents[:, :-1]
     return kept
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Keep the assistant's turns of a conversation, and all of a plain text."""
+    """Keep the assistant's turns of a conversation, or all of a plain text."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]
@@ -39,17 +39,18 @@ def answers_only(windows: Windows) -> NDArray[np.bool_]:
 class Responses:
     """Keep the text after a `start` marker, up to and including an `end` marker or the end of the document.
 
-    The markers are token ids. Fine-tuning on a conversation trains the answers and not the questions.
+    The markers are token ids. Fine-tuning on conversations then trains the answers and not the questions.
     """
 
     start: tuple[int, ...]
     end: tuple[int, ...] = ()
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
+        """Return which targets of the windows are kept [samples, S]."""
         tokens, documents = windows.tokens, windows.documents
         opened = _last_end_of(self.start, tokens)
         closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
-        # Where one marker both opens and closes, what follows it is open.
+        # If one marker both opens and closes, the text after it is open.
         inside = (opened >= 0) & (opened >= closed)
         same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
         kept: NDArray[np.bool_] = (inside & same)[:, 1:]
@@ -57,7 +58,7 @@ class Responses:
 
 
 def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
-    """[samples, S]: the next token where every mask keeps it, else IGNORE_INDEX."""
+    """Return the next token if every mask keeps it, and IGNORE_INDEX otherwise [samples, S]."""
     labels = windows.tokens[:, 1:].copy()
     for mask in masks:
         labels[~mask(windows)] = IGNORE_INDEX
@@ -67,10 +68,20 @@ def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
 def build_masks(
     config: MasksConfig, tokenizer: Tokenizer | None, seq_length: int, global_batch_size: int
 ) -> tuple[list[LossMask], Goldfish | None]:
-    """Return the masks of a run file without the goldfish mask, which validation does not have, and the goldfish mask.
+    """Build the masks of a run file.
 
-    Raises UserError for a marker without a tokenizer to read it, a function that cannot be imported, and an h of the
-    published hash that is longer than a sequence.
+    Args:
+        config: The section [masks].
+        tokenizer: The tokenizer of the corpus, if it is known.
+        seq_length: Tokens per sample.
+        global_batch_size: Samples per step.
+
+    Returns:
+        The masks without goldfish, which validation uses, and the goldfish mask (or None).
+
+    Raises:
+        UserError: A marker is text but there is no tokenizer, a function cannot be imported, or `h` of the hash-table
+            strategy is not below the sequence length.
     """
     masks: list[LossMask] = [document_boundary, answers_only]
     if config.responses.start is not None:
@@ -87,7 +98,7 @@ def build_masks(
 
 
 def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[samples, S + 1]: the place after the last whole occurrence of `marker` at or before each token; -1: none."""
+    """Return the place after the last whole `marker` at or before each token, or -1 [samples, S + 1]."""
     samples, length = tokens.shape
     ends = np.full((samples, length), -1, dtype=np.int64)
     places = length - len(marker)
@@ -104,7 +115,7 @@ def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> 
         return tuple(marker)
     if tokenizer is None:
         raise UserError(
-            f"masks.responses.{name} = {marker!r} is text, and the tokenizer of the corpus is not known; give "
+            f"masks.responses.{name} = {marker!r} is text, but the tokenizer of the corpus is not known; give "
             "token ids, or set data.tokenizer"
         )
     return tuple(tokenizer.encode_batch([marker])[0])
@@ -122,17 +133,17 @@ def _imported(name: str) -> LossMask:
 
 
 def _checked(name: str, mask: LossMask) -> LossMask:
-    """Wrap a user's mask to check what it returns."""
+    """Wrap a user's mask to check its result."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # otherwise a file of ours would be blamed
+        except OSError as error:  # otherwise the caller would blame one of its own files
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:
             found = f"{kept.dtype} {kept.shape}" if isinstance(kept, np.ndarray) else type(kept).__name__
-            raise UserError(f"masks.functions: '{name}' returned {found}; a mask is bool {expected}")
+            raise UserError(f"masks.functions: '{name}' returned {found}; a mask must be bool {expected}")
         return kept
 
     return checked

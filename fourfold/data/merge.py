@@ -1,4 +1,4 @@
-"""Merges tokenized shards in input order, and holds out documents for validation."""
+"""Merge tokenized shards in input order, and hold out documents for validation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,10 +17,19 @@ from fourfold.data.shards import Shard, result
 def merge(
     shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
-    """Merge the completed shards in `folder` into one corpus there, or into two if `validation_fraction` > 0.
+    """Merge the completed shards in `folder` into one corpus there, or into two if documents are held out.
 
-    Returns the splits by name, "train" and perhaps "validation". A document's number in the input and `seed`
-    decide whether it is held out.
+    A document's number in the input and `seed` decide whether it is held out.
+
+    Args:
+        shards: The shards in input order.
+        folder: Folder of the shards and of the result.
+        vocab_size: Size of the vocabulary.
+        validation_fraction: Fraction of the documents to hold out.
+        seed: Seed of the choice.
+
+    Returns:
+        "train", and "validation" if `validation_fraction` > 0.
     """
     names = ("train", "validation") if validation_fraction > 0 else ("train",)
     splits = {name: CorpusSplit(folder / f"merged-{name}") for name in names}
@@ -41,7 +50,13 @@ def merge(
 
 
 def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Return True for documents, by their numbers, that are in a seeded random share of all; `share` in [0, 1)."""
+    """Return whether each document is in a seeded random share of all documents.
+
+    Args:
+        numbers: Numbers of the documents.
+        share: The share, in [0, 1).
+        seed: Seed of the choice.
+    """
     return hash64(numbers, seed) < np.uint64(share * 2.0**64)
 
 

@@ -1,4 +1,4 @@
-"""The order of samples: a seeded bijection that needs no memory and knows nothing of the grid."""
+"""The order of samples: a seeded permutation that needs no memory and does not depend on the grid."""
 
 from typing import TypeVar
 
@@ -13,19 +13,26 @@ Bits = TypeVar("Bits", np.uint64, NDArray[np.uint64])
 
 
 def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
-    """Return a seeded 64-bit hash of each integer in `values` (any shape, kept); uniform over all 64 bits."""
-    with np.errstate(over="ignore"):  # numpy warns when a scalar wraps round, which is what a hash does
+    """Return a seeded 64-bit hash of each integer in `values`, in the same shape. It is uniform over all 64 bits."""
+    with np.errstate(over="ignore"):  # numpy warns when a scalar wraps around, but a hash must
         key = _mix(np.uint64(seed & _ALL_BITS) + _GOLDEN)
         return np.asarray(_mix(np.asarray(values).astype(np.uint64) * _GOLDEN + key))
 
 
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
-    """Apply a seeded permutation of 0 … size-1 to each of `indices`; every epoch has another permutation.
+    """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
-    `indices` [...] int, each in [0, size); `epoch` an int or one per index. Returns int64 of the shape of `indices`.
+    A Feistel network permutes the next power of two. It is applied again to results of `size` or more ("cycle walking",
+    under two rounds on average), which makes it a bijection on [0, size).
 
-    A Feistel network permutes the next power of two, and is applied again to a result of `size` or more
-    ("cycle walking", under two rounds on average), which makes a bijection on [0, size).
+    Args:
+        indices: Integers in [0, size), any shape.
+        size: Number of samples.
+        seed: Seed of the permutation.
+        epoch: One epoch, or one per index.
+
+    Returns:
+        The permuted indices, int64 in the shape of `indices`.
     """
     indices = np.asarray(indices, dtype=np.int64)
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
@@ -40,7 +47,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """A keyed bijection on [0, 2**bits): each half in turn is xored with a hash of the other."""
+    """Apply a keyed bijection on [0, 2**bits): each half in turn is xored with a hash of the other half."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(half)) - 1) for half in (low_bits, high_bits))
     low, high = values & low_mask, values >> low_bits
@@ -51,12 +58,12 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # A half has at most 32 bits, so the round's number never meets it.
+    # A half has at most 32 bits, so the round's number does not overlap it.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 
 def _mix(values: Bits) -> Bits:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """Mix the bits so that every input bit reaches every output bit (SplitMix64's finalizer, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

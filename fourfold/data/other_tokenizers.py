@@ -1,4 +1,4 @@
-"""Tokenizer files in other formats than tokenizer.json: what they are, and how to convert them."""
+"""Recognize tokenizer files in formats other than tokenizer.json, and say how to convert them."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ _PATTERNS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt")
 
 
 def describe_other_tokenizer(path: Path) -> str | None:
-    """Say what the tokenizer file at ``path``, or in that folder, is and how to convert it; None for an unknown one."""
+    """Say what the tokenizer file at or in `path` is and how to convert it. Return None if it is unknown."""
     found = [path] if path.is_file() else [file for pattern in _PATTERNS for file in sorted(path.glob(pattern))]
     file = next((file for file in found if file.is_file() and any(map(file.match, _PATTERNS))), None)
     if file is None:

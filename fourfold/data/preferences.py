@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt as samples: the chosen one, then the rejected one."""
+"""Read pairs of answers to one prompt as samples: the chosen answer, then the rejected answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ from fourfold.errors import UserError
 
 
 class PreferencePairs:
-    """Windows of `seq_length` + 1 tokens, each one answer with its prompt; what is left is padding, never trained.
+    """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, then padding that is never trained.
 
-    Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in an
-    order of its own, drawn from `seed`. Answers that do not fit are cut at their end. A pair is left out if a prompt
-    leaves no room for its answer.
+    Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
+    order, drawn from `seed`. An answer that does not fit loses its end. A pair is left out if a prompt leaves no room
+    for its answer.
 
-    Raises UserError if the two corpora do not belong together, or no pair is left.
+    Args:
+        corpus: Tokens of the answers with their prompts, one document each.
+        answers: One flag per token of `corpus`: whether it is trained.
+        seq_length: Tokens per sample.
+        seed: Seed of the order of pairs.
+        padding: Token that fills a window.
+
+    Raises:
+        UserError: The two corpora do not belong together, or no pair fits.
     """
 
     def __init__(
@@ -45,7 +53,8 @@ class PreferencePairs:
         self.left_out = len(fits) - len(self._pairs)
         self.cut = int((lengths.reshape(-1, 2)[fits] > seq_length + 1).any(1).sum())
         self.reference: NDArray[np.float32] | None = None
-        """The reference model's log-probability of each answer, [documents of the corpus], once it is known."""
+        """Log-probability of each answer under the reference model [documents of the corpus]. None until it is known.
+        """
 
     @classmethod
     def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
@@ -55,18 +64,18 @@ class PreferencePairs:
         return cls(IndexedDataset(prefix), IndexedDataset(trained_prefix(prefix)), seq_length, seed, padding)
 
     def __len__(self) -> int:
-        """Samples in one epoch: two for each pair."""
+        """Return the number of samples in one epoch, two per pair."""
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The documents of the corpus that are the samples of these numbers."""
+        """Return the numbers of the documents that these samples hold."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
         return chosen + second
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order."""
         documents = self.documents_of(numbers)
         stream = np.full((len(documents), self.seq_length + 1), self.padding, dtype=np.int64)
         is_data = np.zeros(stream.shape, dtype=bool)

@@ -1,4 +1,4 @@
-"""Prepares a corpus on disk from text: tokenize, keep what is finished, merge, publish it whole."""
+"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge, and publish the whole corpus at once."""
 
 import os
 import time
@@ -30,31 +30,34 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
 
-_TRAINING_BYTES = 1 << 30  # input that a tokenizer is trained on; more changes it little and takes hours
+_TRAINING_BYTES = 1 << 30  # a tokenizer is trained on at most this much input: more takes hours and changes little
 _TRAINING_SAMPLE_SEED = 0
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """The result of `prepare`: the manifests of its splits, all files, the time, and whether it was there already."""
+    """The result of preparing a corpus."""
 
     train: Manifest
     validation: Manifest | None
     files: list[Path]
+    """All files of the corpus."""
     seconds: float
     reused: bool
+    """Whether the corpus existed already."""
     notes: tuple[str, ...] = ()
-    """What a user should know of how the input was read, such as files that were left out."""
+    """What the user should know about how the input was read, such as files that were left out."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Everything that decides the content of a corpus; `tokenizer` is a fingerprint, or what to train."""
+    """Everything that decides the content of a corpus."""
 
     inputs: list[str]
     files: list[InputFile]
     text_key: str
     tokenizer: str
+    """Fingerprint of the tokenizer, or a description of the tokenizer to train."""
     validation_fraction: float
     seed: int
     canaries: Canaries | None
@@ -86,30 +89,30 @@ def prepare(
     canaries: Canaries | None = None,
     force: bool = False,
 ) -> PrepareSummary:
-    """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
+    """Tokenize `inputs` into OUT.bin, OUT.idx, and OUT.json. An end-of-document token follows each document.
 
-    An interrupted preparation continues from OUT.parts. A corpus already made from the same unchanged files in the same
-    way is left as it is, unless `force`. Any other corpus at OUT is replaced. OUT.json is written last: if it exists,
-    the corpus is complete.
+    An interrupted preparation continues from OUT.parts. If OUT was already made in the same way from the same unchanged
+    files, it stays as it is, unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written last: if
+    it exists, the corpus is complete.
 
     Args:
         inputs: See `list_inputs`.
         output_prefix: OUT, without a suffix.
         tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
-        train_tokenizer_vocab: Instead trains a tokenizer of this size on the input, into OUT-tokenizer.json.
-        workers: Processes, by default one per core. The result does not depend on it.
-        eos_token: The special token that ends every document. Default: the tokenizer's own, see ``HFTokenizer``.
-        bos_token: The special token that begins every document, or "auto" for the tokenizer's own. Default: none.
-        text_key: The key or column of the text, or several with commas: the first that a row has.
-        encoding: The encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
-        validation_fraction: The share of the documents, chosen by a hash of their number and `seed`, that goes to
-            OUT-validation instead.
+        train_tokenizer_vocab: Train a tokenizer of this size on the input instead, and save it as OUT-tokenizer.json.
+        workers: Number of processes (default: one per core). It does not change the result.
+        eos_token: Special token that ends every document (default: the tokenizer's own, see `HFTokenizer`).
+        bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
+        text_key: Key or column of the text. Separate several with commas: the first that a row has is taken.
+        encoding: Encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
+        validation_fraction: Fraction of the documents that go to OUT-validation instead. A hash of the document's
+            number and `seed` chooses them.
         seed: See `validation_fraction`.
-        canaries: Documents to plant in the training split, with their ledger in OUT-canaries.jsonl.
-        force: Makes a corpus again that is there already.
+        canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
+        force: Make the corpus again even if it exists.
 
     Raises:
-        UserError: Input or options cannot work (names the file and line), or a file cannot be written.
+        UserError: Input or options cannot work, or a file cannot be written. The message names the file and the line.
     """
     began = time.monotonic()
     ends = (eos_token, bos_token)
@@ -135,10 +138,10 @@ def _make(
     workers: int,
     force: bool,
 ) -> tuple[Manifest, Manifest | None]:
-    """Make the corpus; `tokenizer` may be the size of one to train."""
+    """Make the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
     if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
         kinds = " and ".join(TEXT_SUFFIXES)
-        raise UserError(f"--encoding {request.encoding} is for {kinds} files, and the input has none")
+        raise UserError(f"--encoding {request.encoding} is for {kinds} files, but the input has none")
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
@@ -157,11 +160,11 @@ def _make(
                 ledger = ledger_path(prefix)
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
-            ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
+            ledger_path(prefix).unlink(missing_ok=True)  # an earlier corpus may have left one
         decoded = decodings(shards, parts)
         notes = [named_files(f"read as {how}", paths) for how, paths in decoded.items()] + notes_on([], loaded)
         if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
-            notes.append(f"--encoding {request.encoding} applied to no file: all are UTF-8, or have a byte-order mark")
+            notes.append(f"--encoding {request.encoding} was not needed: all files are UTF-8 or have a byte-order mark")
         made = _publish(splits, prefix, request, loaded, notes)
         _remove_all_but(parts, set())
     return made
@@ -176,44 +179,45 @@ def _checked(
     eos_token: str | None,
     bos_token: str | None,
 ) -> str:
-    """Raise UserError for options that cannot work; the fingerprint of the tokenizer, or what to train."""
+    """Check the options, and return the tokenizer's fingerprint or a description of the tokenizer to train."""
     if (tokenizer is None) == (train_vocab is None):
         raise UserError(
             "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
         )
     if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers}: at least 1 process is needed")
+        raise UserError(f"--workers is {workers}; it must be at least 1")
     check_fraction(fraction)
     if canaries is not None:
         canaries.check()
         if bos_token is not None:
-            raise UserError("--bos-token does not go with --canaries, which are planted as text alone; leave one out")
+            raise UserError(
+                "--bos-token and --canaries cannot be combined, because canaries are plain text; leave one out"
+            )
     if tokenizer is not None:
         return load_tokenizer(tokenizer, eos_token, bos_token).fingerprint
     if (eos_token, bos_token) != (None, None):
         raise UserError(
-            "--eos-token and --bos-token go with --tokenizer; a trained one ends documents with <|endoftext|>"
+            "--eos-token and --bos-token need --tokenizer; a trained tokenizer ends documents with <|endoftext|>"
         )
     return f"train {train_vocab}"
 
 
 def notes_on(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Return what a user should know: files that were left out, and a beginning-of-text token that was."""
+    """Return notes for the user: files that were left out, and a missing beginning-of-text token."""
     notes = [named_files(f"left out, {why}", paths) for why, paths in left_out(inputs).items()]
     if isinstance(tokenizer, HFTokenizer) and tokenizer.usually_begins and not tokenizer.begins_documents:
-        notes.append(
-            "documents begin without the token that this tokenizer begins texts with; --bos-token auto adds it"
-        )
+        notes.append("documents do not begin with this tokenizer's beginning-of-text token; --bos-token auto adds it")
     return notes
 
 
 def check_fraction(validation_fraction: float) -> None:
+    """Raise UserError if the validation fraction is not in [0, 1)."""
     if not 0 <= validation_fraction < 1:
-        raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and below 1")
+        raise UserError(f"--validation-fraction is {validation_fraction}; it must be at least 0 and below 1")
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
-    """Return the manifests of the corpus at `prefix` if it is complete and is what the request would make."""
+    """Return the manifests of the corpus at `prefix` if it is complete and equals what the request would make."""
     held_out = validation_prefix(prefix)
     try:
         train = read_manifest(prefix)
@@ -226,14 +230,14 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
             return train, None
         IndexedDataset(held_out)
         validation = read_manifest(held_out)
-    except UserError:  # a damaged corpus is made anew
+    except UserError:  # a damaged corpus is made again
         return None
     return (train, validation) if validation is not None else None
 
 
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
-    """Yield the locked folder of unfinished parts, which is removed when nothing is left in it."""
+    """Yield the locked folder of unfinished parts. Remove it afterwards if it is empty."""
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
@@ -245,13 +249,13 @@ def unfinished(prefix: Path) -> Iterator[Path]:
         finally:
             if all(path.name == "lock" for path in parts.iterdir()):
                 (parts / "lock").unlink(missing_ok=True)
-                with suppress(OSError):  # another process has begun in it
+                with suppress(OSError):  # another process has started to use it
                     parts.rmdir()
 
 
 @contextmanager
 def _saying(more: str) -> Iterator[None]:
-    """Add to the message of a UserError."""
+    """Append `more` to the message of a UserError."""
     try:
         yield
     except UserError as error:
@@ -259,14 +263,14 @@ def _saying(more: str) -> Iterator[None]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove parts that earlier attempts made from other input or another tokenizer, and half-written files."""
+    """Remove half-written files and parts that earlier attempts made from other input or with another tokenizer."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()
 
 
 def _train(request: _Request, vocab_size: int, path: Path) -> None:
-    """Train a tokenizer on a small input, or on an even sample of the documents of a large one."""
+    """Train a tokenizer on the input. If the input is large, train on an even sample of its documents."""
     total = sum(file.size for file in request.files)
     share = _TRAINING_BYTES / max(total, 1)
 
@@ -292,11 +296,11 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
 def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
     documents = sum(split.documents for split in splits.values())
     if documents == 0:
-        raise UserError(f"{', '.join(request.inputs)}: no document has any text, so there is nothing to prepare")
+        raise UserError(f"{', '.join(request.inputs)}: no document has text, so there is nothing to prepare")
     for name, split in splits.items():
         if split.documents == 0:
             raise UserError(
-                f"{', '.join(request.inputs)}: --validation-fraction {request.validation_fraction} leaves none "
+                f"{', '.join(request.inputs)}: --validation-fraction {request.validation_fraction} leaves no document "
                 f"for {name} (documents: {documents}); choose another fraction, or add documents"
             )
 
@@ -304,7 +308,7 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
+    """Move the merged corpora to their names. No manifest exists while old and new files are mixed."""
     _withdraw(prefix)
     for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)
@@ -324,10 +328,10 @@ def _publish(
 
 
 def _withdraw(prefix: Path) -> None:
-    """Remove the manifest of an earlier corpus at `prefix`, and the validation split that would be left over."""
+    """Remove the manifest of an earlier corpus at `prefix`, and its validation split."""
     manifest_path(prefix).unlink(missing_ok=True)
     held_out = validation_prefix(prefix)
-    if manifest_path(held_out).is_file():  # never files that no preparation made
+    if manifest_path(held_out).is_file():  # remove only files that a preparation made
         for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Prepares a corpus on disk from conversations: tokens, and a flag for each that is trained."""
+"""Prepare a corpus on disk from conversations: tokens, and a flag for each token that says whether it is trained."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -20,8 +20,8 @@ from fourfold.data.sources import list_inputs, read_rows
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
-_BINARY = 2
-"""Vocabulary of the flags."""
+_FLAG_VALUES = 2
+"""Size of the flags' vocabulary."""
 
 
 def prepare_conversations(
@@ -37,27 +37,28 @@ def prepare_conversations(
     seed: int = 0,
     format: Literal["sft", "preferences"] = "sft",
 ) -> PrepareSummary:
-    """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and a flag for each trained token into OUT-trained.*.
+    """Tokenize conversations into OUT.bin, OUT.idx, and OUT.json, with a flag for each trained token in OUT-trained.*.
 
-    Rows are described in ``conversation_rows``. With `format` "preferences" a row becomes two documents, the chosen
-    answer and then the rejected one. OUT.json is written last.
+    `conversation_rows` describes the rows. With `format` "preferences" a row becomes two documents: the chosen answer,
+    then the rejected answer. OUT.json is written last.
 
     Args:
         inputs: See `list_inputs`.
         output_prefix: OUT, without a suffix.
         tokenizer: "bytes", or the folder of a model, whose chat template renders messages.
-        chat_template: A Jinja file with another template.
-        eos_token: The special token that ends a completion. Default: the tokenizer's own, see ``HFTokenizer``.
-        bos_token: The special token before a prompt of a completion, or "auto" for the tokenizer's own. Default: none.
+        chat_template: Jinja file with another template.
+        eos_token: Special token that ends a completion (default: the tokenizer's own, see `HFTokenizer`).
+        bos_token: Special token before the prompt of a completion, or "auto" for the tokenizer's own (default: none).
             Chat templates write their own.
-        ignored_keys: Keys of rows and messages to drop. Another key that is not used is refused.
-        validation_fraction: The share of the rows, chosen by a hash of their number and `seed`, that goes to
-            OUT-validation instead.
+        ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
+        validation_fraction: Fraction of the rows that go to OUT-validation instead. A hash of the row's number and
+            `seed` chooses them.
         seed: See `validation_fraction`.
         format: "sft" or "preferences".
 
     Raises:
-        UserError: A row cannot be read or rendered, or a file cannot be written. Names the file and the line.
+        UserError: A row cannot be read or rendered, or a file cannot be written. The message names the file and the
+            line.
     """
     began = time.monotonic()
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
@@ -73,7 +74,7 @@ def prepare_conversations(
             tokens, answers = {}, {}
             for name, split in splits.items():
                 tokens[name] = stack.enter_context(IndexedWriter(split.prefix, loaded.vocab_size))
-                answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _BINARY))
+                answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _FLAG_VALUES))
             rows = (row for file in files for row in reader.read(file.path))
             for number, documents in enumerate(rows):
                 held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
@@ -84,8 +85,8 @@ def prepare_conversations(
                     splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
             for name, split in splits.items():
                 if split.documents == 0:
-                    raise UserError(f"{', '.join(names)}: there is no conversation for {name}")
-            # An earlier corpus of that name is given up only after every row has been read.
+                    raise UserError(f"{', '.join(names)}: no conversation is left for {name}")
+            # Keep an earlier corpus of that name until every row has been read.
             for target in (prefix, validation_prefix(prefix)):
                 manifest_path(target).unlink(missing_ok=True)
         train, validation = write_manifests(
@@ -108,7 +109,15 @@ def prepare_conversations(
 
 
 class RowReader:
-    """Reads rows of either format; the template is loaded when the first conversation needs it."""
+    """Reads rows of either format. It loads the chat template when the first conversation needs it.
+
+    Args:
+        name: "bytes", or the folder of a model.
+        tokenizer: The opened tokenizer.
+        chat_template: Jinja file with another template.
+        format: "sft" or "preferences".
+        ignored: Keys of rows and messages to drop.
+    """
 
     def __init__(
         self,
@@ -125,7 +134,7 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """The tokenizer and the template, which with the rows decide the tokens."""
+        """Everything besides the rows that decides the tokens: the tokenizer and the template."""
         return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:

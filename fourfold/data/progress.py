@@ -1,4 +1,4 @@
-"""Progress of a long preparation on stderr: a bar on a terminal, else a plain line now and then."""
+"""Show the progress of a long preparation on stderr: a bar on a terminal, otherwise a plain line every ten seconds."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a task over `total` bytes; yields a function that adds to the bytes done."""
+    """Show the progress of a task over `total` bytes. Yield a function that adds to the bytes done."""
     if sys.stderr.isatty():
         with _terminal_bar(name, total) as advance:
             yield advance
@@ -30,7 +30,7 @@ def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _terminal_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich import progress  # slow to import, and only a terminal needs it
+    from rich import progress  # slow to import, and needed only on a terminal
     from rich.console import Console
 
     columns = (

@@ -1,4 +1,4 @@
-"""The unit of tokenizing: a few files, or a part of a large one, that one process turns into a corpus of its own."""
+"""Shards, the units of tokenizing: one process turns a few files or part of a large file into a small corpus."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ from fourfold.errors import UserError
 
 SMALLEST_SHARD = 1 << 20  # bytes
 _MOST_SHARDS = 8192
-_CHARACTERS_AT_ONCE = 1 << 20  # text held while it is encoded
+_CHARACTERS_AT_ONCE = 1 << 20  # characters per call of the tokenizer
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file; all of it unless it is .jsonl."""
+    """Bytes [start, stop) of a file. Only .jsonl files are split. Other files are one range."""
 
     file: InputFile
     start: int
@@ -34,7 +34,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces in input order, and everything else that decides their tokens."""
+    """File ranges in input order, and everything else that decides their tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str
@@ -51,24 +51,32 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """The name of the result: equal exactly if tokenizer and input (by size and modification time) are equal."""
+        """Name of the result. Equal exactly for the same tokenizer and the same input, by size and modification
+        time.
+        """
         encoding = [] if self.encoding is None else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
 
 
 def digest(content: object) -> str:
-    """A short hexadecimal digest of anything that JSON can express."""
+    """Return a short hexadecimal digest of anything that JSON can express."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
 def cut(
     files: Sequence[InputFile], text_key: str, name: str, tokenizer: Tokenizer, encoding: str | None = None
 ) -> list[Shard]:
-    """Cut the input into shards of similar size, in input order: small files together, large .jsonl files in parts.
+    """Cut the input into shards of similar size, in input order.
 
-    `name`: of the tokenizer, for other processes to open it by.
+    Small files are grouped, and large .jsonl files are split. The sizes depend only on the input, not on the number of
+    processes, so a restart finds the same shards.
 
-    The sizes depend on the input alone, not on the number of processes, so that a restart finds the same shards.
+    Args:
+        files: The input.
+        text_key: Key or column of the text.
+        name: Name under which other processes open the tokenizer.
+        tokenizer: The opened tokenizer.
+        encoding: Encoding of text files that are not UTF-8.
     """
     shard_bytes = SMALLEST_SHARD
     while shard_bytes * _MOST_SHARDS < sum(file.size for file in files):
@@ -87,7 +95,11 @@ def cut(
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard into `folder`, and then a file that marks it as complete."""
+    """Write the corpus of one shard to `folder`, then a file that marks it as complete.
+
+    Raises:
+        UserError: A file cannot be read, or a document does not fit in memory.
+    """
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint, shard.eod, shard.bos)
     text_bytes: list[int] = []
     decoded: dict[str, list[str]] = {}
@@ -100,7 +112,7 @@ def tokenize(shard: Shard, folder: Path) -> None:
     except MemoryError as error:
         files = ", ".join(piece.file.path for piece in shard.pieces[:3])
         raise UserError(
-            f"a document of {files} does not fit into memory while it is tokenized; split it, or lower --workers"
+            f"a document of {files} does not fit in memory while it is tokenized; split it, or lower --workers"
         ) from error
     buffer = BytesIO()
     np.save(buffer, np.array(text_bytes, dtype=np.int64), allow_pickle=False)
@@ -114,12 +126,12 @@ def is_done(shard: Shard, folder: Path) -> bool:
 
 
 def result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
-    """The corpus of a completed shard, and the bytes of text in each of its documents."""
+    """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
 
 
 def decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
-    """How text files of completed shards were decoded that are not UTF-8, and which."""
+    """Return how text files of completed shards were decoded if they are not UTF-8: the encoding, and the paths."""
     found: dict[str, list[str]] = {}
     for shard in shards:
         for how, paths in json.loads(_report(shard, folder).read_bytes()).items():
@@ -156,7 +168,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
                 if characters >= _CHARACTERS_AT_ONCE:
                     yield texts
                     texts, characters = [], 0
-        except UnreadableFile as error:  # the others too, so that one message names all
+        except UnreadableFile as error:  # read on, so that one message names all unreadable files
             failed.append(error)
     if failed:
         raise UnreadableFiles(failed)
@@ -166,7 +178,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
 
 @lru_cache(maxsize=1)
 def _load_once(name: str, fingerprint: str, eod: int | None, bos: int | None) -> Tokenizer:
-    """Keep the tokenizer: a process tokenizes many shards with it."""
+    """Load the tokenizer once: a process tokenizes many shards with it."""
     tokenizer = load_tokenizer(name, eod, bos)
     assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
     return tokenizer

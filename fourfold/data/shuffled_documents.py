@@ -1,4 +1,4 @@
-"""Documents of a stream in a shuffled order that can be continued from any of them."""
+"""Shuffle the documents of a stream in an order that can be resumed from any document."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from fourfold.data.stream import DocumentStream
 
 
 class ShuffledDocuments:
-    """A stream whose documents are shuffled in blocks of ``size``, one after the other, each in an order of its own.
+    """A stream whose documents are shuffled in consecutive blocks of `size`, each in its own order.
 
-    Places of ``documents`` have their ``epoch``. A block ends at the end of an epoch, so that each epoch has every
-    document once; with a size of all documents or more it is a shuffle of all. The order within a block is drawn from
-    the seed and the block's number. So a place is that of the block, and a number in it; a buffer from which documents
-    are drawn at random, as others have it, could not be continued without its content.
+    A block ends at the end of an epoch, so each epoch has every document once. A size of all documents or more shuffles
+    the whole dataset. The seed and the block's number decide the order within a block. A place is therefore the place
+    of the block and a number in it. A shuffle buffer that draws at random could not be resumed without saving its
+    content.
+
+    Args:
+        documents: The stream. Its places have an `epoch`.
+        size: Documents per block.
+        seed: Seed of the order.
     """
 
     def __init__(self, documents: DocumentStream, size: int, seed: int) -> None:
         self._documents, self._size, self._seed = documents, size, seed
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place; None is the place of the first. A block is in memory as a whole."""
+        """Yield each document after its place. Begin at `place`, or at the first document if None.
+
+        One block is held in memory.
+        """
         begin, number, first = (None, 0, 0) if place is None else (place["block"], place["number"], place["next"])
         for block in self._blocks(begin):
             start = block[0][0]
@@ -34,7 +42,7 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Read the documents from a block's place on; a block is emptied before the next is read."""
+        """Read the documents from a block's place on. A block is emptied before the next block is read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

@@ -1,4 +1,4 @@
-"""Reads documents from text, JSON lines, Parquet and Arrow files, folders of them, Python's library, and the Hub."""
+"""Read documents from text, JSON lines, Parquet, and Arrow files, from folders, and from the Hub."""
 
 import glob
 import gzip
@@ -22,11 +22,11 @@ from fourfold.untrusted_files import regular
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
-"""The kind of file that `datasets` keeps in its cache; only a name hf:… leads to one."""
+"""Suffix of the files that `datasets` keeps in its cache. Only a name hf:… leads to such a file."""
 TABLES = (".parquet", ARROW)
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 LONGEST_TEXT = 2**31 - 1
-"""Bytes of a compressed text file, or of a line: a document has at most so many tokens in the format on disk."""
+"""Most bytes of a compressed text file or of a line. The format on disk limits a document to this many tokens."""
 
 _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, with size and modification time to notice a change."""
+    """A file as it was found: its absolute path, and its size and modification time to notice a change."""
 
     path: str
     size: int
@@ -49,25 +49,29 @@ class InputFile:
 
 
 def left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
-    """List by reason what is in folders and globs of `inputs`, is not hidden, and is not read by ``list_inputs``."""
+    """List the files in `inputs` that `list_inputs` does not read, by reason. Hidden files are not listed."""
     found: dict[str, list[Path]] = {}
     for path in (path for item in inputs for path in _matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
-            why = "of a kind that is not read" if path.is_file() else "not a file (a pipe, a device, or such a link)"
+            why = "unsupported kind of file" if path.is_file() else "not a regular file (a pipe, a device, or a link)"
             found.setdefault(why, []).append(path)
     return found
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
-    """List the files of `inputs` in the order given; those of a folder or glob are sorted.
+    """List the files of `inputs` in the given order. Files of a folder or glob are sorted.
 
-    Each input is a file, a folder (searched recursively, hidden names left out), a glob, "python-stdlib", or
-    "hf:NAME[:CONFIG][:SPLIT]": the Arrow files of a dataset in the cache of `datasets`, which first downloads it.
-    Raises UserError for one that does not exist, has an unknown suffix, or holds no file of a known one.
+    Args:
+        inputs: Each is a file, a folder (searched recursively, without hidden names), a glob, "python-stdlib", or
+            "hf:NAME[:CONFIG][:SPLIT]" (the Arrow files of a dataset in the cache of `datasets`, which downloads it
+            first).
+
+    Raises:
+        UserError: An input does not exist, has an unknown suffix, or holds no file of a known kind.
     """
     found = [path for item in inputs for path in _expand(str(item))]
     if not found:
-        raise UserError(f'nothing to prepare; name files ({_KNOWN}), folders, globs, "{PYTHON_STDLIB}", or hf:NAME')
+        raise UserError(f'no input is given; name files ({_KNOWN}), folders, globs, "{PYTHON_STDLIB}", or hf:NAME')
     files = []
     for path in found:
         status = path.stat()
@@ -83,22 +87,22 @@ def read_documents(
     encoding: str | None = None,
     decoded: dict[str, list[str]] | None = None,
 ) -> Iterator[str]:
-    """Yield the documents of one file that have any text.
+    """Yield the documents of one file, except empty ones.
 
-    A .txt or .txt.gz file is one document, decoded by ``text_encoding.decode``. So is a .py file, which is left out
-    unless it is UTF-8. In the other kinds every row is a document.
+    A .txt or .txt.gz file is one document, decoded by `text_encoding.decode`. A .py file is one document too, and is
+    left out if it is not UTF-8. In the other kinds of files every row is a document.
 
     Args:
         path: The file.
-        text_key: The key or column of the text, or several after each other with commas: the first that a row has.
-        start: With `stop`, keeps the lines of a .jsonl file that begin at bytes [start, stop), so that several
-            processes can share a large file.
+        text_key: Key or column of the text. Separate several with commas: the first that a row has is taken.
+        start: First byte of the part to read. With `stop`, read the lines of a .jsonl file that begin at bytes [start,
+            stop), so that several processes can share a large file.
         stop: See `start`.
-        encoding: The encoding of a text file that is not UTF-8 and has no byte-order mark.
-        decoded: Gets the path of a text file that is not UTF-8, under how it was decoded.
+        encoding: Encoding of a text file that is not UTF-8 and has no byte-order mark.
+        decoded: Receives the path of a text file that is not UTF-8, under how it was decoded.
 
     Raises:
-        UserError: The file cannot be read; names the line if there is one.
+        UserError: The file cannot be read. The message names the line if there is one.
     """
     path = Path(path)
     with _naming(path):
@@ -108,9 +112,10 @@ def read_documents(
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield every row of a file that has rows, each after its place, which prints as "FILE, line 3".
+    """Yield every row of a file with its place, which prints as "FILE, line 3".
 
-    Raises UserError with the file, and the line if there is one, for what cannot be read.
+    Raises:
+        UserError: The file has no rows or cannot be read. The message names the file, and the line if there is one.
     """
     path = Path(path)
     if path.name.endswith(TABLES):
@@ -120,11 +125,15 @@ def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from read_json_lines(path)
     else:
-        raise UserError(f"{path} has no rows; conversations are read from .jsonl, .jsonl.gz and .parquet")
+        raise UserError(f"{path} has no rows; conversations must be in a .jsonl, .jsonl.gz or .parquet file")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield the JSON object of every line, each after its place. The file may be gzipped. Raises as ``read_rows``."""
+    """Yield the JSON object of every line with its place. The file may be gzipped.
+
+    Raises:
+        UserError: A line cannot be read.
+    """
     with _naming(path):
         yield from _parsed_lines(path, _row)
 
@@ -137,7 +146,7 @@ def _naming(path: Path) -> Iterator[None]:
     except (OSError, EOFError, zlib.error) as error:
         raise UnreadableFile(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except MemoryError as error:
-        raise UnreadableFile(f"{path} does not fit into memory; {_SPLIT}") from error
+        raise UnreadableFile(f"{path} does not fit in memory; {_SPLIT}") from error
 
 
 def _reader(
@@ -164,7 +173,7 @@ def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) 
 
 
 def _content(path: Path) -> bytes | bytearray:
-    """The bytes of a file, decompressed block by block: a few megabytes may expand to any size."""
+    """Return the bytes of a file. Decompress block by block, because a few megabytes can expand to any size."""
     if path.suffix != ".gz":
         return path.read_bytes()
     content = bytearray()
@@ -178,11 +187,11 @@ def _content(path: Path) -> bytes | bytearray:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file; its number is counted only to be shown."""
+    """A line of a file. Its number is counted only when it is printed."""
 
     path: Path
     begin: int
-    """The byte at which it begins."""
+    """Byte at which the line begins."""
 
     def __str__(self) -> str:
         with _opened(self.path) as file:
@@ -197,10 +206,10 @@ class _Line:
 def _parsed_lines(
     path: Path, parse: Callable[[bytes], T], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[_Line, T]]:
-    """Parse the lines that begin at bytes [start, stop) and are not blank; yields each line before its value."""
+    """Parse the lines that begin at bytes [start, stop) and are not blank. Yield each line with its value."""
     with _opened(path) as file:
         if start > 0:
-            # A line across the border belongs to the part before; a line that begins at `start` is ours.
+            # A line across the border belongs to the part before. A line that begins at `start` belongs to this part.
             file.seek(start - 1)
             file.readline()
         begin = file.tell()
@@ -208,7 +217,9 @@ def _parsed_lines(
             line = _Line(path, begin)
             begin += len(content)
             if len(content) == LONGEST_TEXT and not content.endswith(b"\n"):
-                raise UserError(f"{line} has more than {LONGEST_TEXT:,} bytes; a line is one document, so split it")
+                raise UserError(
+                    f"{line} has more than {LONGEST_TEXT:,} bytes; split it, because a line is one document"
+                )
             if content.isspace():
                 continue
             try:
@@ -222,35 +233,35 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _text(line: bytes, key: str) -> str | None:
-    """Return the text in one JSON line; raises ValueError for an invalid one."""
+    """Return the text in one JSON line. Raise ValueError if the line is invalid."""
     row = _row(line, f' with "{key}"')
     if (found := _first_key(key, row)) is None:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')
     text = row[found]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"{found}" holds a {type(text).__name__}, not text; choose another with --text-key')
-    # JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold.
+    # JSON can escape a lone surrogate ("\\ud800"), which cannot be encoded.
     return text and text.encode(errors="replace").decode()
 
 
 def _first_key(key: str, names: Iterable[str]) -> str | None:
-    """Return the first of the keys in `key`, which commas may separate, that is among the names."""
+    """Return the first of the comma-separated keys in `key` that is among the names."""
     known = set(names)
     return next((each for each in (key, *key.split(",")) if each in known), None)
 
 
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
-    """Return the object in one JSON line; raises ValueError for an invalid one."""
+    """Return the object in one JSON line. Raise ValueError if the line is invalid."""
     try:
         row = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8, the encoding of JSON; convert the file with iconv") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
-    except ValueError as error:  # a number too long, or lists too deep
-        raise ValueError(f"not JSON that can be read ({error})") from error
+    except ValueError as error:  # a number is too long, or lists are nested too deeply
+        raise ValueError(f"JSON that cannot be read ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__} where an object{having} is expected")
+        raise ValueError(f"expected an object{having}, found a {type(row).__name__}")
     return row
 
 
@@ -267,7 +278,7 @@ def _read_column(path: Path, key: str) -> Iterator[str | None]:
 
 @contextmanager
 def _opened_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
-    """The schema of a Parquet file, or of one that `datasets` keeps, and a function that reads columns in batches."""
+    """Yield the schema of a Parquet or Arrow file, and a function that reads columns in batches."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
 
@@ -293,17 +304,17 @@ def _expand(item: str) -> list[Path]:
         if not path.is_dir():
             regular(path)
     if path.is_file() and not _is_input(path):
-        raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
+        raise UserError(f"{item} has an unsupported suffix; supported are {_KNOWN}")
     if path.exists() or glob.has_magic(item):
         found = [path for path in _matching(item) if _is_input(path)]
         if not found:
-            raise UserError(f"{item} holds no file of a readable kind ({_KNOWN})")
+            raise UserError(f"{item} has no supported file ({_KNOWN})")
         return found
     raise UserError(f'input {item} does not exist; give a file, a folder, a glob, "{PYTHON_STDLIB}", or hf:NAME')
 
 
 def _matching(item: str) -> list[Path]:
-    """List what a folder (searched recursively, hidden names left out), a file, or a glob of them names, sorted."""
+    """List the files of a file, a folder (searched recursively, without hidden names), or a glob, sorted."""
     named = [item] if Path(item).exists() else sorted(glob.glob(item, recursive=True))
     return list(dict.fromkeys(file for name in named for file in _within(Path(name))))
 
@@ -320,11 +331,11 @@ def _is_input(path: Path) -> bool:
 
 
 def _python_stdlib() -> list[Path]:
-    """List the sources of the running interpreter's library, sorted; with its tests only if the rest is small."""
+    """List the sources of the running interpreter's library, sorted. Include its tests only if there is little else."""
     root = Path(sysconfig.get_paths()["stdlib"])
     every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
     without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]
     if not every:
-        raise UserError(f"the library of this Python ({root}) has no sources; prepare a corpus of your own instead")
+        raise UserError(f"the library of this Python ({root}) has no sources; prepare your own corpus instead")
     enough = sum(path.stat().st_size for path in without_tests) >= _STDLIB_LEAST_BYTES
     return without_tests if enough else every

@@ -1,7 +1,7 @@
-"""Streams of documents as numbered samples: tokenized in the background, and continued exactly from a checkpoint.
+"""Number the samples of a document stream, tokenize them in the background, and resume exactly from a checkpoint.
 
-Sample n is window n // V of stream n mod V, for V streams that each are a part of the dataset: a function of n alone.
-So the grid does not matter, and a process opens only the streams that its own samples come from.
+Each of V streams is a part of the dataset. Sample n is window n // V of stream n mod V, so it depends on n alone and
+not on the grid. A process opens only the streams of its own samples.
 """
 
 import threading
@@ -18,51 +18,58 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # seconds between looks at whether to end
-_PATIENCE = 2.0  # seconds for threads to end; one that waits for a network is left alone
-_KEPT = 8  # steps whose ends are remembered; the loader is at most one step ahead of training
+_GLANCE = 0.1  # seconds between checks for a request to end
+_PATIENCE = 2.0  # seconds to wait for threads to end, which may never happen if the network is down
+_KEPT = 8  # steps whose ends are remembered, more than enough because the loader is at most one step ahead
 
 
 class DocumentStream(Protocol):
-    """An endless sequence of documents that can be read from any of them on."""
+    """An endless sequence of documents. Reading can begin at any document."""
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place, which is JSON; None is the place of the first."""
+        """Yield each document after its place, a JSON value. Begin at `place`, or at the first document if None."""
         ...
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a window begins, so that it can be read without what is before it."""
+    """Start of a window, with all that is needed to read the window without the text before it."""
 
     place: Any = None
-    """The place of the document with the first token that the window or its look-back needs."""
+    """Place of the document with the first token that the window or its look-back needs."""
     skip: int = 0
-    """Tokens of that document before it."""
+    """Number of tokens in that document before the needed token."""
     before: int = 0
-    """Tokens of the window's look-back that exist."""
+    """Number of tokens in the window's look-back. It is smaller than the look-back at the start of a stream."""
 
 
 class StreamWindow(NamedTuple):
-    """A window of a stream, as one row of ``Windows``."""
+    """A window of a stream. It becomes one row of `Windows`."""
 
     tokens: NDArray[np.int64]
-    """[before + seq_length + 1]"""
+    """Tokens [before + seq_length + 1]."""
     document_starts: NDArray[np.int64]
-    """Places in ``tokens``."""
+    """Document starts, as indices into `tokens`."""
     next: Position
-    """Where the window after this one begins."""
+    """Start of the next window."""
 
 
 def cut(
     documents: DocumentStream, tokenizer: Tokenizer, position: Position, seq_length: int, look_back: int
 ) -> Iterator[StreamWindow]:
-    """Cut a stream of documents into windows of ``seq_length`` + 1 tokens, neighbors sharing one, from a position on.
+    """Cut a stream of documents into windows of `seq_length` + 1 tokens, from a position on. Neighbors share one token.
 
-    The windows are the windows of a corpus that `fourfold prepare` makes of the same documents.
+    The windows equal the windows of a corpus that `fourfold prepare` makes from the same documents.
+
+    Args:
+        documents: The stream.
+        tokenizer: The tokenizer.
+        position: Start of the first window.
+        seq_length: Tokens per sample.
+        look_back: Tokens before each window that masks see.
     """
     tokens = np.empty(0, dtype=np.int64)
-    starts: list[tuple[int, Any]] = []  # where documents start in ``tokens``, and their places
+    starts: list[tuple[int, Any]] = []  # document starts in `tokens`, and their places
     before, skip = position.before, position.skip
     for place, text in documents.read(position.place):
         [ids] = tokenizer.encode_batch([text])
@@ -73,7 +80,7 @@ def cut(
             length = before + seq_length + 1
             inside = np.array([start for start, _ in starts if 0 <= start < length], dtype=np.int64)
             window = tokens[:length]
-            begin = max(0, length - 1 - look_back)  # of the next window's look-back
+            begin = max(0, length - 1 - look_back)  # start of the next window's look-back
             current = max(index for index, (start, _) in enumerate(starts) if start <= begin)
             starts = [(start - begin, place) for start, place in starts[current:]]
             tokens, before = tokens[begin:], length - 1 - begin
@@ -81,7 +88,7 @@ def cut(
 
 
 class _Heard:
-    """A stream that knows when its last document came, in seconds of the monotonic clock."""
+    """A stream that records when its last document arrived, in seconds of the monotonic clock."""
 
     def __init__(self, documents: DocumentStream) -> None:
         self._documents, self.last = documents, time.monotonic()
@@ -93,12 +100,22 @@ class _Heard:
 
 
 class StreamedWindows:
-    """Samples from streams of documents. Reading is fast in ascending order; going back begins at the last mark before.
+    """Samples from streams of documents.
 
-    look_back: tokens before each window that masks see. ahead: windows of a stream that are held in memory, at most.
-    timeout: seconds without a document after which a stream counts as dead; ``read`` then raises ``UserError``.
-    order: puts the documents of a stream in another order; it may read many before it gives one.
-    text_key, shuffle_buffer: the column of the texts, and how many are shuffled together, as a checkpoint records them.
+    Reading is fast in ascending order. To go back, it reads again from the last known position before the sample.
+
+    Args:
+        name: Name of the dataset, for messages.
+        streams: The parts of the dataset.
+        tokenizer: The tokenizer.
+        seq_length: Tokens per sample.
+        global_batch_size: Samples per step, a multiple of the number of streams.
+        look_back: Tokens before each window that masks see.
+        ahead: Most windows of one stream to hold in memory.
+        timeout: Seconds without a document after which a stream counts as dead and `read` raises UserError.
+        text_key: Column of the text, for checkpoints.
+        shuffle_buffer: Documents shuffled together, for checkpoints.
+        order: Reorders the documents of a stream. It may read many documents before it yields one.
     """
 
     def __init__(
@@ -119,14 +136,18 @@ class StreamedWindows:
         self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
         self.shuffle_buffer, self._order = shuffle_buffer, order
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
-        self._of_a_step = global_batch_size // len(streams)  # windows of each stream
+        self._of_a_step = global_batch_size // len(streams)  # windows per stream and step
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
         self._marks: list[dict[int, Position]] = [{} for _ in streams]
         self._open: dict[int, _Ahead] = {}
         self._lock = threading.Lock()
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples with these numbers (int [B], from 0), in this order.
+
+        Raises:
+            UserError: A stream is dead or cannot be read.
+        """
         numbers = np.asarray(numbers, dtype=np.int64)
         with self._lock:
             found = {number: self._window(number) for number in sorted(numbers.tolist())}
@@ -136,7 +157,7 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            unseen = max(0, -absent)  # of a checkpoint whose masks looked further back
+            unseen = max(0, -absent)  # the masks of a checkpoint may have looked further back
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
             starts.append(begins[begins >= 0])
@@ -144,19 +165,24 @@ class StreamedWindows:
         return windows_of(tokens, starts, missing, numbers, self.look_back)
 
     def positions(self, steps: int, mine: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Where streams continue after so many steps: of each stream whose last sample until then is among ``mine``."""
+        """Return the positions of streams after `steps` steps.
+
+        Args:
+            steps: Number of finished steps.
+            mine: Numbers of this process's samples. The result has each stream whose last sample is among them.
+        """
         count, places = len(self.streams), steps * self._of_a_step
         own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))
         return {stream: asdict(self._mark(stream, places)) for stream in own}
 
     def go_to(self, steps: int, positions: Sequence[dict[str, Any]]) -> None:
-        """Know where every stream continues after so many steps."""
+        """Set the position of every stream after `steps` steps."""
         with self._lock:
             places = steps * self._of_a_step
             self._begin = [{0: Position(), places: Position(**position)} for position in positions]
 
     def close(self) -> None:
-        """End the threads; a ``read`` that waits raises ``UserError``."""
+        """End the threads. A `read` that is waiting raises UserError."""
         for ahead in list(self._open.values()):
             ahead.stop()
         latest = time.monotonic() + _PATIENCE
@@ -167,7 +193,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # the step's batch was left out
+        if (position := known()) is None:  # the step's batch was skipped
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()
@@ -203,7 +229,7 @@ class StreamedWindows:
 
 
 class _Ahead:
-    """Windows of one stream, read ahead in a thread; ``next`` is the number of the one that ``take`` returns."""
+    """Windows of one stream, read ahead in a thread. `next` is the number of the window that `take` returns."""
 
     def __init__(
         self,
@@ -218,12 +244,16 @@ class _Ahead:
         self._name, self._source, self._timeout = name, source, timeout
         self._ready: Queue[StreamWindow | UserError] = Queue(most)
         self._closed = threading.Event()
-        # A daemon: a read from a network that is down may never return.
+        # A daemon thread, because a read from a dead network may never return.
         self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
         self._thread.start()
 
     def take(self) -> StreamWindow:
-        """The next window; raises ``UserError`` where no document comes in time, or the stream cannot be read."""
+        """Return the next window.
+
+        Raises:
+            UserError: No document arrives in time, or the stream cannot be read.
+        """
         began = time.monotonic()
         while not self._closed.is_set():
             try:
@@ -232,7 +262,7 @@ class _Ahead:
                 if time.monotonic() < max(began, self._source.last) + self._timeout:
                     continue
                 raise UserError(
-                    f"{self._name} has given no text for {self._timeout:g} s; check the network, or raise "
+                    f"{self._name} has sent no text for {self._timeout:g} s; check the network, or raise "
                     "data.read_timeout, then start the run again"
                 ) from None
             if isinstance(found, UserError):
@@ -243,11 +273,11 @@ class _Ahead:
         raise UserError(f"{self._name} is closed")
 
     def stop(self) -> None:
-        """Have the thread end, and ``take`` raise ``UserError``."""
+        """Ask the thread to end. From now on `take` raises UserError."""
         self._closed.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
+        """Wait for the thread to end, for at most `seconds`."""
         self._thread.join(max(seconds, 0))
 
     def _work(self, windows: Callable[[], Iterator[StreamWindow]]) -> None:
@@ -257,9 +287,9 @@ class _Ahead:
                     return
         except UserError as error:
             self._put(error)
-        except Exception as error:  # libraries raise whatever networks and files do
+        except Exception as error:  # libraries pass on any exception of the network or the files
             text = " ".join(str(error).split())
-            self._put(UserError(f"{self._name} cannot be read further: {type(error).__name__}: {text}"))
+            self._put(UserError(f"{self._name} can no longer be read: {type(error).__name__}: {text}"))
 
     def _put(self, item: StreamWindow | UserError) -> bool:
         while not self._closed.is_set():

@@ -1,4 +1,4 @@
-"""The encoding of a text file: UTF-8, what a byte-order mark says, or what the user names. It is never a guess."""
+"""Decode text files as UTF-8, by their byte-order mark, or in the encoding that the user names. Never guess."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fourfold.errors import UserError
 
 UTF_8 = "utf-8"
 MOST_NAMED = 10
-"""Files named in one message."""
+"""Most files named in one message."""
 
-_MARKS = {  # UTF-32 first: its little-endian mark begins with UTF-16's
+_MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the mark of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -23,14 +23,15 @@ _MARKS = {  # UTF-32 first: its little-endian mark begins with UTF-16's
     codecs.BOM_UTF8: "utf-8-sig",
 }
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
-_NUL_SHARE = 0.25  # half of the bytes of English in UTF-16 are NUL
+_NUL_SHARE = 0.25  # half the bytes of English text in UTF-16 are NUL
 _SAMPLE = 1 << 16  # bytes that detection looks at
 _WITHOUT = "remove such characters, or leave the file out"
 _WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
 _CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
 _CONTEXT = 12  # characters shown before and after the first one that is not ASCII
 _CONTROL = re.compile("[\0-\x08\x0e-\x19\x1b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
-"""Characters that a wrong encoding makes: control characters, but for whitespace and the ends of files, and halves."""
+"""Characters that only a wrong encoding produces: lone surrogates, and control characters except whitespace and
+end-of-file marks."""
 
 
 class UnreadableFile(UserError):
@@ -38,14 +39,14 @@ class UnreadableFile(UserError):
 
 
 class UnknownEncoding(UnreadableFile):
-    """A text file whose encoding is neither marked nor named, or that is not in the named one. Naming one may help."""
+    """The encoding of a text file is unknown, or is not the one that the user named. Naming another one may help."""
 
 
 class UnreadableFiles(UserError):
     """One error for all files that cannot be read."""
 
     def __init__(self, errors: Sequence[UnreadableFile]) -> None:
-        super().__init__(errors)  # which another process needs, to name the files of all processes
+        super().__init__(errors)  # pickled with the error, so that the parent process can name the files
         self.errors = errors
 
     def __str__(self) -> str:
@@ -55,34 +56,45 @@ class UnreadableFiles(UserError):
         if any(isinstance(error, UnknownEncoding) for error in self.errors):
             problems.append(
                 "name the encoding of files that are not UTF-8 with --encoding, or, if they have several encodings, "
-                f"convert each to UTF-8 with {_CONVERT}"
+                f"convert each file to UTF-8 with {_CONVERT}"
             )
         return "; ".join(problems)
 
 
 def text_encoding(name: str) -> str:
-    """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
+    """Return Python's name of a text encoding.
+
+    Raises:
+        UserError: The encoding is unknown.
+    """
     try:
         found = codecs.lookup(name).name
-        if b"x".decode(name, errors="replace"):  # punycode is for the names of hosts
+        if b"x".decode(name, errors="replace"):  # punycode, which encodes host names, fails this
             return found
     except (LookupError, UnicodeError):
         pass
-    raise UserError(f"--encoding {name} is not a text encoding of Python; latin-1, cp1252 and shift_jis are some")
+    raise UserError(f"--encoding {name} is not a text encoding of Python; examples are latin-1, cp1252 and shift_jis")
 
 
 def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[str, str | None]:
     """Decode the content of a text file.
 
-    A byte-order mark decides. A file without one is UTF-8 if it can be, and UTF-16 or UTF-32 if as many of its bytes
-    are NUL as in such text. Another file is decoded as `named`. So is a file of ASCII bytes if `named` writes all text
-    in such bytes, as iso2022_jp does.
+    A byte-order mark decides the encoding. Without one:
+        1. The file is UTF-16 or UTF-32 if as many of its bytes are NUL as in such text.
+        2. It is decoded as `named` if all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does.
+        3. It is UTF-8 if it can be.
+        4. Otherwise it is decoded as `named`.
+
+    Args:
+        path: The file, for messages.
+        content: Its bytes.
+        named: The encoding that the user named.
 
     Returns:
-        The text, and how it was decoded, for a report; None for UTF-8.
+        The text, and how it was decoded, for a report. The latter is None for UTF-8.
 
     Raises:
-        UnreadableFile: The text cannot be decoded, or has control characters that a text in another encoding has.
+        UnreadableFile: The text cannot be decoded, or has control characters that only a wrong encoding produces.
     """
     mark = next((mark for mark in _MARKS if content.startswith(mark)), None)
     certain = _MARKS[mark] if mark else _wide_encoding(content) if b"\0" in content else UTF_8
@@ -93,7 +105,7 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     except UnicodeDecodeError as error:
         if mark is None:
             return _as_named(path, content, named or UTF_8)
-        promise = f"{path} is not {certain} text, which its byte-order mark promises (byte {error.start})"
+        promise = f"{path} is not {certain} text, although its byte-order mark says so (byte {error.start})"
         remedy = f"drop the damaged bytes with iconv -c -f {certain} -t utf-8 FILE > NEW.txt"
         if mark == codecs.BOM_UTF8:
             remedy = "remove the mark with tail -c +4 FILE > NEW.txt, and name the encoding of NEW.txt with --encoding"
@@ -111,13 +123,13 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
 def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[str, str | None]:
     if encoding in ("utf-16", "utf-32"):
         wide = f"{encoding}-le or {encoding}-be"
-        raise UnknownEncoding(f"{path} has no byte-order mark, so --encoding {encoding} is not enough; name {wide}")
+        raise UnknownEncoding(f"{path} has no byte-order mark, so --encoding {encoding} is ambiguous; name {wide}")
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:
         start = error.start if isinstance(error, UnicodeDecodeError) else 0
         if content.isascii():
-            apart = f"prepare it apart from {encoding} text, without --encoding"
+            apart = f"prepare it separately from {encoding} text, without --encoding"
             raise UnreadableFile(f"{path} is {UTF_8} text and not {encoding} (byte {start}); {apart}") from error
         neither = f"is not {encoding}" if encoding == UTF_8 else f"is neither {UTF_8} nor {encoding}"
         raise UnknownEncoding(f"{path} {neither} text (byte {start}{_readings(content, start)})") from error
@@ -131,7 +143,7 @@ def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[st
 
 
 def named_files(what: str, paths: Iterable[str | Path]) -> str:
-    """Return a line about files, of which it names the first few."""
+    """Return a line about files that names the first few."""
     each = [str(path) for path in paths]
     more = f" and {len(each) - MOST_NAMED} more" if len(each) > MOST_NAMED else ""
     return f"{what}: {', '.join(each[:MOST_NAMED])}{more}"
@@ -146,7 +158,7 @@ def _is_seven_bit(encoding: str) -> bool:
 
 
 def _wide_encoding(content: bytes | bytearray) -> str | None:
-    """Return UTF-16 or UTF-32 if as many bytes are NUL as in text of Latin letters."""
+    """Return UTF-16 or UTF-32 if as many bytes are NUL as in text of Latin letters. Otherwise return None."""
     sample = content[:_SAMPLE]
     if sample.count(0) < len(sample) * _NUL_SHARE:
         return None
@@ -155,7 +167,7 @@ def _wide_encoding(content: bytes | bytearray) -> str | None:
 
 
 def _readings(content: bytes | bytearray, start: int, names: Sequence[str] = ()) -> str:
-    """The text around the first byte that is not ASCII, in the encodings that it may be in, for the user to choose."""
+    """Show the text around the first undecodable byte in a few likely encodings, so that the user can choose one."""
     begin, end = max(content.rfind(b"\n", 0, start) + 1, start - _CONTEXT), start + _CONTEXT
     sample = content[max(0, start - _SAMPLE // 2) : start + _SAMPLE // 2]
     found = () if names else charset_normalizer.from_bytes(sample)
@@ -167,7 +179,7 @@ def _readings(content: bytes | bytearray, start: int, names: Sequence[str] = ())
         except (UnicodeDecodeError, LookupError):
             continue
         if text.isprintable():
-            # iconv knows these names too: iso-2022-jp, koi8-r.
+            # Write names that iconv knows too, such as iso-2022-jp and koi8-r.
             shown.setdefault(text, name.replace("iso2022", "iso-2022").replace("_", "-"))
     readings = [f'"{text}" in {name}' for text, name in shown.items()]
     return f": {' or '.join(readings[:3])}" if readings else ""

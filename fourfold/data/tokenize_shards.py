@@ -1,4 +1,4 @@
-"""Tokenizes shards in this process or in several, and skips those that are complete."""
+"""Tokenize shards in this process or in several, and skip completed shards."""
 
 import multiprocessing
 import os
@@ -17,10 +17,18 @@ from fourfold.processes import end_with_parent
 
 
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
-    """Complete every shard in `folder`, with at most `workers` processes; a single one is this process.
+    """Complete every shard in `folder`.
 
-    Raises UserError for input that cannot be read, or when a process was killed; the shards completed by then remain.
-    Files that cannot be read are named together, after the other shards.
+    Shards that were completed before an error remain. Files that cannot be read are named together, after all shards
+    were tried.
+
+    Args:
+        shards: The shards.
+        folder: Folder of the results.
+        workers: Most processes to use. One worker is this process itself.
+
+    Raises:
+        UserError: Input cannot be read, or a process was killed.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
@@ -38,7 +46,7 @@ def _tokenize(
             failed += _unreadable(partial(tokenize, shard, folder))
             advance(shard.bytes)
         return failed
-    # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
+    # Spawn and don't fork: the caller may have threads (of torch or a GPU) that do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
@@ -48,8 +56,8 @@ def _tokenize(
                 advance(running[future].bytes)
         except BrokenProcessPool as error:
             raise UserError(
-                f"a tokenizing process ended early, probably out of memory; what is finished stays in {folder}, so"
-                ' try fewer workers (in a script of yours without `if __name__ == "__main__":`, workers=1)'
+                f"a tokenizing process ended early, probably out of memory; finished parts stay in {folder}, so try"
+                ' fewer workers (workers=1 if your script has no `if __name__ == "__main__":`)'
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -57,7 +65,7 @@ def _tokenize(
 
 
 def _unreadable(finish: Callable[[], None]) -> list[UnreadableFile]:
-    """Finish a shard, and return its files that cannot be read."""
+    """Finish a shard, and return the errors of files that cannot be read."""
     try:
         finish()
     except UnreadableFiles as error:
@@ -67,5 +75,5 @@ def _unreadable(finish: Callable[[], None]) -> list[UnreadableFile]:
 
 def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback of its own
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
     end_with_parent()

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or any Hugging Face tokenizer.json, trained here or elsewhere."""
+"""Tokenizers: plain bytes, or any Hugging Face tokenizer.json."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -17,45 +17,45 @@ from fourfold.untrusted_files import check_model_folder
 
 END_OF_TEXT = "<|endoftext|>"
 OWN = "auto"
-"""Asks for the beginning-of-text token that the tokenizer itself names."""
+"""As a `bos_token`: use the beginning-of-text token that the tokenizer itself names."""
 _USUAL_NAMES = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
 )
-_SMALLEST_BPE = 257  # 256 bytes and the end of a document
+_SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 
 
 class NoSuchToken(UserError):
-    """A tokenizer lacks a token that a corpus has, so it is another tokenizer."""
+    """The tokenizer lacks a token that the corpus has, so it is not the corpus's tokenizer."""
 
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
     vocab_size: int
-    """One more than the largest id."""
+    """Largest id plus one."""
     eod_id: int
-    """The id that ends a document."""
+    """Id that ends a document."""
     bos_id: int | None
-    """The id that begins a text, if the model has one."""
+    """Id that begins a text, if the model has one."""
     begins_documents: bool
-    """Whether a document of a corpus begins with `bos_id`."""
+    """Whether documents of a corpus begin with `bos_id`."""
     special_ids: tuple[int, ...]
-    """The ids that are not text, ascending."""
+    """Ids that are not text, ascending."""
     fingerprint: str
-    """Equal for two tokenizers exactly when they give the same ids."""
+    """Two tokenizers have equal fingerprints exactly if they produce the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without any special token added."""
+        """Return the ids of each text, without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, without special tokens."""
+        """Return the text of these ids, without special tokens."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8 as ids 0 to 255, and 256 to end a document. Needs no file."""
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document. It needs no file."""
 
     vocab_size: int = 257
     eod_id: int = 256
@@ -65,33 +65,36 @@ class ByteTokenizer:
     fingerprint: str = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The UTF-8 bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes; ids above 255 are left out, an incomplete character becomes U+FFFD."""
+        """Return the text of these bytes. Ids above 255 are dropped, and an incomplete character becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class HFTokenizer:
-    """A tokenizer.json of the Hugging Face library.
+    """A tokenizer.json of the Hugging Face tokenizers library.
 
-    The token that ends a document is the first of these that exists: `eod`, the `eos_token` of the
-    tokenizer_config.json in the same folder, the first special token of `eos_token_id` in generation_config.json, or
-    else in config.json, and the first special token with a usual name, such as <|endoftext|> or </s>. It is always
-    special, so text never contains it. Padding is the same token.
+    The end-of-document token is the first of these that exists:
+        1. `eod`
+        2. `eos_token` in tokenizer_config.json
+        3. the first special token among `eos_token_id` in generation_config.json, then in config.json
+        4. the first special token with a usual name, such as <|endoftext|> or </s>
 
-    The name of a special token inside a text is encoded as plain characters: a document that mentions <|endoftext|>
-    must not end there. Truncation and padding of the file are switched off.
+    The end-of-document token is always special, so text never contains it. It is the padding token too. If a text
+    mentions a special token by name, such as <|endoftext|>, the name is encoded as plain characters, because the
+    document must not end there. The file's truncation and padding are switched off.
 
     Args:
-        path: The file, or a folder that holds a tokenizer.json.
-        eod: The token that ends a document, or its id.
-        bos: The token that begins a document, its id, or "auto" for the `bos_token` of tokenizer_config.json. By
-            default a document begins with its text.
+        path: The file, or a folder with a tokenizer.json.
+        eod: Token that ends a document, or its id.
+        bos: Token that begins a document, its id, or "auto" for the `bos_token` of tokenizer_config.json (default:
+            none).
 
     Raises:
-        UserError: The file is missing or not a tokenizer, or has no such token (``NoSuchToken`` if it is an id).
+        UserError: The file is missing, is not a tokenizer, or lacks a token.
+        NoSuchToken: The tokenizer has no token with the id `eod` or `bos`.
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> None:
@@ -117,23 +120,23 @@ class HFTokenizer:
         self.begins_documents = bos is not None
         self.bos_id = own_bos if bos in (None, OWN) else self._special(bos, "bos_token")
         if self.begins_documents and self.bos_id is None:
-            raise UserError(f"bos_token {OWN}: {self.path.parent} names no bos_token; name one of {self._specials()}")
+            raise UserError(f"bos_token {OWN}: {self.path.parent} has no bos_token; name one of {self._specials()}")
         self.usually_begins = own_bos is not None and self._tokenizer.encode("").ids[:1] == [own_bos]
         self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
         self._digest = hashlib.sha256(content)
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
+        """Return the ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out."""
+        """Return the text of these ids, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
     @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
     def has_ids_of(self, fingerprint: str) -> bool:
-        """Return whether this file gave the ids of a text of that fingerprint, whichever token ends documents there."""
+        """Return whether this file made a corpus with that fingerprint, whatever token ends the corpus's documents."""
         ends = (self.eod_id, *range(self.vocab_size))
         return any(self._fingerprint(end, bos) == fingerprint for bos in {None, self.bos_id} for end in ends)
 
@@ -147,7 +150,7 @@ class HFTokenizer:
         return {number: token.content for number, token in added.items() if token.special}
 
     def _specials(self) -> str:
-        """The special tokens, for a message."""
+        """Return the names of the special tokens, for a message."""
         names = list(self._special_names().values())
         return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
 
@@ -156,19 +159,19 @@ class HFTokenizer:
             name = self._tokenizer.id_to_token(wanted) if 0 <= wanted < self.vocab_size else None
             if name is None:
                 raise NoSuchToken(
-                    f"{self.path} has no token {wanted}, the {option} of a corpus: it is another tokenizer"
+                    f"{self.path} has no token {wanted}, the {option} of a corpus, so it is another tokenizer"
                 )
             self._tokenizer.add_special_tokens([name])
             return wanted
         found = [number for number, name in self._special_names().items() if name == wanted]
         if not found:
             raise UserError(
-                f"{option} {wanted} is no special token of {self.path}; its special tokens: {self._specials()}"
+                f"{option} {wanted} is not a special token of {self.path}; its special tokens are {self._specials()}"
             )
         return found[0]
 
     def _config(self, name: str) -> dict[str, Any]:
-        """The JSON object of a file beside a model's tokenizer.json; empty if there is none."""
+        """Return the JSON object in a file next to the model's tokenizer.json, or {} if there is none."""
         file = self.path.with_name(name)
         if self.path.name != "tokenizer.json" or not file.is_file():
             return {}
@@ -177,11 +180,11 @@ class HFTokenizer:
         except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be read: {error}") from error
         if not isinstance(content, dict):
-            raise UserError(f"{file} cannot be read: it holds no JSON object")
+            raise UserError(f"{file} cannot be read: it is not a JSON object")
         return content
 
     def _named(self, key: str) -> int | None:
-        """The id of a token that tokenizer_config.json names, which makes it special, as in transformers."""
+        """Return the id of a token that tokenizer_config.json names. The token becomes special, as in transformers."""
         token = self._config("tokenizer_config.json").get(key)
         name = token.get("content") if isinstance(token, dict) else token
         number = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
@@ -201,14 +204,14 @@ class HFTokenizer:
         usual = [number for name in _USUAL_NAMES for number, each in special.items() if each == name]
         if not usual:
             raise UserError(
-                f"{self.path} names no token that ends a document; name one of its special tokens ({self._specials()}) "
+                f"{self.path} has no end-of-document token; name one of its special tokens ({self._specials()}) "
                 "with --eos-token, or as eos_token in tokenizer_config.json"
             )
         return usual[0]
 
 
 def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a document of a corpus: between the token that begins it, if there is one, and its end."""
+    """Return the ids of a document in a corpus: with its end-of-document token, and perhaps a beginning token."""
     return [*begin_of(tokenizer), *ids, tokenizer.eod_id]
 
 
@@ -218,14 +221,19 @@ def begin_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:
-    """Train a byte-level BPE tokenizer with GPT-2's word splitting, save it as `path`, and return it.
+    """Train a byte-level BPE tokenizer with GPT-2's word splitting, and save it.
 
-    `vocab_size` counts the 256 bytes and <|endoftext|> (id 0) too; a small corpus may give fewer.
-    Raises UserError below 257.
+    Args:
+        texts: The text to train on.
+        vocab_size: Number of tokens, including the 256 bytes and <|endoftext|> (id 0). A small corpus may yield fewer.
+        path: Path of the tokenizer.json.
+
+    Raises:
+        UserError: `vocab_size` is below 257.
     """
     if vocab_size < _SMALLEST_BPE:
         raise UserError(
-            f"a byte-level BPE vocabulary of {vocab_size} is too small; {_SMALLEST_BPE} is the least that works"
+            f"a byte-level BPE vocabulary of {vocab_size} is too small; it must be at least {_SMALLEST_BPE}"
         )
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -242,11 +250,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFToke
 
 
 def load_tokenizer(name: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> Tokenizer:
-    """Open "bytes", or the tokenizer.json at a path or in a folder. `eod`, `bos`: see ``HFTokenizer``."""
+    """Open "bytes", or the tokenizer.json at a path or in a folder.
+
+    Args:
+        name: "bytes" or a path.
+        eod: See `HFTokenizer`.
+        bos: See `HFTokenizer`.
+
+    Raises:
+        UserError: The tokenizer cannot be opened or lacks a token.
+    """
     if str(name) != "bytes":
         return HFTokenizer(name, eod, bos)
     if isinstance(eod, str) or bos is not None:
         raise UserError(
-            "--eos-token and --bos-token name tokens of a tokenizer.json; 'bytes' has only its end of a document"
+            "--eos-token and --bos-token name tokens of a tokenizer.json; 'bytes' has only its own end token"
         )
     return ByteTokenizer()

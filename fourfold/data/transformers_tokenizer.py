@@ -1,4 +1,4 @@
-"""The tokenizers of the transformers library, beside our own: opened in one place, with one interface."""
+"""Open tokenizers of the transformers library, with the same interface as our own tokenizers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from fourfold.extras import import_extra
 from fourfold.untrusted_files import check_model_folder
 
 REMOTE_CODE = "trust_remote_code"
-"""The argument of transformers that lets code of a model run, and that its refusals name."""
+"""The argument with which transformers runs code that comes with a model. Its error messages name it."""
 
 
 class TransformersTokenizer:
-    """The tokenizer of a folder or an id of the Hub. special_tokens: add those that it usually adds to a text."""
+    """The tokenizer of a folder or a Hub id.
+
+    Args:
+        name: The folder or the Hub id.
+        special_tokens: Whether `encode_batch` adds the special tokens that the tokenizer usually adds.
+    """
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
         self.tokenizer = open_tokenizer(name)
@@ -31,18 +36,18 @@ class TransformersTokenizer:
 
     @cached_property
     def file(self) -> HFTokenizer | None:
-        """Its tokenizer.json, as `fourfold prepare` opens it; None if it has none."""
+        """Its tokenizer.json, opened as `fourfold prepare` opens it. None if there is none."""
         from transformers.utils.hub import cached_file
 
         try:
             file = cached_file(self._name, "tokenizer.json")
             return None if file is None else HFTokenizer(file)
-        except (OSError, UserError):  # a tokenizer of another kind
+        except (OSError, UserError):  # the tokenizer has another format
             return None
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of its tokenizer.json; None if it has none."""
+        """Fingerprint of its tokenizer.json. None if there is none."""
         return None if self.file is None else self.file.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -59,25 +64,33 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether a tokenizer may have given the ids of a text of that fingerprint, whichever token ends it."""
+    """Return whether a tokenizer may have made a corpus with that fingerprint, whatever token ends its documents."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     return ours is None or (ours.has_ids_of if isinstance(ours, HFTokenizer) else ours.fingerprint.__eq__)(fingerprint)
 
 
 NO_CORPORA = (
-    "the corpora of the run file, whose paths begin at the folder in which training was started, were not found"
+    "the corpora of the run file were not found, and their paths are relative to the folder where training started"
 )
 
 
 def load_any_tokenizer(name: str | None) -> AnyTokenizer:
-    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes". Raises ``UserError`` for None."""
+    """Open the tokenizer of a model's folder or of a Hub id, or "bytes".
+
+    Raises:
+        UserError: `name` is None, or the tokenizer cannot be opened.
+    """
     if name is None:
         raise UserError(f"the model has no tokenizer: {NO_CORPORA}; start there, or name a tokenizer with --tokenizer")
     return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)
 
 
 def open_tokenizer(name: str) -> Any:
-    """Open the transformers tokenizer of a folder or an id of the Hub. Raises ``UserError`` where there is none."""
+    """Open the transformers tokenizer of a folder or a Hub id.
+
+    Raises:
+        UserError: There is none, or it needs code of the model.
+    """
     if Path(name).is_dir():
         check_model_folder(Path(name))
     transformers = import_transformers()
@@ -88,20 +101,20 @@ def open_tokenizer(name: str) -> Any:
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """The reason why transformers refuses code that comes with a model; None for another error."""
+    """Return why transformers refuses a model that comes with its own code, or None for another error."""
     if REMOTE_CODE not in str(error):
         return None
-    return "it needs Python code that comes with it, which fourfold never runs; use one that transformers knows itself"
+    return "it needs Python code that comes with it, which fourfold never runs; use one that transformers has built in"
 
 
 def import_transformers() -> Any:
-    """Import the transformers library, without its progress bars."""
+    """Import the transformers library and turn off its progress bars."""
     transformers = import_extra("transformers", "huggingface", "Hugging Face models and chat templates need")
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -197,7 +197,7 @@ def test_prepare(cli: Cli, tmp_path: Path) -> None:
         (b"", ("--tokenizer", "bytes"), "nothing to prepare"),
         (b'{"text": "a"}\n', (), "tokenizer"),
         (b'{"text": "a"}\n', ("--tokenizer", "none.json"), "none.json does not exist"),
-        (b'{"text": "a"}\n', ("--train-tokenizer", "10"), "257 is the least that works"),
+        (b'{"text": "a"}\n', ("--train-tokenizer", "10"), "it must be at least 257"),
         (b'{"text": "a"}\n', ("--tokenizer", "bytes", "--validation-fraction", "1.5"), "1.5"),
         (b'{"text": "a"}\n', ("--tokenizer", "bytes", "--workers", "0"), "workers"),
     ],

@@ -134,7 +134,7 @@ def test_few_long_documents_give_passages(tmp_path: Path) -> None:
         (Canaries(1, (-1,)), "0 or more"),
         (Canaries(1, (1,), length=1), "at least 2"),
         (Canaries(1, (1,), noise=1.0), "--canary-noise is 1.0"),
-        (Canaries(1, (1,), length=10, shift=9), "from 0 to 8 works"),
+        (Canaries(1, (1,), length=10, shift=9), "for 10 tokens it can be 0 to 8"),
         (Canaries(500, (0, 1)), "canaries for each of 2 numbers of repeats need 1000"),
     ],
 )

@@ -200,7 +200,7 @@ REFUSED = {
         CHATML,
         {"tools": [TOOL]},
         {},
-        "the chat template does not write the tools of the row; .* --ignore-key tools",
+        "the chat template does not use the tools of the row; .* --ignore-key tools",
     ),
     "kwargs": (
         CHATML,
@@ -210,25 +210,25 @@ REFUSED = {
     ),
     "row": (CHATML, {"train_on": "all"}, {}, "the row has train_on, which would not be used; .* --ignore-key train_on"),
     "prompt": (CHATML, {"prompt": "fox?"}, {}, "the row has prompt, which would not be used"),
-    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; only answers may have a weight, 0"),
+    "weight": (CHATML, {}, {"weight": 0.5}, "message 2 has weight 0.5; only answers can have a weight, 0"),
     "message": (
         CHATML,
         {},
         {"reasoning_content": "hm"},
-        "message 2 has reasoning_content, which the chat template does not write",
+        "message 2 has reasoning_content, which the chat template does not use",
     ),
-    "name": (CALLS, {}, {"name": "Eve"}, "message 2 has name, which the chat template does not write"),
+    "name": (CALLS, {}, {"name": "Eve"}, "message 2 has name, which the chat template does not use"),
     "calls": (
         CHATML,
         {},
         {"tool_calls": [TOOL]},
-        "message 2 has tool_calls, which the chat template does not write; give --chat-template a file that writes",
+        "message 2 has tool_calls, which the chat template does not use; give --chat-template a file that uses",
     ),
     "arguments": (
         CALLS,
         {},
         {"tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]},
-        "message 2 has arguments of a tool call that are not",
+        "message 2 has a tool call whose arguments are not",
     ),
     "image": (
         CHATML,
@@ -236,18 +236,18 @@ REFUSED = {
         {"content": [{"type": "image_url", "image_url": "x"}]},
         "message 2 has a part of type image_url",
     ),
-    "object": (CHATML, {}, {"content": {"text": "x"}}, "message 2 has no content that is text"),
+    "object": (CHATML, {}, {"content": {"text": "x"}}, "message 2 needs content that is text"),
     "speaker": (
         CHATML,
         {"messages": [{"from": "bing", "value": "x"}]},
         {},
-        "message 1 is from 'bing'; rename it: human",
+        "message 1 is from 'bing'; rename it to one of human",
     ),
     "speakers": (
         CHATML,
         {"messages": [{"from": ["a"], "value": "x"}]},
         {},
-        r"message 1 is from \['a'\]; rename it: hum",
+        r"message 1 is from \['a'\]; rename it to one of hum",
     ),
     "call": (
         CALLS,
@@ -260,14 +260,14 @@ REFUSED = {
         TOOLS,
         {"chat_template_kwargs": {"tools": [TOOL]}},
         {},
-        "chat_template_kwargs has tools; write them",
+        "chat_template_kwargs has tools; move them",
     ),
     **{
         f"{name} as a variable": (
             f"{CHATML}{{# {name} #}}",
             {"chat_template_kwargs": {name: True}},
             {},
-            f"chat_template_kwargs has {name}, which is no variable of a template; remove {name}",
+            f"chat_template_kwargs has {name}, which is not a variable of the template; remove {name}",
         )
         for name in ("tokenize", "add_generation_prompt", "chat_template", "return_dict", "messages", "self")
     },
@@ -359,7 +359,7 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
         tokenizer.chat_template = templates
         tokenizer.save_pretrained(tmp_path / "named")
         if refused:
-            with pytest.raises(UserError, match=r"several chat templates \(rag, tool_use\), and none is named default"):
+            with pytest.raises(UserError, match=r"several chat templates \(rag, tool_use\), but none is named default"):
                 ChatTemplate(tmp_path / "named")
         else:
             template = ChatTemplate(tmp_path / "named")

@@ -51,7 +51,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     earlier = "m['role'] == 'assistant' and not loop.last"
     rewriting = CHATML.replace("{{ m['content'] }}", f"{{{{ m['content'] | upper if {earlier} else m['content'] }}}}")
     template = ChatTemplate(make_chat_tokenizer(tmp_path, rewriting))
-    with pytest.raises(ValueError, match=r"message 2 differently when others follow.* qwen3_training\.jinja"):
+    with pytest.raises(ValueError, match=r"message 2 differently when more messages follow.* qwen3_training\.jinja"):
         template.encode(TALK)
     template.encode(TALK[:2])
 
@@ -63,11 +63,11 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
         ({"messages": "hello"}, "line 2: messages is not a list"),
         (
             {"messages": [{"role": "user"}, TALK[1]]},
-            "line 2: message 1 has no content that is text or a list of text parts",
+            "line 2: message 1 needs content that is text or a list of text parts",
         ),
         (
             {"text": "hello"},
-            "line 2: a row has messages, conversations, prompt and completion, or instruction and output; this one has",
+            "line 2: a row needs messages, conversations, prompt and completion, or instruction and output; this one",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}, *TALK]},

@@ -87,7 +87,7 @@ DAMAGED = {
     "pointer negative": (megatron_index(8, [3, 5], [-2, 6], [0, 1, 2]), "sequence 0 outside"),
     "pointer odd": (megatron_index(8, [3, 4], [0, 7], [0, 1, 2]), "sequence 1 outside"),
     "length negative": (megatron_index(8, [-3, 5], [0, 6], [0, 1, 2]), "negative"),
-    "fewer tokens": (megatron_index(8, [3, 4], [0, 6], [0, 1, 2]), "accounts for 14 bytes"),
+    "fewer tokens": (megatron_index(8, [3, 4], [0, 6], [0, 1, 2]), "expects 14 bytes"),
     "documents descend": (megatron_index(8, [3, 5], [0, 6], [0, 2, 1, 2]), "do not ascend"),
     "documents end early": (megatron_index(8, [3, 5], [0, 6], [0, 1]), "boundaries"),
     "no documents": (megatron_index(8, [3, 5], [0, 6], []), "boundaries"),

@@ -78,9 +78,9 @@ def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
 
 
 def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
-    with pytest.raises(UserError, match="nearest that works is 24"):
+    with pytest.raises(UserError, match="nearest valid size is 24"):
         Loader(windows, SEQ_LENGTH, 27, 2, 0, 4)
-    with pytest.raises(UserError, match="nearest that works is 8"):
+    with pytest.raises(UserError, match="nearest valid size is 8"):
         Loader(windows, SEQ_LENGTH, 1, 2, 0, 4)
     with pytest.raises(UserError, match="at least 1"):
         Loader(windows, SEQ_LENGTH, 0, 2)

@@ -177,11 +177,11 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
 
     refused("choose one tokenizer: --tokenizer bytes, .* or --train-tokenizer VOCAB")
     refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
-    refused("--workers 0: at least 1", tokenizer="bytes", workers=0)
-    refused("--validation-fraction 1.0 must be at least 0 and below 1", tokenizer="bytes", validation_fraction=1.0)
-    refused("leaves none for", tokenizer="bytes", validation_fraction=0.5)
+    refused("--workers is 0; it must be at least 1", tokenizer="bytes", workers=0)
+    refused("--validation-fraction is 1.0; it must be at least 0 and below 1", tokenizer="bytes", validation_fraction=1.0)
+    refused("leaves no document for", tokenizer="bytes", validation_fraction=0.5)
     (inputs / "b0.txt").write_text("")
-    refused("no document has any text", tokenizer="bytes")
+    refused("no document has text", tokenizer="bytes")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*: Not a directory; choose another output prefix"):
         prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")

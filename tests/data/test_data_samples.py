@@ -120,7 +120,12 @@ def test_mixture_of_one_is_the_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [([], "no source"), ([1.0, 0.0], "source 2 .* weight 0.0"), ([float("nan")], "nan"), ([1e6, 1], "no sample")],
+    [
+        ([], "at least one source"),
+        ([1.0, 0.0], "source 2 .* weight 0.0"),
+        ([float("nan")], "nan"),
+        ([1e6, 1], "no sample"),
+    ],
 )
 def test_mixture_refuses(tmp_path: Path, weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):

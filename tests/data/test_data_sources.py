@@ -66,12 +66,12 @@ def test_inputs_in_order(tmp_path: Path) -> None:
     assert documents_of([f"{tmp_path}/**/c.txt"]) == ["sub/c.txt"]
     for item, message in (
         ("none.txt", "does not exist"),
-        ("x*", "no file of a readable"),
-        ("ignored.bin", "unknown kind"),
+        ("x*", "no supported file"),
+        ("ignored.bin", "unsupported suffix"),
     ):
         with pytest.raises(UserError, match=message):
             list_inputs([tmp_path / item])
-    with pytest.raises(UserError, match="nothing to prepare"):
+    with pytest.raises(UserError, match="no input is given"):
         list_inputs([])
 
 
@@ -90,7 +90,7 @@ BAD_LINES = {
     b"{": "not JSON",
     b'{"body": "x", "id": 1}': 'no key "text" among body, id',
     b'{"text": 3}': "holds a int",
-    b'["x"]': "a list where",
+    b'["x"]': "found a list",
     b'{"text": "\xff"}': "not UTF-8",
 }
 
@@ -112,7 +112,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl\.gz cannot be read"):
         list(read_documents(tmp_path / "a.jsonl.gz"))
     (tmp_path / "a.txt").write_bytes(b"\xff\xfex")
-    with pytest.raises(UserError, match="not utf-16 text, which its byte-order mark promises"):
+    with pytest.raises(UserError, match="not utf-16 text, although its byte-order mark says so"):
         list(read_documents(tmp_path / "a.txt"))
 
 
@@ -207,7 +207,7 @@ def test_an_encoding_of_ascii_bytes_that_is_named_is_used(tmp_path: Path, encodi
     (tmp_path / "a.txt").unlink()
     assert texts_of(tmp_path, encoding=encoding)[1] == (
         f"read as utf-16 (byte-order mark): {tmp_path}/d.txt",
-        f"--encoding {encoding} applied to no file: all are UTF-8, or have a byte-order mark",
+        f"--encoding {encoding} was not needed: all files are UTF-8 or have a byte-order mark",
     )
 
 
@@ -268,11 +268,15 @@ def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: 
         ("\x1b[31mred".encode("utf-16"), "latin-1", r"has the control character ESC \(byte 2\); remove such"),
         (b"\x1b[31mred", "iso2022_jp", r"is not iso2022_jp text: it would have the character '\\x1b'"),
         (b"f\xfcr \x07", "latin-1", r"is not iso8859-1 text: it would have the character '\\x07'"),
-        (b"1 ~ 2", "hz", r"is utf-8 text and not hz \(byte 2\); prepare it apart from hz text, without --encoding$"),
-        (b"1+1=2", "utf-7", r"is utf-8 text and not utf-7 \(byte 1\); prepare it apart from"),
+        (
+            b"1 ~ 2",
+            "hz",
+            r"is utf-8 text and not hz \(byte 2\); prepare it separately from hz text, without --encoding$",
+        ),
+        (b"1+1=2", "utf-7", r"is utf-8 text and not utf-7 \(byte 1\); prepare it separately from"),
         (b"+2AA-", "utf-7", r"is not utf-7 text: it would have the character '\\ud800'"),
         ("für".encode("latin-1"), "utf-8", r"is not utf-8 text \(byte 1"),
-        (b"\xef\xbb\xbff\xfcr", "latin-1", "is not utf-8-sig text, which its byte-order mark promises"),
+        (b"\xef\xbb\xbff\xfcr", "latin-1", "is not utf-8-sig text, although its byte-order mark says so"),
     ],
 )
 def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: str | None, says: str) -> None:
@@ -284,10 +288,12 @@ def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: st
 def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     for name in ("latin-99", "hex", "idna", "undefined", "punycode"):
-        with pytest.raises(UserError, match=f"--encoding {name} is not a text encoding of Python; latin-1, cp1252"):
+        with pytest.raises(
+            UserError, match=f"--encoding {name} is not a text encoding of Python; examples are latin-1, cp1252"
+        ):
             prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding=name)
     with pytest.raises(
-        UserError, match=r"--encoding iso8859-1 is for \.txt and \.txt\.gz files, and the input has none"
+        UserError, match=r"--encoding iso8859-1 is for \.txt and \.txt\.gz files, but the input has none"
     ):
         prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding="latin-1")
 
@@ -298,7 +304,7 @@ def test_files_of_other_kinds_are_named_as_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_text(name)
     summary = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
     names = f"{tmp_path}/in/notes.md, {tmp_path}/in/sub/page.html"
-    assert summary.notes == (f"left out, of a kind that is not read: {names}",)
+    assert summary.notes == (f"left out, unsupported kind of file: {names}",)
     again = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
     assert again.reused and again.notes == summary.notes
     for pattern in ("*", "**"):
@@ -316,7 +322,7 @@ def test_what_is_no_file_is_named_as_left_out(tmp_path: Path) -> None:
     for _ in range(2):
         notes = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1).notes
         names = ", ".join(f"{tmp_path}/in/{name}" for name in ("broken.txt", "linked", "pipe.txt"))
-        assert notes == (f"left out, not a file (a pipe, a device, or such a link): {names}",)
+        assert notes == (f"left out, not a regular file (a pipe, a device, or a link): {names}",)
 
 
 def test_several_keys_of_the_text(tmp_path: Path) -> None:
@@ -353,12 +359,10 @@ def test_text_that_does_not_fit_into_memory_is_a_sentence(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr("fourfold.data.sources.decode", fail)
-        with pytest.raises(
-            UserError, match=r"a\.txt does not fit into memory; a text file is one document, so split it"
-        ):
+        with pytest.raises(UserError, match=r"a\.txt does not fit in memory; a text file is one document, so split it"):
             list(read_documents(tmp_path / "a.txt"))
     monkeypatch.setattr("fourfold.data.shards.as_document", fail)
-    with pytest.raises(UserError, match=r"a document of .*a\.txt does not fit into memory while it is tokenized"):
+    with pytest.raises(UserError, match=r"a document of .*a\.txt does not fit in memory while it is tokenized"):
         prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer="bytes", workers=1)
 
 

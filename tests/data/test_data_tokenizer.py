@@ -124,7 +124,7 @@ def test_a_named_end_of_documents_is_kept_by_the_corpus(tmp_path: Path) -> None:
     )
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(
-        UserError, match=r"eos_token </s> is no special token of .*; its special tokens: <bos>, <eos>, <pad>"
+        UserError, match=r"eos_token </s> is not a special token of .*; its special tokens are <bos>, <eos>, <pad>"
     ):
         prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=folder, eos_token="</s>")
     prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=folder, eos_token="<pad>")
@@ -166,7 +166,7 @@ def test_documents_begin_with_a_token_only_if_it_is_asked_for(tmp_path: Path) ->
     asked, answered = HFTokenizer(folder).encode_batch(["größe", "def"])
     assert tokens("sft") == [0, *asked, *answered, 1]
     assert flags.read(0, flags.tokens).tolist() == [0] * (1 + len(asked)) + [1] * (len(answered) + 1)
-    with pytest.raises(UserError, match="does not go with --canaries"):
+    with pytest.raises(UserError, match="--canaries cannot be combined"):
         prepare([rows], tmp_path / "x", tokenizer=folder, bos_token="auto", canaries=Canaries(1, (0,)))
 
 
@@ -200,7 +200,7 @@ def test_a_tokenizer_without_the_tokens_of_the_corpus_did_not_make_it(
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="257 is the least"):
+    with pytest.raises(UserError, match="must be at least 257"):
         train_bpe([TEXT], 256, tmp_path / "t.json")
     with pytest.raises(UserError, match="does not exist"):
         load_tokenizer(tmp_path / "none.json")

@@ -39,9 +39,9 @@ def test_a_name_is_of_one_form() -> None:
     assert HubDataset.parse("hf:a/b:en:test") == HubDataset("a/b", "en", "test")
     assert str(HubDataset.parse("hf:a/b:en:test")) == "hf:a/b:en:test"
     for wrong in ("hf:", "hf:a::b", "hf:a:b:c:d", "a/b"):
-        with pytest.raises(UserError, match="is not of the form"):
+        with pytest.raises(UserError, match="must have the form"):
             HubDataset.parse(wrong)
-    with pytest.raises(UserError, match="one whole split"):
+    with pytest.raises(UserError, match="name one split"):
         HubDataset.parse("hf:a/b:train[:10%]")
 
 

@@ -88,7 +88,7 @@ def test_functions_that_are_none(name: str, message: str) -> None:
 
 def test_a_function_that_returns_no_mask() -> None:
     masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:broken"]), None, 32, 4)
-    with pytest.raises(UserError, match=r"broken' returned int64 \(1, 3\); a mask is bool \(1, 2\)"):
+    with pytest.raises(UserError, match=r"broken' returned int64 \(1, 3\); a mask must be bool \(1, 2\)"):
         labels_of(windows_of([1, 2, 3]), masks)
 
 

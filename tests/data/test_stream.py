@@ -292,7 +292,7 @@ def test_the_buffer_is_bounded() -> None:
 def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
     released = threading.Event()
     samples = streamed(Listed(TEXTS, wait=lambda number: number != 5 or released.wait(PATIENCE)), timeout=0.5)
-    with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s; check the network"):
+    with pytest.raises(UserError, match=r"hf:tales has sent no text for 0.5 s; check the network"):
         samples.read(np.arange(40))
     released.set()
     samples.close()
@@ -323,7 +323,7 @@ def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.Mon
         Listed(TEXTS, wait=wait), timeout=0.5, order=lambda documents: ShuffledDocuments(documents, 16, 3)
     )
     assert samples.read([0]).numbers.tolist() == [0]
-    with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s"):
+    with pytest.raises(UserError, match=r"hf:tales has sent no text for 0.5 s"):
         samples.read(np.arange(1, 200))
     released.set()
     samples.close()
@@ -335,7 +335,7 @@ def test_a_source_that_fails_is_a_sentence() -> None:
             raise ConnectionError("the line\nis cut")
 
     samples = streamed(Listed(TEXTS, wait=fail))
-    with pytest.raises(UserError, match="hf:tales cannot be read further: ConnectionError: the line is cut"):
+    with pytest.raises(UserError, match="hf:tales can no longer be read: ConnectionError: the line is cut"):
         samples.read(np.arange(40))
 
 
@@ -354,8 +354,8 @@ def test_closing_ends_a_read_that_waits() -> None:
 def test_what_a_dataset_lacks_is_a_sentence(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     dataset = HubDataset.parse(make_dataset(tmp_path / "tales"))
-    with pytest.raises(UserError, match=r"has 4 files, so data.streams is at most that, not 5"):
+    with pytest.raises(UserError, match=r"has 4 files, so data.streams must be at most that, not 5"):
         dataset.streams(5, "text")
-    for key, said in {"story": "has no 'story' among number, text", "number": "'number' is no text but int"}.items():
+    for key, said in {"story": "has no 'story' among number, text", "number": "'number' is int, not text"}.items():
         with pytest.raises(UserError, match=said):
             next(dataset.streams(1, key)[0].read(None))

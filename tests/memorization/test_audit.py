@@ -281,7 +281,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
     assert record["warnings"] == []
     many = ["--set", "masks.goldfish.h=60"]
     _, output, _ = cli("masks", trained / "run.toml", *many)
-    assert "Warning: the goldfish mask leaves out" in output
+    assert "Warning: the goldfish mask drops" in output
     code, output, errors = cli("masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json")
     assert json.loads(output)["goldfish"] is None
     for wrong, message in (("k=1", "must be an integer ≥ 2"), ("h=0", "must be an integer ≥ 1")):

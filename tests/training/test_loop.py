@@ -207,4 +207,4 @@ def test_a_mask_that_suits_the_data_badly_is_warned_of(
 ) -> None:
     run = make(tmp_path, prefix, **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 80})
     train(run)
-    assert "warning: the goldfish mask leaves out" in capsys.readouterr().err
+    assert "warning: the goldfish mask drops" in capsys.readouterr().err
