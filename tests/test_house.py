@@ -79,7 +79,6 @@ LONG_FUNCTIONS = {
     "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",
-    "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
     "fourfold.training.loop._train": "one run from start to end",
 }
 """Functions of more than 60 lines, and why each stays in one piece."""

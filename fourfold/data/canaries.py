@@ -165,8 +165,7 @@ class CorpusPieces:
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
     """Write a second corpus next to the corpus of `split`, with canaries at random places between its pieces.
 
-    Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere. A corpus of few
-    long documents, such as books, is cut into passages.
+    Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 
     Args:
         split: The corpus.
@@ -174,9 +173,6 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
         tokenizer: The tokenizer of the corpus.
         text_key: Key of the text in the rows of `canaries.source`.
         ledger: Path of the ledger to write.
-
-    Returns:
-        The new corpus.
 
     Raises:
         UserError: The source has too little text.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.conversation_rows import is_harmless
-from fourfold.data.tokenizer import Tokenizer, as_document, begin_of
+from fourfold.data.tokenizer import check_encodable
 from fourfold.data.transformers_tokenizer import open_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
@@ -111,7 +111,7 @@ class ChatTemplate:
         template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
         weights = _weights(messages)
         messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]
-        text = _encodable(self._render(messages, options))
+        text = check_encodable(self._render(messages, options))
         self._check_used(messages, options, text, template)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
@@ -266,31 +266,6 @@ class ChatTemplate:
             return self._render(messages, options or {}, add_generation_prompt)
         except ValueError:
             return None
-
-
-def encode_completion(
-    prompt: str, completion: str, tokenizer: Tokenizer
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokenize a prompt and its completion as one document. Each is tokenized separately, as at inference.
-
-    Returns:
-        The token ids [tokens], and whether each token is trained [tokens].
-
-    Raises:
-        ValueError: The text has a lone surrogate.
-    """
-    asked, answered = tokenizer.encode_batch([_encodable(prompt), _encodable(completion)])
-    ids = as_document([*asked, *answered], tokenizer)
-    return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(begin_of(tokenizer)) + len(asked)
-
-
-def _encodable(text: str) -> str:
-    """Return the text. Raise ValueError if JSON escapes left a lone surrogate in it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("the text has half a character (a lone surrogate), which no tokenizer accepts") from None
-    return text
 
 
 def _weights(messages: Sequence[Message]) -> list[int | None]:

@@ -91,9 +91,8 @@ def prepare(
 ) -> PrepareSummary:
     """Tokenize `inputs` into OUT.bin, OUT.idx, and OUT.json. An end-of-document token follows each document.
 
-    An interrupted preparation continues from OUT.parts. If OUT was already made in the same way from the same unchanged
-    files, it stays as it is, unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written last: if
-    it exists, the corpus is complete.
+    An interrupted preparation continues from OUT.parts. A corpus made in the same way from the same files is kept,
+    unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written last and marks a complete corpus.
 
     Args:
         inputs: See `list_inputs`.
@@ -105,28 +104,24 @@ def prepare(
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
         text_key: Key or column of the text. Separate several with commas: the first that a row has is taken.
         encoding: Encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
-        validation_fraction: Fraction of the documents that go to OUT-validation instead. A hash of the document's
-            number and `seed` chooses them.
-        seed: See `validation_fraction`.
+        validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
+        seed: Seed of that choice.
         canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
         force: Make the corpus again even if it exists.
 
     Raises:
         UserError: Input or options cannot work, or a file cannot be written. The message names the file and the line.
     """
-    began = time.monotonic()
-    ends = (eos_token, bos_token)
+    began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
     identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
     names = [str(item) for item in inputs]
     encoding = None if encoding is None else text_encoding(encoding)
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
-    prefix = Path(output_prefix)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
     assert wanted is not None, "_checked refuses neither"
     finished = None if force else _finished(prefix, request)
     train, validation = finished or _make(request, prefix, wanted, ends, workers or available_cores(), force)
-    files = _files(prefix, train, validation, canaries)
-    notes = (*train.notes, *notes_on(names, None))
+    files, notes = _files(prefix, train, validation, canaries), (*train.notes, *notes_on(names, None))
     return PrepareSummary(train, validation, files, time.monotonic() - began, finished is not None, notes)
 
 

@@ -9,15 +9,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.chat import ChatTemplate, encode_completion
+from fourfold.data.chat import ChatTemplate
 from fourfold.data.conversation_rows import Completion, Conversation, read_pair, read_row
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
 from fourfold.data.manifest import CorpusSplit, manifest_path, trained_prefix, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within
 from fourfold.data.prepare import PrepareSummary, check_fraction, notes_on, unfinished
 from fourfold.data.shards import digest
-from fourfold.data.sources import list_inputs, read_rows
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.sources import InputFile, list_inputs, read_rows
+from fourfold.data.tokenizer import Tokenizer, encode_completion, load_tokenizer
 from fourfold.errors import UserError
 
 _FLAG_VALUES = 2
@@ -48,17 +48,15 @@ def prepare_conversations(
         tokenizer: "bytes", or the folder of a model, whose chat template renders messages.
         chat_template: Jinja file with another template.
         eos_token: Special token that ends a completion (default: the tokenizer's own, see `HFTokenizer`).
-        bos_token: Special token before the prompt of a completion, or "auto" for the tokenizer's own (default: none).
-            Chat templates write their own.
+        bos_token: Special token that begins a prompt, or "auto" for the tokenizer's own (default: none). Chat
+            templates write their own.
         ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
-        validation_fraction: Fraction of the rows that go to OUT-validation instead. A hash of the row's number and
-            `seed` chooses them.
-        seed: See `validation_fraction`.
+        validation_fraction: Fraction of the rows that go to OUT-validation instead, chosen by a seeded hash.
+        seed: Seed of that choice.
         format: "sft" or "preferences".
 
     Raises:
-        UserError: A row cannot be read or rendered, or a file cannot be written. The message names the file and the
-            line.
+        UserError: A row cannot be read or rendered (the message names file and line), or a file cannot be written.
     """
     began = time.monotonic()
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
@@ -67,45 +65,44 @@ def prepare_conversations(
     loaded = load_tokenizer(tokenizer, eos_token, bos_token)
     reader = RowReader(tokenizer, loaded, chat_template, format, ignored_keys)
     with unfinished(prefix):
-        splits = {"train": CorpusSplit(prefix, trained=0)}
-        if validation_fraction:
-            splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
-        with ExitStack() as stack:
-            tokens, answers = {}, {}
-            for name, split in splits.items():
-                tokens[name] = stack.enter_context(IndexedWriter(split.prefix, loaded.vocab_size))
-                answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _FLAG_VALUES))
-            rows = (row for file in files for row in reader.read(file.path))
-            for number, documents in enumerate(rows):
-                held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
-                name = "validation" if held_out else "train"
-                for ids, trained, text_bytes in documents:
-                    tokens[name].add_document(ids)
-                    answers[name].add_document(trained.astype(np.int64))
-                    splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
-            for name, split in splits.items():
-                if split.documents == 0:
-                    raise UserError(f"{', '.join(names)}: no conversation is left for {name}")
-            # Keep an earlier corpus of that name until every row has been read.
-            for target in (prefix, validation_prefix(prefix)):
-                manifest_path(target).unlink(missing_ok=True)
-        train, validation = write_manifests(
-            splits,
-            prefix,
-            loaded,
-            inputs=names,
-            text_key="messages",
-            validation_fraction=validation_fraction,
-            seed=seed,
-            request=digest(
-                [[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed]
-            ),
-            format=format,
-        )
+        splits = _write_splits(reader, files, names, prefix, validation_fraction, seed)
+        described = [[file.path, file.size, file.mtime_ns] for file in files]
+        request = {"inputs": names, "text_key": "messages", "validation_fraction": validation_fraction, "seed": seed}
+        request |= {"request": digest([*described, reader.identity, validation_fraction, seed]), "format": format}
+        train, validation = write_manifests(splits, prefix, loaded, **request)
     prefixes = [p for split in splits.values() for p in (split.prefix, trained_prefix(split.prefix))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
-    notes = tuple(notes_on(names, loaded)) if reader.has_completions else tuple(notes_on(names, None))
+    notes = tuple(notes_on(names, loaded if reader.has_completions else None))
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False, notes=notes)
+
+
+def _write_splits(
+    reader: "RowReader", files: list[InputFile], names: list[str], prefix: Path, validation_fraction: float, seed: int
+) -> dict[str, CorpusSplit]:
+    """Write the tokens and the flags of every conversation to the corpus of its split."""
+    splits = {"train": CorpusSplit(prefix, trained=0)}
+    if validation_fraction:
+        splits["validation"] = CorpusSplit(Path(validation_prefix(prefix)), trained=0)
+    with ExitStack() as stack:
+        tokens, answers = {}, {}
+        for name, split in splits.items():
+            tokens[name] = stack.enter_context(IndexedWriter(split.prefix, reader.tokenizer.vocab_size))
+            answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _FLAG_VALUES))
+        rows = (row for file in files for row in reader.read(file.path))
+        for number, documents in enumerate(rows):
+            held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
+            name = "validation" if held_out else "train"
+            for ids, trained, text_bytes in documents:
+                tokens[name].add_document(ids)
+                answers[name].add_document(trained.astype(np.int64))
+                splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
+        for name, split in splits.items():
+            if split.documents == 0:
+                raise UserError(f"{', '.join(names)}: no conversation is left for {name}")
+        # Keep an earlier corpus of that name until every row has been read.
+        for target in (prefix, validation_prefix(prefix)):
+            manifest_path(target).unlink(missing_ok=True)
+    return splits
 
 
 class RowReader:
@@ -127,7 +124,7 @@ class RowReader:
         format: str,
         ignored: Collection[str],
     ) -> None:
-        self._name, self._tokenizer, self._template_file = name, tokenizer, chat_template
+        self.tokenizer, self._name, self._template_file = tokenizer, name, chat_template
         self._parts, self._ignored = read_pair if format == "preferences" else read_row, ignored
         self._template: ChatTemplate | None = None
         self.has_completions = False
@@ -135,7 +132,7 @@ class RowReader:
     @property
     def identity(self) -> str:
         """Everything besides the rows that decides the tokens: the tokenizer and the template."""
-        return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
+        return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:
         """Yield the documents of each row: the tokens, whether each is trained, and the bytes of the text."""
@@ -157,7 +154,7 @@ class RowReader:
     def _encode(self, part: Conversation | Completion) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         if isinstance(part, Completion):
             self.has_completions = True
-            return encode_completion(part.prompt, part.text, self._tokenizer)
+            return encode_completion(part.prompt, part.text, self.tokenizer)
         if self._template is None:
             self._template = ChatTemplate(self._name, self._template_file, self._ignored)
         return self._template.encode(part.messages, part.prompt, part.options)

@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -218,6 +220,31 @@ def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
 def begin_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids before the text of a document: none, or the beginning-of-text token."""
     return [tokenizer.bos_id] if tokenizer.begins_documents and tokenizer.bos_id is not None else []
+
+
+def encode_completion(
+    prompt: str, completion: str, tokenizer: Tokenizer
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Tokenize a prompt and its completion as one document. Each is tokenized separately, as at inference.
+
+    Returns:
+        The token ids [tokens], and whether each token is trained [tokens].
+
+    Raises:
+        ValueError: The text has a lone surrogate.
+    """
+    asked, answered = tokenizer.encode_batch([check_encodable(prompt), check_encodable(completion)])
+    ids = as_document([*asked, *answered], tokenizer)
+    return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(begin_of(tokenizer)) + len(asked)
+
+
+def check_encodable(text: str) -> str:
+    """Return the text. Raise ValueError if JSON escapes left a lone surrogate in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text has half a character (a lone surrogate), which no tokenizer accepts") from None
+    return text
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:

@@ -178,7 +178,7 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
     refused("choose one tokenizer: --tokenizer bytes, .* or --train-tokenizer VOCAB")
     refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
     refused("--workers is 0; it must be at least 1", tokenizer="bytes", workers=0)
-    refused("--validation-fraction is 1.0; it must be at least 0 and below 1", tokenizer="bytes", validation_fraction=1.0)
+    refused("--validation-fraction is 1.0; it must be at least 0", tokenizer="bytes", validation_fraction=1.0)
     refused("leaves no document for", tokenizer="bytes", validation_fraction=0.5)
     (inputs / "b0.txt").write_text("")
     refused("no document has text", tokenizer="bytes")
