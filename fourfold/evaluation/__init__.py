@@ -1,1 +1,1 @@
-"""Evaluation: perplexity on text, and the tasks of lm-eval."""
+"""Evaluate models: perplexity on text, and lm-eval's tasks."""

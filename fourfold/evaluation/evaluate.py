@@ -1,4 +1,4 @@
-"""Evaluates a model on texts and tasks, and returns one record."""
+"""Evaluate a model on texts and tasks, and return one record."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class EvaluationRequest(ScoringRequest):
     texts: tuple[Path, ...] = ()
     """Text files."""
     overlap: int = 1
-    """Tokens that each window repeats from the one before."""
+    """Number of tokens that each window repeats from the window before."""
     context: int | None = None
-    """Tokens of the longest input; by default the model's context, and at most ``LONGEST_UNKNOWN`` where the model was
-    not trained here."""
+    """Length of the longest input in tokens. By default it is the model's context, capped at ``LONGEST_UNKNOWN`` if the
+    model was not trained here."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-eval."""
+    """lm-eval tasks."""
     include_path: Path | None = None
-    """A folder of your own tasks."""
+    """A folder with your own tasks."""
     num_fewshot: int | None = None
-    """Examples in the prompt."""
+    """Number of examples in the prompt."""
     limit: int | None = None
-    """Documents per task."""
+    """Number of documents per task."""
 
     def check(self) -> None:
-        """Raise ``UserError`` where there is nothing to do, or a file is missing."""
+        """Raise ``UserError`` if there is nothing to do, or if a file is missing."""
         if not self.texts and not self.tasks:
             raise UserError("there is nothing to evaluate on; give --text FILE, or --tasks NAMES")
         for text in self.texts:
@@ -59,9 +59,12 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate on every process of the grid of ``subject``; returns the record on rank 0, None elsewhere.
+    """Evaluate on every process of the grid of ``subject``. Return the record on rank 0, and None on the other ranks.
 
-    Tasks that fail are in the record under "failed", with the reason. Raises ``UserError`` for an unknown one.
+    Failed tasks are in the record under "failed", each with its reason.
+
+    Raises:
+        UserError: A task is unknown.
     """
     device = device_of(place, subject.run.training.device if subject.run is not None else "auto")
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
@@ -87,10 +90,10 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 
 
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
-    """Return the token from which the first token of a text is predicted.
+    """Return the token that the first token of a text is predicted from.
 
-    The beginning-of-text token, or else the end-of-text token. A corpus records the former only if its documents begin
-    with it. Otherwise the original model may name it.
+    It is the beginning-of-text token, or else the end-of-text token. A corpus records a beginning-of-text token only if
+    its documents begin with one. For an imported model, the original tokenizer can name one.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)

@@ -1,4 +1,4 @@
-"""Adapts a model on any grid to lm-eval: every process runs the tasks, and all of them score together."""
+"""Adapt a model on any grid to lm-eval. Every process runs the tasks, and all processes score together."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on a process, which all of them know; the model and its grid can go on."""
+    """A task failed on a process, and all processes know it. The model and its grid remain usable."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can drive; the ranks share the requests of a call, and score them in one pass.
+    """A model that lm-eval can drive. The ranks share the requests of a call and score them in one pass.
 
-    prefix: the token before a text. context: tokens of the longest input.
+    Args:
+        prefix: The token before a text.
+        context: Length of the longest input in tokens.
     """
 
     def __init__(
@@ -45,9 +47,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def run_each(
         self, tasks: Sequence[str], folder: Path | None, limit: int | None, num_fewshot: int | None
     ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-        """Run tasks one after the other: their metrics, as of ``run_tasks``, and why others failed.
+        """Run tasks one after the other.
 
-        A task that fails costs only its own scores. Raises ``UserError`` for an unknown one before any is run.
+        A task that fails loses only its own scores.
+
+        Returns:
+            The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
+
+        Raises:
+            UserError: A task is unknown. No task has run then.
         """
         find_tasks(tasks, folder)
         scores: dict[str, dict[str, float]] = {}
@@ -62,17 +70,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def run_task(
         self, task: str, folder: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
     ) -> dict[str, dict[str, float]]:
-        """Run a task, or a group of them, on all processes, as ``run_tasks`` does.
+        """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does.
 
-        Raises ``TaskFailed`` on all of them where it fails on any outside the model's own passes.
+        Raises:
+            TaskFailed: The task failed on some process, outside the model's own passes. All processes raise it.
         """
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
         except TaskFailed:  # on another process, which this one learned before a pass
             raise
-        except Exception as error:  # a task is code, templates and data of others, which raise anything
-            if self._is_scoring:  # the model's own: processes may have left the pass at different places
+        except Exception as error:  # a task is third-party code, templates, and data, and can raise anything
+            if self._is_scoring:  # the model's own error: processes may have left the pass at different places
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
             failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
@@ -122,7 +131,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy generation: one pass over the whole text per token, without a cache, but on any grid."""
+        """Generate greedily. Each token takes one pass over the whole text, without a cache, but on any grid."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
@@ -131,7 +140,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass predicts every given token but the first; the last is a placeholder for the one to generate.
+            # A pass predicts every given token but the first. The last token is a placeholder for the one to generate.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])
@@ -150,11 +159,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """One pass of all processes: where the task has failed on one of them, they learn it here."""
+        """Run one pass on all processes. If the task has failed on one of them, all processes learn it here."""
         _raise_together(None)
         self._is_scoring = True
         yield
-        self._is_scoring = False  # it stays True where the pass fails
+        self._is_scoring = False  # stays True if the pass fails
 
 
 def _raise_together(failure: TaskFailed | None) -> None:
@@ -165,7 +174,7 @@ def _raise_together(failure: TaskFailed | None) -> None:
 
 
 def _broadcast(value: T | None) -> T:
-    """Return the first process's value on every process: all must make the same next request."""
+    """Return the first process's value on every process, because all must make the same next request."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(values, src=0)

@@ -1,4 +1,4 @@
-"""Perplexity of a text, with the loss, and bits per byte, which do not depend on the tokenizer."""
+"""Measure a text's perplexity, loss, and bits per byte. Bits per byte do not depend on the tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Perplexity:
         return self.nats / self.tokens
 
     def record(self) -> dict[str, float]:
-        """The measures as JSON values."""
+        """Return the measures as JSON values."""
         return {
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -42,14 +42,15 @@ class ScoredWindow:
 
     tokens: NDArray[np.int64]
     first: int
-    """The first token whose prediction counts; those before are context."""
+    """The first token whose prediction counts. Earlier tokens are context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
-    """Return windows that predict every token once: the first after the token ``before``, others after ``overlap``.
+    """Return windows that together predict every token once.
 
-    A window has at most ``context`` inputs. The windows equal those of lm-eval's ``get_rolling_token_windows`` with
-    ``overlap`` as its ``context_len``: each has as many inputs as possible, so that the last begins early.
+    The first window starts after the token ``before``, and each later window repeats ``overlap`` tokens. A window has
+    at most ``context`` inputs. The windows equal those that lm-eval's ``get_rolling_token_windows`` returns with
+    ``overlap`` as its ``context_len``. Each has as many inputs as possible, so the last window begins early.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []
@@ -65,7 +66,8 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 def perplexity(
     model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
-    """Measure a tokenized text on the model's whole grid, which must call this; None on all but the first process."""
+    """Measure a tokenized text on the model's grid. All its processes call this. Return None on all but the first
+    process."""
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])
     if scores is None:

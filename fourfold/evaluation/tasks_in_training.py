@@ -1,4 +1,4 @@
-"""Tasks of lm-eval during training: scores against steps, in the run's tasks.jsonl."""
+"""Run lm-eval tasks during training: scores against steps, in the run's tasks.jsonl."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from fourfold.training.metrics import TASKS_FILE, add_record
 
 
 class TasksInTraining:
-    """A callback of the training loop: runs the tasks of [evaluation] on the training grid at its intervals.
+    """A training callback that runs the tasks of [evaluation] on the training grid at the configured interval.
 
-    Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
-    Raises ``UserError`` at the start: without lm-eval or a tokenizer, and for a task that lm-eval does not know or
-    cannot run. A task that fails later is a warning, then and at the end: its scores are not worth the run.
+    Every process of the job calls it, and the first one writes. A resumed run replaces the lines of later steps. A task
+    that fails later than the start is only a warning, then and at the end, because its scores are not worth the run.
+
+    Raises:
+        UserError: At the start, if lm-eval or a tokenizer is missing, or if lm-eval does not know or cannot run a task.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:

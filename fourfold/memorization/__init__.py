@@ -1,1 +1,1 @@
-"""The audit: the training data that a model repeats, and the effect of a goldfish mask on it."""
+"""Audit which training data a model reproduces, and what a goldfish mask changes."""

@@ -1,4 +1,4 @@
-"""Audits a model on documents, and returns one record."""
+"""Audit a model on documents, and return one record."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class AuditRequest(ScoringRequest):
     control: Path | None = None
     """More documents, which the model was not trained on."""
     reference: str | None = None
-    """A model to compare with."""
+    """A second model to compare with."""
     run: Path | None = None
-    """A run file whose goldfish mask is replayed, instead of the checkpoint's own."""
+    """A run file whose goldfish mask is replayed. By default the audit replays the checkpoint's own mask."""
     suffix: int = 50
-    """Tokens at a document's end that the model must repeat."""
+    """Number of tokens at a document's end that the model must reproduce."""
     prefix: int = 50
-    """Fewest tokens before the suffix."""
+    """Smallest number of tokens before the suffix."""
     offset: int = 0
-    """Tokens of other documents before each document."""
+    """Number of tokens from unrelated documents to put before each document."""
     generate: int = 0
     """Number of documents to continue token by token."""
     text_key: str = "text"
     count_key: str = "count"
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot be audited."""
+        """Raise ``UserError`` for sizes that cannot be audited."""
         for name, least in (("suffix", 1), ("prefix", 1), ("generate", 0), ("offset", 0), ("micro_batch_size", 1)):
             if not least <= getattr(self, name) < 2**31:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
@@ -66,7 +66,7 @@ class AuditRequest(ScoringRequest):
 
 
 def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
-    """Audit on every process of the model's grid; return the record on rank 0, None elsewhere."""
+    """Audit on every process of the model's grid. Return the record on rank 0, and None on the other ranks."""
     request.check()
     run = model.run
     device = device_of(place, run.training.device if run is not None else "auto")
@@ -80,7 +80,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     generated = _generated(scorer, documents, inputs, request)
     reference = None
     if other_model is not None:
-        del scorer  # makes room for the other model
+        del scorer  # makes room for the second model
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
@@ -106,7 +106,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay: the one of --run, which must be replayable, or else the model's own if that is."""
+    """Return the mask to replay: the mask of --run, which must be replayable, or else the model's own if it is
+    replayable."""
     if request.run is not None:
         config = load_run(request.run).masks.goldfish
         if config.strategy == "none":
@@ -121,7 +122,7 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
 def _reference_scorer(
     request: AuditRequest, model: ScoredModel, device: torch.device, inputs: Sequence[Tokens]
 ) -> Scorer:
-    """Open the model to compare with, which must have the same tokenizer."""
+    """Open the model to compare with. It must have the same tokenizer."""
     scorer = open_scorer(model, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= scorer.vocab_size:
@@ -141,7 +142,11 @@ def _reference_scorer(
 def _documents(
     request: AuditRequest, scorer: Scorer, tokenizer: AnyTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
-    """Read the documents, then the control file's with count 0; return them and how many the context truncates."""
+    """Read the documents, then the control file's documents with count 0.
+
+    Returns:
+        The documents, and the number of documents that the context truncates.
+    """
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
         raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees")
@@ -168,7 +173,7 @@ def _documents(
 
 
 def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> None:
-    """Raise UserError where counts are missing, there is no member, or a member is a control too."""
+    """Raise ``UserError`` if counts are missing, if there is no member, or if a member is also a control."""
     if request.count_key != AuditRequest.count_key and all(d.count is None for d in documents):
         raise UserError(f'--counts {request.count_key}: no document of {request.documents} has "{request.count_key}"')
     members, controls = (
@@ -187,11 +192,11 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
 
 
 def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
-    """Score every document without the `offset` tokens before it."""
+    """Score every document without the ``offset`` tokens before it."""
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # -inf where the attacker never draws the token
+    excluded = FIELDS.index("sampled")  # -inf if the attacker never draws the token
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
@@ -200,7 +205,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
 def _generated(
     scorer: Scorer, documents: Sequence[AuditDocument], inputs: Sequence[Tokens], request: AuditRequest
 ) -> dict[int, Tokens] | None:
-    """Continue the first members greedily; return the continuations by the document's number."""
+    """Continue the first members greedily. Return the continuations by document number."""
     members = [number for number, document in enumerate(documents) if document.count != 0][: request.generate]
     if not members:
         return None
@@ -209,5 +214,5 @@ def _generated(
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by the decoded scored tokens: truncated text must not count."""
+    """Replace the text with the decoded scored tokens, because truncated text must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

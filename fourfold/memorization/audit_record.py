@@ -1,4 +1,4 @@
-"""The record of an audit, made from scores: JSON values, every rate with its interval and beside the control."""
+"""Build an audit's record from scores: JSON values, each rate with its interval and the control's rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Numbers of samples for which the share of extractable documents is recorded."""
+"""Numbers of samples at which the record gives the fraction of extractable documents."""
 
 CHANCE = 0.5
 """The p of (n, p)-discoverable extraction."""
@@ -42,7 +42,7 @@ class AuditInputs:
     sampling: AttackSampling
     reference: Sequence[TokenScores] | None = None
     generated: Mapping[int, NDArray[np.int64]] | None = None
-    """Greedy continuations by the document's number."""
+    """Greedy continuations by document number."""
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
@@ -51,9 +51,10 @@ class AuditInputs:
 
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
-    """Return the record: the members' measures, then by count, prefix and position, the control's, and the rest.
+    """Return the record: the members' measures in total, by count, by prefix, and by position, then the controls'
+    measures.
 
-    Members are documents whose count is not 0; those with an unknown count are members.
+    Members are documents whose count is not 0. Documents with an unknown count are members.
     """
     documents, scores, suffix = inputs.documents, inputs.scores, inputs.suffix
     found = [extraction(document_scores, suffix) for document_scores in scores]
@@ -110,7 +111,7 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize, and compare with the control: the difference is due to training on the documents."""
+    """Summarize the members and compare them with the controls. Training on the documents causes the difference."""
     summary = _summary(found)
     if controls:
         exact, other = (sum(each.exact_match for each in side) for side in (found, controls))
@@ -123,7 +124,8 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """Return the exact match of the suffix after the first n tokens, for each n, over the documents long enough."""
+    """Return, for each n, how often the suffix matches after the first n tokens, over the documents that are long
+    enough."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
         row = {}
@@ -151,7 +153,7 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
 def _membership(
     inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the attacks and the bag-of-words guard; None without enough documents."""
+    """Return the attacks and the bag-of-words guard, or None if there are too few documents."""
 
     def score(number: int) -> dict[str, float]:
         reference = None if inputs.reference is None else inputs.reference[number]
@@ -165,7 +167,7 @@ def _membership(
 
 
 def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | None:
-    """Summarize the reference model on the members, and count documents that only one of the two repeats."""
+    """Summarize the reference model on the members, and count documents that only one of the two models reproduces."""
     if inputs.reference is None:
         return None
     found = [extraction(inputs.reference[n], inputs.suffix) for n in members]
@@ -179,7 +181,7 @@ def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | 
 
 
 def _generation(inputs: AuditInputs) -> dict[str, Any] | None:
-    """Return the similarity of greedy continuations to the true text, and how often they confirm the one pass."""
+    """Return how similar greedy continuations are to the true text, and how often they confirm the one-pass result."""
     if not inputs.generated:
         return None
     texts = list(inputs.generated.values())

@@ -1,4 +1,4 @@
-"""The documents of an audit: read, tokenized, and checked before a model is loaded."""
+"""Read, tokenize, and check the documents of an audit before a model is loaded."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class AuditDocument:
     tokens: Tokens
     text: str | None
     count: int | None
-    """Number of times it was trained on; None if unknown."""
+    """Number of times the model was trained on it. None if unknown."""
     canary: int | None = None
-    """Its number in the ledger, if `fourfold prepare` planted it."""
+    """Its number in the ledger, if ``fourfold prepare`` planted it."""
     planted: Canaries | None = None
-    """The variation of its planted copies."""
+    """How its planted copies vary."""
 
     @property
     def shift(self) -> int:
-        """The most tokens that were cut off the start of a copy."""
+        """The largest number of tokens that was cut off the start of a copy."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> AuditDocument:
-        """Truncate to the first `longest` tokens."""
+        """Truncate the document to its first ``longest`` tokens."""
         return replace(self, tokens=self.tokens[:longest])
 
 
@@ -51,10 +51,11 @@ def read_documents(
     text_key: str = "text",
     count_key: str = "count",
 ) -> list[AuditDocument]:
-    """Read documents from a .jsonl file: "text", or "tokens" as `fourfold prepare --canaries` writes them.
+    """Read documents from a .jsonl file with "text" or, as ``fourfold prepare --canaries`` writes it, "tokens".
 
-    Raises UserError for a file or line that cannot be used, a document with fewer than `shortest` tokens, and "tokens"
-    of another tokenizer than the model's.
+    Raises:
+        UserError: A file or line cannot be used, a document has fewer than ``shortest`` tokens, or the "tokens" come
+            from another tokenizer than the model's.
     """
     found = []
     for where, row in read_json_lines(path):
@@ -80,10 +81,12 @@ def read_documents(
 
 
 def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[Tokens]:
-    """Put `offset` tokens of other documents before each document, as in packed training sequences.
+    """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
 
-    Recall may depend on a document's position in the context (arXiv 2505.13171). Raises UserError where the other
-    documents have too few tokens.
+    Recall can depend on a document's position in the context (arXiv 2505.13171).
+
+    Raises:
+        UserError: The unrelated documents have too few tokens.
     """
     end = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
     found = []
@@ -128,7 +131,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """Return the number of a planted canary, and the variation of its copies."""
+    """Return the number of a planted canary, and how its copies vary."""
     noise = row.get("noise")
     if not isinstance(noise, int | float) or not 0 <= noise < 1:
         return None, None
@@ -138,5 +141,5 @@ def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether this is a whole number that fits an array."""
+    """Return whether this is a whole number that fits into an array."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

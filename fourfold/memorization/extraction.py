@@ -1,4 +1,4 @@
-"""Measures of extraction from one document, all computed from the scores of one pass."""
+"""Measure extraction from one document. All measures come from the scores of one pass."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ class Extraction:
     """Measures of one document, for a suffix of S tokens."""
 
     exact_match: bool
-    """Greedy decoding after all tokens before the last S gives these (Carlini et al. 2023, arXiv 2202.07646)."""
+    """Whether greedy decoding after the tokens before the suffix gives the suffix (Carlini et al. 2023, arXiv
+    2202.07646)."""
     longest_span: int
-    """Most tokens in a row that greedy decoding repeats from the true text before them."""
+    """Longest run of tokens that greedy decoding reproduces, each from the true text before it."""
     token_agreement: float
-    """Share of all tokens that are the most likely ones."""
+    """Fraction of all tokens that are the most likely ones."""
     extraction_strength: float
-    """Largest share of the document that greedy decoding completes to its end (Wang et al. 2025)."""
+    """Largest fraction of the document that greedy decoding completes to its end (Wang et al. 2025)."""
     log_p: float
-    """ln of the probability to sample the suffix."""
+    """ln of the probability of sampling the suffix."""
     first_divergence: int | None
-    """Index in the suffix of the first token that differs; None for a match."""
+    """Index in the suffix of the first token that differs. None for a match."""
     loss: float
     """Mean of -ln p, in nats."""
 
     def queries(self, p: float) -> float:
-        """Return the samples an attacker needs to see the suffix with probability p (Hayes et al., arXiv 2410.19482).
+        """Return how many samples an attacker needs to see the suffix with probability p (Hayes et al., arXiv
+        2410.19482).
 
-        n = ln(1 - p) / ln(1 - p_z) with the probability p_z of one sample; infinite where the scheme never draws it.
+        n = ln(1 - p) / ln(1 - p_z), where p_z is the probability of one sample. The result is infinite if the sampling
+        scheme never draws the suffix.
         """
         if self.log_p == -math.inf:
             return math.inf
@@ -67,9 +70,9 @@ def extraction(scores: TokenScores, suffix: int) -> Extraction:
 
 
 def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
-    """Return whether greedy decoding after the first ``prefix`` tokens gives the next ``suffix``.
+    """Return whether greedy decoding after the first ``prefix`` tokens gives the next ``suffix`` tokens.
 
-    None for a document with fewer tokens.
+    Return None if the document has too few tokens.
     """
     if prefix + suffix > len(scores.tokens):
         return None
@@ -77,7 +80,7 @@ def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
 
 
 def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
-    """Return the share of documents that match, with its interval, for a record."""
+    """Return the fraction of documents that match, with its interval, for a record."""
     exact = sum(matches)
     return {
         "documents": len(matches),
@@ -94,9 +97,9 @@ def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
 
 
 def exposure(loss: float, control_losses: Sequence[float]) -> float:
-    """Return log2(N) - log2(rank) of a canary among N - 1 controls and itself by loss (Carlini, arXiv 1802.08232).
+    """Return log2(N) - log2(rank) of a canary by loss, among itself and N - 1 controls (Carlini, arXiv 1802.08232).
 
-    At most log2(N): more controls raise the limit.
+    The result is at most log2(N), so more controls raise the limit.
     """
     rank = 1 + sum(other < loss for other in control_losses)
     return math.log2(len(control_losses) + 1) - math.log2(rank)

@@ -1,4 +1,4 @@
-"""Greedy continuation, token by token, and its similarity to the true text."""
+"""Continue text greedily, token by token, and compare the result with the true text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fourfold.memorization.scorers import Scorer
 
 
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
-    """Replace the last `suffix` tokens of each document by greedy decoding, and return them.
+    """Replace the last ``suffix`` tokens of each document by greedy decoding, and return the new tokens.
 
-    Every process of the model's grid must call this. Each new token is one pass over everything: without a cache it
-    works on any grid.
+    Every process of the model's grid must call this. Each new token takes one pass over the whole text. There is no
+    cache, so this works on any grid.
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass predicts each token of a document, so the new one needs a placeholder, which is never an input.
+        # A pass predicts each token of a document, so the new token needs a placeholder, which is never an input.
         fields = scorer.score([np.append(text, 0) for text in texts])
         new = [0] * len(texts)
         if fields is not None:  # without the columns of padding
@@ -33,9 +33,10 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
 
 
 def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Return means over documents, on token ids, with intervals: ROUGE-L (F1), edit similarity, longest common span.
+    """Return ROUGE-L (F1), edit similarity, and longest common span: means over documents, on token ids, with
+    intervals.
 
-    ROUGE-L: longest common subsequence (Lin 2004); edit similarity: 1 - Levenshtein distance / length.
+    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length.
     """
     pairs = list(zip(generated, true, strict=True))
     measures: dict[str, Sequence[float]] = {
@@ -51,7 +52,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match); a running maximum carries the third case, best[j-1].
+        # best[j] = max(row[j], row[j-1] + match). A running maximum carries the third case, best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -68,7 +69,7 @@ def common_span(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 
 def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the Levenshtein distance: fewest insertions, deletions and substitutions."""
+    """Return the Levenshtein distance: the smallest number of insertions, deletions, and substitutions."""
     places = np.arange(len(b) + 1)
     row = places.copy()
     for number, token in enumerate(a, start=1):

@@ -1,4 +1,4 @@
-"""Replays a goldfish mask over audited documents, to see if the kept tokens were memorized and the dropped ones not."""
+"""Replay a goldfish mask over audited documents to see whether the model memorized kept tokens and not dropped ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MaskReplay:
 
 
 def check_replayable(config: GoldfishConfig) -> None:
-    """Raise UserError for a mask that depends on the document's position in its sequence."""
+    """Raise ``UserError`` for a mask that depends on the document's position in its sequence."""
     if config.strategy not in REPLAYABLE:
         raise UserError(
             f"masks.goldfish.strategy = '{config.strategy}' depends on where a document stood in its sequence, so its "
@@ -48,9 +48,11 @@ def check_replayable(config: GoldfishConfig) -> None:
 def replay_mask(
     config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0
 ) -> MaskReplay:
-    """Return the mask of a document. hash keeps its first h tokens; hash-table's depend on the preceding document.
+    """Return the mask of a document. "hash" keeps its first h tokens. In "hash-table" they depend on the document
+    before it.
 
-    shift: the most tokens that its copies began late; each copy kept its own first tokens.
+    Args:
+        shift: The largest number of tokens by which copies began late. Each copy kept its own first tokens.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]
@@ -70,11 +72,11 @@ def goldfish_check(
     suffix: int,
     tokenizer: Vocabulary | None,
 ) -> dict[str, Any]:
-    """Compare the members' scores at kept and at dropped tokens; intervals are over documents.
+    """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
 
-    first_divergence_at_dropped: of the documents whose suffix is not extracted, the share that first diverges at a
-    dropped token; by chance it is suffix_drop_rate. suffix_kept_whole: the share of suffixes without a dropped token,
-    which the mask does not protect.
+    ``first_divergence_at_dropped`` is the fraction of documents that first diverge at a dropped token, among those
+    whose suffix is not extracted. By chance it equals ``suffix_drop_rate``. ``suffix_kept_whole`` is the fraction of
+    suffixes without a dropped token, which the mask does not protect.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]
@@ -113,10 +115,10 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Compare the share of planted copies that train a token which the original drops with ``near_duplicate_law``.
+    """Compare how many planted copies train a token that the original drops with ``near_duplicate_law``.
 
-    Counts copies in which the token itself is unchanged. None without noisy canaries, or without the tokenizer from
-    whose vocabulary the noise was drawn.
+    Only copies with that token unchanged count. Return None without noisy canaries, or without the tokenizer whose
+    vocabulary the noise was drawn from.
     """
     if tokenizer is None:
         return None
@@ -148,6 +150,6 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean of the tokens at ``where`` with its interval over documents; None without such a token."""
+    """Return the mean of the tokens at ``where`` with its interval over documents, or None without such a token."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

@@ -1,6 +1,6 @@
-"""Predicts extraction under a goldfish mask, before any training.
+"""Predict extraction under a goldfish mask before any training.
 
-Both laws assume that a model memorizes every token that is kept, as it does in a document repeated often enough.
+Both laws assume that a model memorizes every token that is kept, as it does if a document is repeated often enough.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ NOISES = (0.01, 0.05)
 
 
 def exact_match_law(k: int, suffix: int) -> float:
-    """Return (1 - 1/k)^S: the chance that no token of a suffix of S is dropped, so that all of it can be extracted.
+    """Return (1 - 1/k)^S: the chance that no token of a suffix of S tokens is dropped, so that it can be extracted
+    whole.
 
-    Suffixes whose dropped tokens can be guessed come on top: if a share q can, 1/k becomes (1 - q)/k.
+    Suffixes with guessable dropped tokens come on top. If a fraction q can be guessed, 1/k becomes (1 - q)/k.
     """
     return (1 - 1 / k) ** suffix
 
 
 def near_duplicate_law(noise: float, h: int, k: int) -> float:
-    """Return (1 - (1 - ε)^h) · (1 - 1/k): the share of near-duplicates that train a token which the original drops.
+    """Return (1 - (1 - ε)^h) · (1 - 1/k): the fraction of near-duplicates that train a token that the original drops.
 
-    noise: the share ε of tokens in which a near-duplicate differs. h tokens decide the mask, and it changes as soon as
-    one of them differs.
+    Args:
+        noise: The fraction ε of tokens that differ in a near-duplicate.
+        h: The number of tokens that decide the mask, which changes if one of them differs.
+        k: One of k tokens is dropped.
     """
     return (1 - (1 - noise) ** h) * (1 - 1 / k)
 
 
 def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
-    """Return both laws for common sizes: the share of suffixes without a dropped token, and of near-duplicates that
-    train one.
+    """Return both laws for common sizes: the fraction of suffixes without a dropped token, and the fraction of
+    near-duplicates that train a dropped token.
 
-    None without a mask, and for a mask that differs between copies.
+    Return None without a mask, and for a mask that differs between copies.
     """
     if config.strategy in ("none", "random"):
         return None

@@ -1,4 +1,4 @@
-"""Audits of the canaries during training: memorization against tokens, in the run's memorization.jsonl."""
+"""Audit the canaries during training: memorization against tokens, in the run's memorization.jsonl."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from fourfold.training.metrics import MEMORIZATION_FILE, add_record
 
 
 class CanaryAudit:
-    """A callback of the training loop: one pass over the canaries of the ledger every ``audit.interval`` steps.
+    """A training callback that scores the ledger's canaries in one pass every ``audit.interval`` steps.
 
-    Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
-    Raises UserError for a ledger that cannot be used.
+    Every process of the job calls it, and the first one writes. A resumed run replaces the lines of later steps.
+
+    Raises:
+        UserError: The ledger cannot be used.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.run, self.job, self.path = run, job, run_dir / MEMORIZATION_FILE
         self.scorer = GridScorer(job, AttackSampling())
-        assert run.audit.documents is not None  # without them there is no audit
+        assert run.audit.documents is not None  # there is no audit without documents
         documents = read_documents(
             Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1
         )
@@ -39,7 +41,7 @@ class CanaryAudit:
         self.exempt = () if tokenizer is None else tokenizer.special_ids
 
     def after_step(self, steps: int) -> None:
-        """Audit if it is due after this many steps."""
+        """Audit if an audit is due after this many steps."""
         if steps % self.run.audit.interval and not is_last_step(self.job.best, self.run, steps):
             return
         fields = self.scorer.score([document.tokens for document in self.documents])
@@ -48,7 +50,7 @@ class CanaryAudit:
                 self._write(steps, fields)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def _write(self, steps: int, fields: list[NDArray[np.float32]]) -> None:
         scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]

@@ -1,4 +1,4 @@
-"""Rates, means and AUCs with 95 % intervals; resampling is seeded."""
+"""Compute rates, means, and AUCs with 95 % intervals. Resampling is seeded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Return the interval of a rate (Wilson 1927); [0, 1] without a trial. 0 of 64 has an upper end of 5.7 %."""
+    """Return the interval of a rate (Wilson 1927), or [0, 1] without a trial. 0 of 64 has an upper end of 5.7 %."""
     if trials == 0:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z * Z
@@ -28,7 +28,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def difference(successes: int, trials: int, other_successes: int, other_trials: int) -> Interval:
-    """Return the interval of the difference of two independent rates (Newcombe 1998, method 10)."""
+    """Return the interval of the difference between two independent rates (Newcombe 1998, method 10)."""
     if trials == 0 or other_trials == 0:
         return -1.0, 1.0
     rate, other = successes / trials, other_successes / other_trials
@@ -39,7 +39,7 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
 
 
 def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
-    """Return the percentile interval of a statistic of rows, resampled with replacement."""
+    """Return the percentile interval of a statistic of rows that are resampled with replacement."""
     generator = np.random.default_rng(0)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
@@ -72,7 +72,8 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
     """Return the percentile interval of the AUC, resampling members and controls separately.
 
-    Where the two separate perfectly every resample has an AUC of 1 (or 0), and the rule of three gives the other end.
+    If members and controls separate perfectly, every resample has an AUC of 1 (or 0). The rule of three then gives the
+    interval's inner end.
     """
     generator = np.random.default_rng(0)
     found = [
@@ -88,7 +89,7 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """Return the share of members above all but 1/``one_in`` of the controls; None with fewer than ``one_in``."""
+    """Return the fraction of members above all but 1/``one_in`` of the controls, or None with fewer than ``one_in``."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

@@ -1,6 +1,6 @@
-"""Membership inference: whether a score separates documents that were trained on from those that were not.
+"""Membership inference: whether a score separates documents that the model was trained on from unseen documents.
 
-Every score is oriented so that members are expected to score higher.
+All scores are oriented so that members should score higher.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # reports, which need no torch, read ATTACKS
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""Share of a document's tokens, the least likely ones, that min-k % averages."""
+"""Fraction of a document's tokens, the least likely ones, that min-k % averages."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
-"""Fewest members, and fewest controls, for membership attacks."""
+"""Smallest number of members, and of controls, for membership attacks."""
 
 ATTACKS = {
     "loss": "loss",
@@ -35,10 +35,10 @@ ATTACKS = {
 
 
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
-    """Return every attack's score of one document, except for those that lack their text or reference model.
+    """Return every attack's score for one document, except attacks that lack its text or a reference model.
 
-    loss: Yeom et al. 2018; zlib: Carlini et al. 2021; reference: Carlini et al. 2021; min-k %: Shi et al. 2024 (arXiv
-    2310.16789); min-k %++: Zhang et al. 2024 (arXiv 2404.02936).
+    Sources: loss, Yeom et al. 2018. zlib and reference, Carlini et al. 2021. min-k %, Shi et al. 2024 (arXiv
+    2310.16789). min-k %++, Zhang et al. 2024 (arXiv 2404.02936).
     """
     log_prob = scores.log_prob
     normalized = (log_prob - scores.mean) / np.sqrt(np.maximum(scores.variance, 1e-6))
@@ -53,9 +53,10 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
 def attacks(
     members: Sequence[Mapping[str, float]], controls: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Return AUC and true-positive rates at low false-positive rates of every attack that has all documents' scores.
+    """Return the AUC and the true-positive rates at low false-positive rates for every attack with scores for all
+    documents.
 
-    Empty with fewer than ``FEWEST`` members or controls.
+    The result is empty with fewer than ``FEWEST`` members or controls.
     """
     if min(len(members), len(controls)) < FEWEST:
         return {}
@@ -97,11 +98,11 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
 def bag_of_words_guard(
     members: Sequence[NDArray[np.int64]], controls: Sequence[NDArray[np.int64]]
 ) -> dict[str, Any] | None:
-    """Test whether words alone separate members from controls, without any model; None with too few documents.
+    """Test whether words alone separate members from controls, without any model. Return None with too few documents.
 
-    A naive Bayes classifier over token counts, cross-validated over unique documents. If its AUC is above that of 95 %
-    of random relabelings, the two differ in distribution, and a membership attack may detect nothing else (Das et al.
-    2024, "Blind baselines", arXiv 2406.16201).
+    A naive Bayes classifier over token counts is cross-validated over unique documents. If its AUC exceeds 95 % of
+    random relabelings, members and controls differ in distribution, and a membership attack may detect nothing else
+    (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:
@@ -127,14 +128,14 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once: a copy in both parts of a fold would be recognized as a whole."""
+    """Return each document once, because a copy in both parts of a fold would be recognized as a whole."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 
 def _held_out_scores(
     counts: NDArray[np.float64], is_member: NDArray[np.bool_], fold: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the log-likelihood ratio of each document's words, fitted to the documents of the other folds."""
+    """Return the log-likelihood ratio of each document's words, fitted to the documents outside its fold."""
     score = np.empty(len(counts))
     for number in range(FOLDS):
         seen = fold != number
@@ -144,7 +145,7 @@ def _held_out_scores(
 
 
 def _log_frequencies(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    frequencies: NDArray[np.float64] = (totals + 1) / (totals + 1).sum()  # Laplace's smoothing
+    frequencies: NDArray[np.float64] = (totals + 1) / (totals + 1).sum()  # Laplace smoothing
     return np.log(frequencies)
 
 

@@ -1,4 +1,4 @@
-"""Finds and opens the model to score: a checkpoint on a grid or a Hugging Face model, its tokenizer and its context."""
+"""Find and open the model to score: a checkpoint on a grid or a Hugging Face model, its tokenizer, and its context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context, in tokens, of a model that states none, and the most that an imported model gets."""
+"""Context, in tokens, of a model that states none, and the longest context that an imported model gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class ScoringRequest:
     """A model and how to run it."""
 
     model: str
-    """A checkpoint, the folder of a run, or a Hugging Face folder or name."""
+    """A checkpoint, a run's folder, or a Hugging Face folder or name."""
     tokenizer: str | None = None
     sampling: AttackSampling = field(default_factory=AttackSampling)
     micro_batch_size: int = 8
-    """Documents that one rank scores at once."""
+    """Number of documents that one rank scores at once."""
     overrides: tuple[str, ...] = ()
     """Overrides of the run file, such as parallel.z=2."""
 
@@ -48,15 +48,21 @@ class ScoredModel:
     checkpoint: Path | None = None
     """None for a Hugging Face model."""
     run: RunConfig | None = None
-    """Sizes and grid; None for a Hugging Face model."""
+    """Sizes and grid. None for a Hugging Face model."""
     knows_data: bool = False
-    """True if the checkpoint's run file, which names the training data, was found."""
+    """Whether the checkpoint's run file, which names the training data, was found."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
     """Find a model, and the run that describes it on the grid of the request's overrides.
 
-    option: the option named in errors. Raises UserError where there is no model.
+    Args:
+        name: A checkpoint, a run's folder, or a Hugging Face folder or name.
+        request: How to run the model.
+        option: The option to name in errors.
+
+    Raises:
+        UserError: There is no such model.
     """
     path = Path(name)
     is_of_the_hub = name.count("/") == 1 and not path.parent.exists()
@@ -82,7 +88,7 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
 
 
 def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunConfig:
-    """Return the run of a forward pass over the checkpoint, on one process unless overrides say more."""
+    """Return the run of a forward pass over the checkpoint, on one process unless the overrides ask for more."""
     state = read_state(checkpoint)
     table: dict[str, Any] = {"data": {"source": "python-stdlib"}}
     if run_file.is_file():
@@ -94,7 +100,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # Other sections concern only training.
+    # All other sections concern only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     for override in request.overrides:
         apply_override(table, override)
@@ -107,7 +113,8 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
 def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
     """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
 
-    Returns what the first process returned.
+    Returns:
+        What the first process returned.
     """
     model = find_model(request.model, request)
     world_size = 1 if model.run is None else model.run.parallel.world_size
@@ -116,9 +123,10 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
 
 
 def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: bool = True) -> AnyTokenizer | None:
-    """Return the request's tokenizer, by default the model's own; None where it is unknown.
+    """Return the request's tokenizer, by default the model's own. Return None if it is unknown.
 
-    special_tokens: whether a Hugging Face tokenizer adds those it usually adds to a text; ours never do.
+    Args:
+        special_tokens: Whether a Hugging Face tokenizer adds its usual tokens to a text. Our tokenizers never do.
     """
     if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
         return load_tokenizer(request.tokenizer)
@@ -138,5 +146,5 @@ def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.devic
 
 
 def context_length(scorer: Scorer) -> int:
-    """Return the longest input, in tokens."""
+    """Return the length of the longest input, in tokens."""
     return scorer.max_length or LONGEST_UNKNOWN

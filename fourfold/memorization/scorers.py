@@ -1,4 +1,4 @@
-"""Scores every token in one forward pass, where the logits are: on any grid, or with a Hugging Face model."""
+"""Score every token in one forward pass on the ranks that hold the logits. Grids and Hugging Face models both work."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Scorer(Protocol):
 
     vocab_size: int
     max_length: int | None
-    """Longest input in tokens; None if unknown."""
+    """Longest input in tokens. None if unknown."""
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        """Return for each document of T tokens the fields [5, T - 1] of ``score_logits``; None except on rank 0."""
+        """Return fields [5, T - 1] of ``score_logits`` per document of T tokens on rank 0, and None elsewhere."""
         ...
 
 
 class GridScorer:
     """The forward pass of a job on its grid.
 
-    The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` the number of documents that one
+    The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
     rank scores at once. Documents are distributed over dp and z.
     """
 
@@ -58,7 +58,7 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without an optimizer and averages."""
-        training = run.training.model_copy(update={"tuned_products": "off"})  # they are for whole steps
+        training = run.training.model_copy(update={"tuned_products": "off"})  # tuned layouts are for whole steps
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
@@ -79,7 +79,7 @@ class GridScorer:
             )
         ]
         with scoring_head(self.job, self.sampling):
-            outputs = self.job.outputs(micro_batches)  # empty on ranks of other stages than the last
+            outputs = self.job.outputs(micro_batches)  # empty except on ranks of the last stage
         scored = [
             (number, fields_5S)
             for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
@@ -88,7 +88,7 @@ class GridScorer:
         return self._gather(scored, len(documents))
 
     def _width(self, longest: NDArray[np.int64]) -> int:
-        """Return the width of an input: the least that the grid can split; a pipeline sends tensors of one size."""
+        """Return the smallest input width that the grid can split. A pipeline always sends the full width."""
         axes = self.job.run.parallel
         if axes.pp > 1:
             return self.job.run.training.seq_length
@@ -124,7 +124,7 @@ class HuggingFaceScorer:
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
         types = [str(getattr(module, "rope_type", "")) for module in self.model.modules()]
         self.depends_on_length = any("dynamic" in each or "longrope" in each for each in types)
-        """The rotary frequencies follow the longest sequence of a batch."""
+        """Whether the rotary frequencies follow the longest sequence of a batch."""
 
     @torch.no_grad()
     def score(self, documents: Rows) -> list[NDArray[np.float32]]:
@@ -149,7 +149,7 @@ class HuggingFaceScorer:
 def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
     """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
 
-    Replaces the head's ``forward`` and not the head, so that FSDP2 still gathers its weights.
+    Replace the head's ``forward`` and not the head, so that FSDP2 still gathers its weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:
@@ -165,7 +165,7 @@ def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: AttackSampling
 ) -> Tensor:
-    """Score a chunk of tokens at a time: each rank of y computes whole logits of its share of the chunk."""
+    """Score a chunk of tokens at a time. Each rank of y computes whole logits for its share of the chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
     size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)

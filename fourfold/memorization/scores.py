@@ -1,7 +1,7 @@
-"""Scores of every token from one teacher-forced pass: enough for extraction at any position and membership attacks.
+"""Score every token in one teacher-forced pass. The scores suffice for extraction at any position and for membership.
 
-Greedy decoding from a document's own prefix repeats its next n tokens exactly if each of them is the most likely one
-after the true tokens before it. So one forward pass over a document decides every prefix and suffix at once.
+Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
+token after the true tokens before it. One forward pass therefore decides every prefix and suffix at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AttackSampling:
     """Draw only from the most likely tokens that together have this probability."""
 
     def check(self) -> None:
-        """Raise UserError for a scheme that cannot sample."""
+        """Raise ``UserError`` for a scheme that cannot sample."""
         if not 1e-6 <= self.temperature < math.inf:  # below, scaled logits are infinite in 32 bits
             raise UserError(
                 f"--temperature {self.temperature}: sampling needs at least 1e-6, such as 1 (greedy is always audited)"
@@ -47,24 +47,24 @@ class AttackSampling:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of one document of T tokens; every field is [T - 1], for the tokens after the first."""
+    """Scores of one document of T tokens. Every field is [T - 1], for the tokens after the first."""
 
     tokens: NDArray[np.int64]
     """[T]"""
     log_prob: NDArray[np.float64]
-    """ln p of the token (nats)."""
+    """ln p of the token, in nats."""
     predicted: NDArray[np.int64]
     """The most likely token."""
     mean: NDArray[np.float64]
     """Mean of ln p over the model's own distribution at this token."""
     variance: NDArray[np.float64]
-    """Variance of ln p over the same."""
+    """Variance of ln p over the same distribution."""
     sampled: NDArray[np.float64]
     """ln p of the token under the sampling scheme."""
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """True where greedy decoding continues with the document's own token."""
+        """Whether greedy decoding continues with the document's own token."""
         agrees: NDArray[np.bool_] = self.predicted == self.tokens[1:]
         return agrees
 
@@ -76,7 +76,7 @@ class TokenScores:
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the fields [5, m] of m tokens in float32, from their whole logits, which are overwritten.
+    """Return the fields [5, m] of m tokens in float32. Their whole logits are overwritten.
 
     Token ids are exact in float32 up to 2^24.
     """
@@ -97,7 +97,7 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
 
 
 def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of the targets after temperature, top-k and top-p, in this order; -inf where they are cut off."""
+    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens cut off."""
     scaled_mV = logits_mV / sampling.temperature
     target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
     columns = scaled_mV.shape[1]

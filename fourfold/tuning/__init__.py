@@ -1,1 +1,1 @@
-"""Microbenchmarks of the user's own devices; the search for the fastest layout by real trials."""
+"""Measure the user's own devices, and search for the fastest layout by real trials."""

@@ -1,4 +1,4 @@
-"""One trial while it runs: its limits of time and memory, its early end, and its result."""
+"""Watch one running trial: its time and memory limits, its early end, and its result."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_
 from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
-"""How PyTorch, the allocators and SLURM say that memory ran out."""
+"""How PyTorch, memory allocators, and SLURM report that memory ran out."""
 KEPT_OF_LOG = 1 << 16
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
-"""A trial that takes this many times as long as the longest that was done, and so many seconds more, counts as hung."""
+"""A trial counts as hung if it takes this many times as long as the longest finished trial, plus this many seconds."""
 
 
 @dataclass
 class Attempt:
-    """A trial that runs. timeout: seconds from its start; memory_limit: bytes of a process."""
+    """A running trial. ``timeout`` is in seconds from its start. ``memory_limit`` is in bytes of one process."""
 
     number: int
     index: int
@@ -42,9 +42,11 @@ class Attempt:
         self._held, self._kills = 0.0, kernel_kills()
 
     def result(self, best: float | None, longest: float | None) -> Result | None:
-        """The result, once there is one; the processes are ended where a limit is exceeded.
+        """Return the result once there is one. End the processes if a limit is exceeded.
 
-        best: step seconds of the best trial so far; longest: wall seconds of the longest that was done.
+        Args:
+            best: Step seconds of the best trial so far.
+            longest: Wall seconds of the longest finished trial.
         """
         if self._started is None and self.process.has_started():
             self._started = time.monotonic()
@@ -97,7 +99,7 @@ class Attempt:
 
 
 def reason_in(log: Path) -> str:
-    """The last sentence of a trial's log: fourfold's own, or the end of a traceback."""
+    """Return the last sentence of a trial's log: fourfold's own message, or the end of a traceback."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]

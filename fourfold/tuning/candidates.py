@@ -1,4 +1,4 @@
-"""The layouts that a tuner may try, with the planner's prediction of each: seconds by part, and bytes."""
+"""The layouts that a tuner may try, with the planner's prediction for each: seconds by part, and bytes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "schedule", "inte
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "interleave", "recompute_every", "batch_parts")
-"""Knobs that are compared by the logarithm of their ratio; the others by whether they are equal."""
+"""Knobs compared by the logarithm of their ratio. All remaining knobs are compared for equality."""
 MOST = 4096
-"""Layouts that are kept of a search, fastest first: each trial adds to the covariance of all."""
+"""Number of layouts to keep of a search, fastest first. Each trial adds to the covariance of all kept layouts."""
 MOST_LIKELY_OUT = 0.5
-"""Layouts that are more likely to run out of memory than this are left out before the first trial."""
+"""Layouts that are more likely than this to run out of memory are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
-"""``Candidates.doubt`` where processes share cores, which the planner does not know."""
+"""``Candidates.doubt`` if processes share cores, which the planner does not model."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Legal layouts of one model, step and machine, as arrays [n]."""
+    """Legal layouts of one model, step, and machine, as arrays [n]."""
 
     work: Workload
     machine: Machine
@@ -42,7 +42,7 @@ class Candidates:
     needed: np.ndarray
     """[n] predicted bytes that the fullest rank needs."""
     doubt: float = 1.0
-    """How many times as uncertain the predictions are as those for published runs on GPUs."""
+    """How many times less certain the predictions are than predictions for published runs on GPUs."""
 
     @property
     def count(self) -> int:
@@ -55,7 +55,7 @@ class Candidates:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """[n, parts] shares of a step, whose rows sum to one."""
+        """[n, parts] fractions of a step. Each row sums to one."""
         return np.asarray(self.seconds_by_part / self.seconds[:, None])
 
     @cached_property
@@ -65,7 +65,7 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """[n, features] knobs such that a distance of one is a factor of two, or another choice."""
+        """[n, features] knobs scaled so that a distance of one is a factor of two or another choice."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -75,11 +75,11 @@ class Candidates:
         return np.stack(columns, axis=1)
 
     def point(self, index: int) -> Workload:
-        """One layout."""
+        """Return one layout."""
         return self.work.point(index)
 
     def but_with(self, constants: Constants) -> Self:
-        """The same layouts, predicted with other constants."""
+        """Return the same layouts, predicted with other constants."""
         return replace(self, seconds_by_part=parts_of(self.work, self.machine, constants))
 
 
@@ -91,7 +91,7 @@ def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Can
 
 
 def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """[n, parts] predicted seconds of a step."""
+    """Return [n, parts] predicted seconds of a step."""
     shape = np.shape(work.layout.micro_batch)
     parts = step_parts(work, machine, constants)
     return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
@@ -100,12 +100,16 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
+    """Return every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
 
-    on_gpu: else no communication library takes memory for each group. Raises ``UserError`` where none is left.
+    Args:
+        on_gpu: Whether communication libraries take memory for each group, as they do on GPUs.
+
+    Raises:
+        UserError: No layout is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    # Of n blocks or fewer, every n-th is the first one: a larger number says the same.
+    # With n blocks or fewer, every n-th block is the first one, so a larger n means the same.
     same = found.work.layout.recompute_every > base.model.layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
@@ -116,7 +120,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # gloo keeps no buffers to speak of.
+    # gloo keeps almost no buffers.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

@@ -1,4 +1,4 @@
-"""The ledger of a search: a file of JSON lines that only grows, so that a search that was killed continues from it."""
+"""The ledger of a search: an append-only file of JSON lines from which a killed search continues."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from fourfold.parsing import parse_json
 from fourfold.tuning.result import Result, Trial
 
 LEDGER, EARLIER = "ledger.jsonl", "ledger.journal"
-"""The file in the folder of a search, and the file of versions that kept an Optuna study."""
+"""The file in a search's folder, and the file of old versions that kept an Optuna study."""
 
 
 class Ledger:
-    """The trials of one search: what was begun, and what became of it."""
+    """The trials of one search: which candidates were started, and how each trial ended."""
 
     def __init__(self, folder: Path, what: Mapping[str, str]) -> None:
-        """Open the ledger of a folder, or begin it; raises ``UserError`` for the ledger of another search.
+        """Open the ledger of a folder, or start one.
 
-        what: texts in which two searches differ whose trials must not be mixed, by name.
+        Args:
+            what: Texts by name. Trials of two searches with different texts must not be mixed.
+
+        Raises:
+            UserError: The ledger belongs to another search.
         """
         self.file = folder / LEDGER
         self._begun: dict[int, tuple[int, str]] = {}
@@ -49,19 +53,20 @@ class Ledger:
             )
 
     def trials(self) -> list[Trial]:
-        """Every trial that ran and ended, by number."""
+        """Return every trial that ran and ended, by number."""
         return [Trial(self._begun[number][0], self._results[number], number) for number in sorted(self._results)]
 
     def reason(self, number: int) -> str:
-        """Why a trial was proposed."""
+        """Return why a trial was proposed."""
         return self._begun[number][1]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Number and candidate of every trial that was begun and has no result: of a search that was killed."""
+        """Return the number and candidate of every started trial without a result. A killed search leaves such
+        trials."""
         return [(number, index) for number, (index, _) in self._begun.items() if number not in self._results]
 
     def begin(self, index: int, why: str) -> int:
-        """Note that a candidate is tried, and why; returns the trial's number."""
+        """Note that a candidate is tried, and why. Return the trial's number."""
         number = len(self._begun)
         self._append({"begin": number, "index": index, "why": why})
         return number
@@ -85,7 +90,7 @@ class Ledger:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """The lines of a ledger, after removing the end of one whose writer was killed."""
+    """Return the lines of a ledger, after removing a partial last line whose writer was killed."""
     if not file.exists():
         return []
     with writing(file):

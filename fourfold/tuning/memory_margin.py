@@ -1,4 +1,5 @@
-"""The chance that a layout runs out of memory, learned from trials; and layouts that must run out, as others have."""
+"""Learn from trials how likely a layout is to run out of memory, and which layouts must run out because another one
+did."""
 
 from __future__ import annotations
 
@@ -11,37 +12,37 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""Logarithms of the factor by which all layouts of a search may need more than predicted."""
+"""Logarithms of the factor by which all layouts of a search may need more memory than predicted."""
 APART = 0.03
-"""Standard deviation of a layout's bytes around the prediction times that factor, of the logarithm."""
+"""Standard deviation of the logarithm of a layout's bytes around the prediction times that factor."""
 RARELY, FAR_OFF = 0.02, 8
-"""The probability that the planner's memory is wrong by many times its uncertainty, and how many."""
+"""The probability that the planner's memory is far off, and by how many of its standard deviations."""
 NEVER = 1e-9
-"""Least likelihood of an outcome: a trial that fails for another reason must not decide everything."""
+"""Lowest likelihood of an outcome. A trial that fails for another reason must not decide everything."""
 
 MORE_IS_MORE = ("micro_batch", "recompute_every")
-"""Knobs of which more takes more memory."""
+"""Knobs that take more memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs of which more takes less memory, the others equal or no better."""
+"""Knobs that take less memory when they grow, if all knobs after them are equal or no better."""
 AS_IT_IS = ("ep", "schedule", "interleave", "cp_method", "batch_parts")
-"""Knobs that make two layouts incomparable where they differ; a larger ep may leave the busiest experts on one rank."""
+"""Knobs that make two layouts incomparable if they differ. A larger ep can put the busiest experts on one rank."""
 
 
 @dataclass
 class MemoryMargin:
-    """The distribution of the factor between needed and predicted bytes, which all layouts of a search share."""
+    """The distribution of the factor between needed and predicted bytes. All layouts of a search share this factor."""
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
     """[shifts] logarithm of the weight of each of ``SHIFTS``."""
 
     def measured(self, index: int, used: float) -> None:
-        """Learn from a trial that needed so many bytes."""
+        """Learn from a trial that needed ``used`` bytes."""
         gap = math.log(used / self.candidates.needed[index]) - SHIFTS
         self.log_weight = self.log_weight - np.minimum((gap / APART) ** 2 / 2, -math.log(NEVER))
 
     def fitted(self, index: int) -> None:
-        """Learn from a trial that fitted."""
+        """Learn from a trial that fit."""
         self.log_weight = self.log_weight + np.log(1 - self._out(np.array([index]))[:, 0] + NEVER)
 
     def ran_out(self, index: int) -> None:
@@ -49,18 +50,18 @@ class MemoryMargin:
         self.log_weight = self.log_weight + np.log(self._out(np.array([index]))[:, 0] + NEVER)
 
     def p_out(self) -> np.ndarray:
-        """[n] probability of running out of memory."""
+        """Return [n] probabilities of running out of memory."""
         weight = np.exp(self.log_weight - self.log_weight.max())
         return np.asarray(weight @ self._out(np.arange(self.candidates.count)) / weight.sum())
 
     def _out(self, index: np.ndarray) -> np.ndarray:
-        """[shifts, index] probability of running out, for each factor."""
+        """Return [shifts, index] probabilities of running out of memory, for each factor."""
         headroom = np.log(self.candidates.machine.memory / self.candidates.needed[index])
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
 
 def _prior() -> np.ndarray:
-    """[shifts] the planner's own uncertainty; with a small probability it is far off."""
+    """Return [shifts] weights from the planner's own uncertainty, with a small probability of being far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5
@@ -68,10 +69,10 @@ def _prior() -> np.ndarray:
 
 
 def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
-    """[n] True for layouts that need at least the memory of one, whatever the model of memory says.
+    """Return [n] True for layouts that need at least as much memory as one layout, whatever the memory model says.
 
-    No knob of theirs saves memory against it: micro-batches are as large, axes that divide weights or activations as
-    short, states as little sharded, and not more is recomputed.
+    None of their knobs saves memory against that layout: micro-batches are at least as large, axes that divide weights
+    or activations at most as long, states at most as sharded, and at most as much is recomputed.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)
@@ -81,5 +82,5 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
         found &= knobs[name] <= knobs[name][index]
     for name in AS_IT_IS:
         found &= knobs[name] == knobs[name][index]
-    # States that are sharded over dp shrink as it grows.
+    # States that are sharded over dp shrink as dp grows.
     return np.asarray(found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index])))

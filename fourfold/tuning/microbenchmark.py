@@ -1,4 +1,4 @@
-"""Measures the rates of a machine file on this job's devices: matmul, memory, attention, launch, collectives."""
+"""Measure a machine file's rates on this job's devices: matmul, memory, attention, launch, and collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""Time for which one point is repeated; the fastest repetition counts, since the others were disturbed."""
+"""How long one point is repeated. The fastest repetition counts, because slower ones were disturbed."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MeasuredRates:
 
 
 def measure(place: Place) -> MeasuredRates:
-    """Measure on every process of the job, inside its default group; the result of rank 0 counts."""
+    """Measure on every process of the job, inside its default group. Rank 0's result counts."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -76,7 +76,7 @@ def measure(place: Place) -> MeasuredRates:
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
     """Return the seconds of the fastest of ``times`` repetitions, or of those within ``SECONDS_PER_POINT``.
 
-    Every rank must call a collective equally often, so that its repetitions are counted.
+    Every rank must call a collective equally often, so its repetitions are counted.
     """
     run()
     _wait(device)
@@ -87,7 +87,7 @@ def _fastest(run: Callable[[], object], device: torch.device, times: int | None 
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one repetition, on a GPU between two events: the host's wait for the result is no part."""
+    """Return the seconds of one repetition. On a GPU, two events exclude the host's wait for the result."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -120,7 +120,8 @@ def _copy(size: int, device: torch.device) -> float:
 
 
 def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
-    heads, head_dim = 32 if device.type == "cuda" else 8, 128  # as a layer of 8B: fewer leave a GPU partly idle
+    # As in an 8B layer: fewer heads leave a GPU partly idle.
+    heads, head_dim = 32 if device.type == "cuda" else 8, 128
     q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.ones_like(q)
 

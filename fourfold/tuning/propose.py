@@ -1,7 +1,7 @@
-"""Proposes the next trial: legal layouts that are likely to fit, by the lower bound of their step time.
+"""Propose the next trial: a legal layout that probably fits, chosen by the lower bound of its step time.
 
-Predictions order the first trials. After each trial the residual model corrects them, and the memory margin moves. When
-no new layout is likely to be better, tried ones that are within noise of the best are tried again.
+Predictions order the first trials. After each trial, the residual model corrects the predictions and the memory margin
+is updated. If no new layout is likely to be better, layouts within noise of the best are tried again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from fourfold.tuning.residual import Posterior, posterior
 from fourfold.tuning.result import Trial
 
 BOUND = 1.0
-"""Standard deviations below the expected log seconds at which the lower bound is."""
+"""How many standard deviations the lower bound is below the expected log seconds."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""The search ends when it is at most so likely that a layout is by this share faster than the best."""
+"""The search ends if the chance that some layout is faster than the best by the first fraction is below the second."""
 MOST_LIKELY_OUT = 0.2
-"""Layouts that are more likely to run out of memory are not tried."""
+"""Layouts that are more likely than this to run out of memory are not tried."""
 MOST_TRIALS_OF_ONE = 3
-"""Trials of one layout: repeats tell noise from a difference."""
+"""Number of trials of one layout. Repeats separate noise from a difference."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Standard deviation of the logarithm of a step time between equal runs before any repeat, and the number of repeats
-that count as much."""
+"""Assumed standard deviation of the logarithm of a step time between equal runs, and the number of repeats that this
+assumption counts as."""
 CRASHES = 2
-"""Crashes after which a value of a knob that has never worked is no longer tried."""
+"""A value of a knob is dropped after this many crashes if it has never worked."""
 DRAWN = 256
-"""Candidates with the lowest bounds whose log seconds are drawn together, for the chance that one is better."""
+"""Number of candidates, those with the lowest bounds, whose log seconds are drawn together to see if one is better."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The layout to try next, or the end of the search where ``index`` is None; ``why`` says it in words."""
+    """The layout to try next, or the end of the search if ``index`` is None. ``why`` explains the choice in words."""
 
     index: int | None
     why: str
     chance: float | None = None
-    """The probability that a layout is ``BETTER`` than the best trial; None before there is one."""
+    """The probability that a layout is ``BETTER`` than the best trial. None before the first trial."""
 
 
 def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
-    """Choose the next layout. ``running``: candidates that are tried right now."""
+    """Choose the next layout. ``running`` lists the candidates that are being tried now."""
     may = eligible(candidates, trials)
     may[list(running)] = False
     timed = [trial for trial in trials if trial.result.seconds is not None]
@@ -81,7 +81,7 @@ def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
-    """The belief after trials with a step time."""
+    """Return the belief after trials with a step time."""
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
@@ -92,7 +92,8 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
 
 
 def noise_between_runs(timed: Sequence[Trial]) -> float:
-    """Standard deviation of the logarithm of the step time between equal runs: ``NOISE``, and what repeats show."""
+    """Return the standard deviation of the logarithm of the step time between equal runs, from ``NOISE`` and
+    repeats."""
     logs: dict[int, list[float]] = {}
     for trial in timed:
         assert trial.result.seconds is not None
@@ -103,7 +104,7 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
-    """The tried layout with the least expected time."""
+    """Return the tried layout with the lowest expected time."""
     done = sorted(
         {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
     )
@@ -111,7 +112,8 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """[n] True where a layout is likely to fit, needs less memory than any that ran out, and may be tried (again)."""
+    """Return [n] True for layouts that may be tried (again), probably fit, and need less memory than any that ran
+    out."""
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:
@@ -123,7 +125,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """[n] probability of running out of memory, after the trials."""
+    """Return [n] probabilities of running out of memory after the trials."""
     margin = MemoryMargin(candidates)
     for trial in trials:
         if trial.result.outcome == "out of memory":
@@ -136,7 +138,7 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
-    """Probability that any layout with a finite bound is ``BETTER`` than the incumbent."""
+    """Return the probability that any layout with a finite bound is ``BETTER`` than the incumbent."""
     lowest = np.argsort(bound, kind="stable")[:DRAWN]
     others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
     if not len(others):
@@ -146,19 +148,19 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
 
 
 def doubt(candidates: Candidates, seed: int = 0) -> float:
-    """Probability, before any trial, that a layout is ``BETTER`` than the one that the planner puts first."""
+    """Return the probability, before any trial, that a layout is ``BETTER`` than the planner's first choice."""
     bound = np.where(eligible(candidates, []), candidates.seconds, np.inf)
     return chance_of_better(posterior_of(candidates, []), bound, int(np.argmin(bound)), seed)
 
 
 def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """[n] True for layouts with a value of a knob that has crashed ``CRASHES`` times or more and never worked."""
+    """Return [n] True for layouts with a knob value that crashed at least ``CRASHES`` times and never worked."""
     found = np.zeros(candidates.count, dtype=bool)
     crashed = [trial.index for trial in trials if trial.result.outcome in ("crashed", "hung")]
     worked = [trial.index for trial in trials if trial.result.outcome in ("done", "hopeless", "out of memory")]
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
-        if worked:  # else nothing is known to differ from what crashed
+        if worked:  # otherwise nothing is known to differ from the crashed trials
             found |= np.isin(values, bad)
     return found

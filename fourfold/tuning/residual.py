@@ -1,8 +1,8 @@
-"""A model of log(measured / predicted) over all candidates, from a few trials: a Gaussian process.
+"""Model log(measured / predicted) over all candidates from a few trials, with a Gaussian process.
 
-Its covariance has three terms: a factor that all layouts share; an error of each part of the predicted step, which
-counts by the part's share of the step, so that a trial whose time is mostly communication over x teaches how fast that
-is elsewhere; and a smooth remainder over the layouts, for what the cost model leaves out.
+The covariance has three terms. The first is a factor shared by all layouts. The second is an error for each part of the
+predicted step, weighted by the part's share of the step, so a trial that mostly communicates over x teaches how fast x
+is in all layouts. The third is a smooth remainder over the layouts, for what the cost model leaves out.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.tuning.candidates import Candidates
 
 COMMON = 0.5
-"""Standard deviation of the logarithm of the factor that all layouts share: it decides no order."""
+"""Standard deviation of the logarithm of the factor that all layouts share. The factor affects no order."""
 SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
-"""Standard deviation of the logarithm of each part's error: rates of products are known best, exposed communication,
-of which a part hides, worst."""
+"""Standard deviation of the logarithm of each part's error. Matmul rates are known best. Exposed communication is known
+worst, because part of it hides."""
 REMAINDER, LENGTH = 0.11, 1.0
-"""Standard deviation of the remainder, and the distance over which it is alike, in doublings or choices
-(``Candidates.features``): the likeliest on 44 published sweeps of 295 rows, with constants that never saw their machine
-(docs/tuner.md)."""
+"""Standard deviation of the remainder, and the distance over which it is alike, in doublings or choices (see
+``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
+that never saw the sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
-"""Factors on both deviations, of which the trials choose the likeliest."""
+"""Factors on both deviations. The trials choose the most likely one."""
 SCALE_SPREAD = 0.35
 """Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048
 JITTER = 1e-8
-"""Variance that keeps a covariance positive where rounding would not."""
+"""Variance that keeps a covariance positive despite rounding."""
 assert tuple(SPREADS) == PARTS
 
 
@@ -43,32 +43,32 @@ class Posterior:
     mean: np.ndarray
     """[n]"""
     covariance_factor: np.ndarray
-    """[trials, n]: the covariance is that before any trial less this matrix's, transposed times itself."""
+    """[trials, n]: the covariance is the prior covariance minus this matrix's transpose times this matrix."""
     candidates: Candidates
     scale: float
     """The factor on the deviations."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Between candidates at two lists of indices."""
+        """Return the covariance between candidates at two lists of indices."""
         prior = prior_covariance(self.candidates, one, other, self.scale)
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
     def spread_against(self, incumbent: int) -> np.ndarray:
-        """[n] standard deviation of every candidate's log seconds less those of the incumbent."""
+        """Return [n] standard deviations of each candidate's log seconds minus the incumbent's."""
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
         own = prior_variance(self.candidates, self.scale) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
         return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
 
     def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
-        """[draws, index] log seconds of some candidates, drawn together."""
+        """Return [draws, index] log seconds of some candidates, drawn together."""
         covariance = self.covariance(index, index) + JITTER * np.eye(len(index))
         normal = np.random.default_rng(seed).standard_normal((DRAWS, len(index)))
         return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
 
 
 def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Covariance of log(measured / predicted) before any trial, between candidates at two lists of indices."""
+    """Return the prior covariance of log(measured / predicted) between candidates at two lists of indices."""
     weights = np.array(list(SPREADS.values())) ** 2
     parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
     a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH
@@ -77,13 +77,14 @@ def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray,
 
 
 def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
-    """[n] the diagonal of ``prior_covariance``."""
+    """Return [n], the diagonal of ``prior_covariance``."""
     weights = np.array(list(SPREADS.values())) ** 2
     return np.asarray(COMMON**2 + scale**2 * (candidates.shares**2 @ weights + REMAINDER**2))
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
-    """Condition on trials: candidates at ``index`` took ``seconds``; ``noise``: standard deviation of their logs."""
+    """Condition on trials. Candidates at ``index`` took ``seconds``, with standard deviation ``noise`` of the
+    logarithm."""
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
     scale = _likeliest_scale(candidates, index, ratio, noise)
     lower = np.linalg.cholesky(prior_covariance(candidates, index, index, scale) + np.diag(noise**2))
@@ -94,7 +95,7 @@ def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, no
 
 
 def _likeliest_scale(candidates: Candidates, index: np.ndarray, ratio: np.ndarray, noise: np.ndarray) -> float:
-    """The factor on the deviations that the trials and its prior make likeliest."""
+    """Return the most likely factor on the deviations, given the trials and the factor's prior."""
     usual = candidates.doubt
     one, both = prior_covariance(candidates, index, index, 0.0), prior_covariance(candidates, index, index, 1.0)
     best, found = -np.inf, usual

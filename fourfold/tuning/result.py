@@ -1,4 +1,4 @@
-"""Results of trials: what a layout did, for how much, and why it ended."""
+"""Results of trials: how a layout performed, what the trial cost, and why it ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
-"""hopeless: ended early, after a few steps that were far slower than the best trial's; refused: not a legal run."""
+""""hopeless" trials ended early, after a few steps far slower than the best trial's. "refused" trials are not legal
+runs."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
@@ -16,16 +17,16 @@ class Result:
 
     outcome: Outcome
     seconds: float | None = None
-    """The median step; None where too few were taken."""
+    """The median step. None if there were too few steps."""
     noise: float = 0.0
     """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
     memory_bytes: float | None = None
-    """On a GPU what the fullest process needs, its allocations and the runtime's; on a CPU the most that one held in
-    memory. None where it was not measured."""
+    """On a GPU, the fullest process's allocations plus the runtime's memory. On a CPU, the most memory that one process
+    held. None if it was not measured."""
     reason: str = ""
-    """Why it ended before it was done."""
+    """Why the trial ended before it was done."""
     wall_seconds: float = 0.0
-    """The cost: from its start to its end."""
+    """The cost of the trial, from its start to its end."""
 
     def __post_init__(self) -> None:
         assert self.outcome in OUTCOMES
@@ -39,4 +40,4 @@ class Trial:
     index: int
     result: Result
     number: int = -1
-    """In the ledger."""
+    """The trial's number in the ledger."""

@@ -1,4 +1,4 @@
-"""A trial as a SLURM job: ``sbatch --wait`` with the script of ``fourfold launch slurm``."""
+"""Run a trial as a SLURM job: ``sbatch --wait`` with the script of ``fourfold launch slurm``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fourfold.run_file.load import load_run
 from fourfold.tuning.trial_process import LOG, SUBMISSION
 
 SCRIPT = "job.sh"
-"""The batch script, in the folder of a trial."""
+"""The batch script in a trial's folder."""
 SAVE_SECONDS = 30
-"""A trial saves nothing: its signal may come late."""
+"""A trial saves nothing, so its signal can come late."""
 
 
 class SlurmTrial:
@@ -53,12 +53,12 @@ class SlurmTrial:
 
 
 def cancel(folder: Path) -> None:
-    """Cancel the job of a trial, if it was ever submitted; nothing happens where it has ended."""
+    """Cancel a trial's job if it was ever submitted. Do nothing if it has ended."""
     if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
 
 
 def _job_name(folder: Path) -> str:
-    """A name that no other job has: sbatch says the number of a job that it waits for only when that has ended."""
+    """Return a unique job name. sbatch prints the number of a job that it waits for only after the job has ended."""
     return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Starts the microbenchmark on every process of a job."""
+"""Start the microbenchmark on every process of a job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fourfold.launch.job_processes import run_on_grid
 
 
 def microbenchmark(processes: int | None) -> dict[str, Any] | None:
-    """Measure on a launcher's processes, or else on ``processes`` local ones.
+    """Measure on a launcher's processes, or otherwise on ``processes`` local ones.
 
-    Returns None on every process of a launcher but the first.
+    Returns:
+        The result, or None on every process of a launcher except the first.
     """
     place = read_environment(os.environ)
     if place is not None:

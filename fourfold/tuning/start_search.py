@@ -1,4 +1,4 @@
-"""Makes a search from a run file and options: what is tuned, where its trials run, and how many at once."""
+"""Build a search from a run file and options: what is tuned, where trials run, and how many run at once."""
 
 from __future__ import annotations
 
@@ -38,9 +38,12 @@ def search_for(
     job: SlurmJob | None = None,
     report: Callable[[str], None],
 ) -> tuple[Search, Machine]:
-    """Make the search, and load the machine as its file has it; raises ``UserError`` where no layout may fit.
+    """Build the search, and load the machine as its file describes it.
 
-    ``settings.at_once`` 0: as many as the GPUs of this machine suffice for, one on a CPU.
+    If ``settings.at_once`` is 0, as many trials run at once as this machine has GPUs for, or one on a CPU.
+
+    Raises:
+        UserError: No layout can fit.
     """
     request = request_from_options(run_file=run_file, overrides=overrides, gpus=nproc)
     assert request.run is not None
@@ -67,7 +70,7 @@ def search_for(
 
 
 def _gpus_here(run: RunConfig, site: str | None) -> int:
-    """GPUs of this machine that trials may use; none where the run, or another machine's, does not."""
+    """Return how many GPUs of this machine trials may use: none if the run, or another machine's search, uses none."""
     if site is not None or run.training.device == "cpu":
         return 0
     import torch
@@ -86,7 +89,7 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
 
 
 def _locally(gpus: int) -> Start:
-    """Start trials on this machine; each of those at once on GPUs of its own."""
+    """Start trials on this machine. Each concurrent trial has its own GPUs."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

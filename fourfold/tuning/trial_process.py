@@ -1,4 +1,4 @@
-"""The processes of one trial on this machine: a process group of their own, which is watched, and ended as one."""
+"""The processes of one trial on this machine, in their own process group, watched and ended together."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from typing import Protocol
 from fourfold.processes import end_with_starter
 
 LOG = "log.txt"
-"""Everything that a trial prints, in its folder."""
+"""File in the trial's folder with everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""File of the messages with which a batch system refuses a trial."""
+"""File with the messages of a batch system that refuses a trial."""
 PROC = Path("/proc")
 
 
 class TrialProcess(Protocol):
-    """A trial that runs, or waits in a queue."""
+    """A trial that is running or waiting in a queue."""
 
     def has_started(self) -> bool:
-        """False while it waits."""
+        """Return False while the trial waits."""
         ...
 
     def exit_code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code, or None while the trial runs."""
         ...
 
     def held_bytes(self) -> float | None:
-        """The most bytes that one of its processes has held so far; None where that cannot be seen."""
+        """Return the most bytes that one of its processes has held so far, or None if that is unknown."""
         ...
 
     def end(self) -> None:
-        """End all its processes, at once."""
+        """End all its processes at once."""
         ...
 
 
 class LocalTrial:
-    """``fourfold train`` on this machine, in a process group of its own, which ends with this process."""
+    """``fourfold train`` on this machine, in its own process group, which ends with this process."""
 
     def __init__(self, run_file: Path, folder: Path, environment: Mapping[str, str]) -> None:
         with (folder / LOG).open("ab") as log:
@@ -71,7 +71,7 @@ class LocalTrial:
 
 
 def kernel_kills() -> int | None:
-    """Processes that the kernel of this machine has ended for lack of memory, since it started; None if unknown."""
+    """Return how many processes this machine's kernel has killed for lack of memory since boot, or None if unknown."""
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -80,18 +80,18 @@ def kernel_kills() -> int | None:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of a group; none where the machine has no /proc."""
+    """Return the processes of a group, or none if the machine has no /proc."""
     found = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if os.getpgid(int(entry.name)) == group:
                     found.append(int(entry.name))
     return found
 
 
 def _resident_bytes(process: int) -> float:
-    """The most that a process has held in memory; zero where it has ended."""
+    """Return the most memory that a process has held, or zero if it has ended."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(process) / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""A trial as a run of its own: a few steps of a layout, and what its folder says afterwards."""
+"""Describe a trial as a run of its own, a few steps of a layout, and read its folder afterwards."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fourfold.training.metrics import METRICS_FILE, read_metrics
 from fourfold.tuning.result import Result
 
 RUN_FOLDER = "run"
-"""Folder of the run, inside that of its trial."""
+"""The run's folder inside its trial's folder."""
 LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
-"""Sections of which a trial has none: they cost time beside the steps."""
+"""Sections that a trial leaves out because they cost time outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
-"""A trial ends early when even its fastest step, the first left out, takes this many times as long as the best trial's,
-after so many steps."""
+"""A trial ends early if, after this many steps, even its fastest step (without the first) takes this many times as
+long as the best trial's."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """The run of a trial: ``steps`` steps after the warm-up, with nothing beside them, into a folder of its own."""
+    """Return a trial's run: ``steps`` steps after the warm-up and nothing else, in a folder of its own."""
     table = run.model_dump(mode="json", exclude_none=True)
     table = {name: section for name, section in table.items() if name not in LEFT_OUT}
     table |= {"name": RUN_FOLDER, "output_dir": str(folder)}
@@ -39,15 +39,16 @@ def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
 
 
 def step_seconds_of(folder: Path) -> list[float]:
-    """Seconds of the steps that a trial has taken so far, the first ones included."""
+    """Return the seconds of the steps that a trial has taken so far, including the first ones."""
     path = folder / RUN_FOLDER / METRICS_FILE
     return [record["step_seconds"] for record in read_metrics(path)] if path.is_file() else []
 
 
 def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held: float | None) -> Result | None:
-    """The result of a trial that took all its steps; None where some are missing.
+    """Return the result of a trial that took all its steps, or None if some are missing.
 
-    held: the bytes that its fullest process was seen to hold, on a CPU.
+    Args:
+        held: On a CPU, the most bytes that one of its processes was seen to hold.
     """
     seconds = step_seconds_of(folder)
     if len(seconds) < run.training.train_steps:
@@ -61,7 +62,8 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held:
 
 
 def hopeless(folder: Path, best: float | None) -> Result | None:
-    """The result of a trial that is far slower than the best one; None where it is not, or where nobody knows yet."""
+    """Return the result of a trial that is far slower than the best one, or None if it is not or if it is too early to
+    say."""
     seconds = step_seconds_of(folder)[1:]
     if best is None or len(seconds) < LEAST_STEPS - 1 or min(seconds) <= HOPELESS * best:
         return None
@@ -71,7 +73,8 @@ def hopeless(folder: Path, best: float | None) -> Result | None:
 
 
 def error_of_median(seconds: Sequence[float]) -> float:
-    """Standard error of the logarithm of the median of some steps; 1.25 times the mean's, as of normal variables."""
+    """Return the standard error of the logarithm of the median of some steps: 1.25 times the mean's, for normal
+    variables."""
     if len(seconds) < 2:
         return 0.1
     return float(1.25 * np.std(np.log(seconds), ddof=1) / math.sqrt(len(seconds)))

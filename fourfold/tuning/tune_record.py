@@ -1,4 +1,4 @@
-"""The result of a search: its trials, the best layout and the calibration, which are written."""
+"""Write the result of a search: its trials, the best layout, and the calibration."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial, for people."""
+    """One trial, for people to read."""
 
     number: int
     layout: str
     knobs: dict[str, float]
     predicted_seconds: float
-    """By the constants that the search began with."""
+    """Predicted with the constants that the search began with."""
     predicted_bytes: float
     result: Result
     why: str
@@ -45,32 +45,32 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TuneRecord:
-    """The whole answer of a search."""
+    """The full answer of a search."""
 
     name: str
     gpus: int
     machine: str
     memory: float
-    """Bytes of a device, or what --memory-limit allows."""
+    """Bytes of a device, or the value of --memory-limit."""
     layouts: int
-    """Legal layouts that may fit."""
+    """Number of legal layouts that may fit."""
     trials: list[TrialRecord]
     best: str
     best_seconds: float
     """Measured: the median of its trials."""
     predicted_first: str
-    """The layout that the planner alone would have chosen."""
+    """The layout that the planner would have chosen without trials."""
     predicted_first_seconds: float | None
-    """Measured: the median of its trials; None where it was not tried, or failed."""
+    """Measured: the median of its trials. None if it was not tried or if it failed."""
     own: str
     own_seconds: float | None
-    """Expected seconds of the run file's own layout after the trials; None where it is not among the layouts."""
+    """Expected seconds of the run file's own layout after the trials. None if it is not among the layouts."""
     end: Proposal
     error_before: float
-    """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
-    the order of layouts."""
+    """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error
+    affects the order of layouts."""
     held_out_error: float | None
-    """The mean error of the calibrated planner on trials that were held out of its fit; None without such trials."""
+    """Mean error of the calibrated planner on trials that were held out of its fit. None without such trials."""
     files: dict[str, str]
 
     def record(self) -> dict[str, Any]:
@@ -79,9 +79,13 @@ class TuneRecord:
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
-    """Write the best run file, the calibration and the record of a search into its folder.
+    """Write the best run file, the calibration, and the record of a search into its folder.
 
-    base: the machine as its file has it. Raises ``UserError`` where no trial was done.
+    Args:
+        base: The machine as its file describes it.
+
+    Raises:
+        UserError: No trial finished.
     """
     trials = search.ledger.trials()
     best = best_of(search.subject.candidates, trials)
@@ -118,7 +122,7 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    # The planner's own margin of memory.
+    # The planner's own memory margin.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
     best_seconds = _median(done, best)
@@ -160,7 +164,7 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
 
 
 def _median(done: Sequence[Trial], index: int) -> float | None:
-    """The median step of a layout's trials; None where it has none."""
+    """Return the median step of a layout's trials, or None without trials."""
     seconds = [trial.result.seconds for trial in done if trial.index == index and trial.result.seconds is not None]
     return float(np.median(seconds)) if seconds else None
 
@@ -170,13 +174,13 @@ def layout_of(candidates: Candidates, index: int) -> str:
 
 
 def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
-    """Fit the constants to the trials that were done."""
+    """Fit the constants to the finished trials."""
     folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
     return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
 
 
 def _own_index(search: Search) -> int | None:
-    """The run file's own layout among the candidates."""
+    """Return the index of the run file's own layout among the candidates."""
     own, candidates = search.subject.request.own, search.subject.candidates
     if own is None:
         return None

@@ -1,4 +1,4 @@
-"""The search: proposes layouts, runs each as a trial, and notes what became of it, until nothing better is likely."""
+"""The search: propose layouts, run each one as a trial, and note how it ended, until nothing better is likely."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ RUN_FILE, RESULT_FILE, TRIALS = "run.toml", "result.json", "trials"
 POLL_SECONDS = 0.2
 
 Start = Callable[[Path, Path, int], TrialProcess]
-"""Starts a trial: (its run file, its folder, which of the places for trials that run at once)."""
+"""Start a trial, given its run file, its folder, and its slot among the concurrent trials."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of a search. trials: in all, those of earlier calls included; minutes: of this call, None for no limit."""
+    """Limits of a search. ``trials`` counts all trials, including earlier calls. ``minutes`` limits this call (None: no
+    limit)."""
 
     trials: int
     minutes: float | None = None
@@ -53,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a search: a run file's model and step, the layouts, and the planner's view of the machine."""
+    """What a search tunes: a run file's model and step, the layouts, and the planner's view of the machine."""
 
     request: Request
     candidates: Candidates
@@ -68,11 +69,11 @@ class Subject:
         return predict(self.candidates.point(index), self.machine, self.constants)
 
     def run(self, index: int) -> RunConfig:
-        """The run file with a candidate's layout."""
+        """Return the run file with a candidate's layout."""
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Everything in which searches differ whose trials must not be mixed, by how a message calls it."""
+        """Return everything, by its name in messages, that must be equal before trials of two searches may be mixed."""
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
         whole = {
@@ -84,7 +85,7 @@ class Subject:
 
 
 class Search:
-    """One search in its folder, which may go on after it was interrupted."""
+    """One search in its folder. It continues after an interruption."""
 
     def __init__(
         self, subject: Subject, settings: Settings, folder: Path, start: Start, report: Callable[[str], None]
@@ -95,11 +96,11 @@ class Search:
         self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._interrupted: list[tuple[int, int]] = []
-        """Number and candidate of trials to begin again."""
+        """Number and candidate of the trials to start again."""
         self._began = time.monotonic()
 
     def run(self) -> Proposal:
-        """Try layouts until the search ends; returns the proposal, or what else, that ended it."""
+        """Try layouts until the search ends. Return the proposal, or the other reason, that ended it."""
         with self._locked():
             self._report(self._doubt())
             try:
@@ -125,7 +126,7 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Note the results of trials that were done when the search was killed; its others begin again."""
+        """Note the results of trials that finished before the search was killed. Its unfinished trials start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             result = self._result_found(folder, index)
@@ -137,7 +138,7 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _result_found(self, folder: Path, index: int) -> Result | None:
-        """The result of a trial that nobody noted in the ledger; None where it has none."""
+        """Return the result of a trial that is missing from the ledger, or None if it has no result."""
         if (folder / RESULT_FILE).is_file():
             try:
                 return Result(**parse_json((folder / RESULT_FILE).read_text(encoding="utf-8")))
@@ -149,7 +150,7 @@ class Search:
         return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
 
     def _fill(self) -> Proposal | None:
-        """Begin trials while there are places; returns the reason where there is nothing more to try."""
+        """Start trials while there are free slots. Return the reason if there is nothing left to try."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:
@@ -181,7 +182,7 @@ class Search:
         )  # fmt: skip
 
     def _note_results(self) -> None:
-        """Note the trials that have ended since."""
+        """Note the trials that have ended since the last call."""
         done = [trial.result for trial in self.ledger.trials() if trial.result.outcome == "done"]
         best = min((result.seconds for result in done if result.seconds is not None), default=None)
         longest = max((result.wall_seconds for result in done), default=None)
@@ -204,6 +205,6 @@ class Search:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
-    """The layout with the least expected time of those that were tried and fit; None where no trial was done."""
+    """Return the layout with the lowest expected time among tried layouts that fit, or None if no trial finished."""
     done = [trial for trial in trials if trial.result.outcome == "done"]
     return incumbent(posterior_of(candidates, done), done) if done else None
