@@ -1,1 +1,1 @@
-"""Running models: loading, generating text, and attention with low-rank keys."""
+"""Run models: load them, generate text, and attend with low-rank keys."""

@@ -1,4 +1,4 @@
-"""Text generation, with its speed and the size of its cache."""
+"""Generate text, and measure the speed and the size of the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sampling:
     """Settings for drawing the next token. Raises ``UserError`` for invalid values."""
 
     temperature: float = 0.0
-    """0: always the most likely token."""
+    """0 always takes the most likely token."""
     top_k: int | None = None
     """Draw from this many of the most likely tokens."""
     top_p: float | None = None
@@ -55,8 +55,8 @@ class Sampling:
     def settings(self, model: Any) -> dict[str, Any]:
         """Return the settings in effect, by transformers' names.
 
-        With a temperature these are also the settings of the model's generation_config.json that change probabilities
-        (``SCORE_KEYS``). Without one the most likely token is taken, so that such settings must not apply.
+        With a temperature, they include the settings of the model's generation_config.json that change probabilities
+        (``SCORE_KEYS``). Without a temperature the most likely token is taken, so these settings must not apply.
         """
         theirs = model.generation_config.to_diff_dict()
         stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}
@@ -75,25 +75,25 @@ class Generation:
     prompt_tokens: int
     new_tokens: int
     prompt_seconds: float
-    """Until the first new token."""
+    """Time until the first new token."""
     tokens_per_second: float | None
-    """After the first new token; None where it is the only one."""
+    """Speed after the first new token. None if there is only one."""
     cache_bytes: int | None
-    """The size of everything in the cache at the end; None for a model without a cache."""
+    """Size of everything in the cache at the end. None for a model without a cache."""
     settings: dict[str, Any]
-    """How the next token was chosen, and the texts at which generation stops, by transformers' names."""
+    """How the next token was chosen and which texts stop generation, by transformers' names."""
     step_bytes: int | None = None
-    """The least that Loki reads of the cache for one more token; None without Loki."""
+    """The fewest bytes that Loki reads from the cache for one more token. None without Loki."""
     full_step_bytes: int | None = None
-    """The bytes that full attention would read; None without Loki."""
+    """The bytes that full attention would read. None without Loki."""
 
     def record(self) -> dict[str, Any]:
-        """The measurements as JSON values."""
+        """Return the measurements as JSON values."""
         return asdict(self)
 
 
 class _Streamer:
-    """A streamer of transformers: shows new text in whole characters, and records the time of each token."""
+    """A transformers streamer that shows new text in whole characters and records the time of each token."""
 
     def __init__(self, tokenizer: AnyTokenizer, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -109,7 +109,7 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # the rest of the character comes with the next token
+        if not text.endswith("\ufffd"):  # the next token completes the character
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -129,13 +129,22 @@ def generate(
     sampling: Sampling,
     show: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continue a prompt; ``show`` receives the prompt, and then each piece of new text.
+    """Continue a prompt.
 
-    The model's generation_config.json gives the end tokens, the texts at which to stop, and what
-    ``Sampling.settings`` takes from it. Nothing else in it applies, since one sequence is streamed.
+    The model's generation_config.json gives the end tokens, the texts that stop generation, and whatever
+    ``Sampling.settings`` takes from it. Nothing else in it applies, because one sequence is streamed.
 
-    Raises ``UserError`` if ``encode_prompt`` does, for more tokens than the model has positions, and for settings of
-    the file that transformers refuses.
+    Args:
+        model: A transformers model, or ours with the same interface.
+        tokenizer: The model's tokenizer.
+        prompt: The text to continue.
+        max_new_tokens: Largest number of tokens to generate.
+        sampling: How to draw the next token.
+        show: Receives the prompt, and then each piece of new text.
+
+    Raises:
+        UserError: ``encode_prompt`` refuses the prompt, the model has too few positions, or transformers refuses a
+            setting of generation_config.json.
     """
     from fourfold.inference.loki import cache_bytes, step_bytes
 
@@ -167,19 +176,19 @@ def generate(
 def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
-    """Call transformers' ``generate`` with these settings alone, and not those of the model."""
+    """Call transformers' ``generate`` with these settings alone, and not the model's settings."""
     theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
             use_cache=theirs.use_cache,
-            # One sequence is never padded, but transformers warns without an id for it.
+            # One sequence is never padded, but transformers warns if it has no id for padding.
             pad_token_id=(ends or [0])[0],
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        model.generation_config = own  # transformers takes from it what an argument leaves open
+        model.generation_config = own  # transformers reads it for every argument that is not given
         return model.generate(
             tokens,
             own,
@@ -194,9 +203,9 @@ def _continued(
 
 
 def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:
-    """A stopping criterion of transformers: whether the new text has one of these.
+    """A transformers stopping criterion: return whether the new text contains one of these texts.
 
-    (transformers' own needs one of its tokenizers.)
+    transformers' own criterion needs one of its own tokenizers.
     """
     new = stream.tokenizer.decode(stream.ids)
     done = any(text in new for text in ([texts] if isinstance(texts, str) else texts))
@@ -204,7 +213,11 @@ def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: A
 
 
 def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]:
-    """Tokenize a prompt. Raises ``UserError`` for an empty or undecodable one, and for ids that the model lacks."""
+    """Tokenize a prompt.
+
+    Raises:
+        UserError: The prompt is empty or cannot be decoded, or it has ids that the model lacks.
+    """
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -216,7 +229,7 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Raise ``UserError`` when prompt and continuation exceed the model's positions."""
+    """Raise ``UserError`` if prompt and continuation exceed the model's positions."""
     if new < 1:
         raise UserError(f"--max-new-tokens {new} must be at least 1")
     positions = positions_of(model)
@@ -228,7 +241,7 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text: the model's own, or else the tokenizer's, as far as the model has them."""
+    """Return the ids that end a text: the model's own, or else the tokenizer's, if the model has them."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

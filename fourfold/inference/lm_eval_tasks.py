@@ -1,4 +1,4 @@
-"""Tasks of the lm-eval library, for any model that it can drive."""
+"""Run lm-eval tasks with any model that lm-eval can drive."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def import_lm_eval(purpose: str = "--tasks needs") -> ModuleType:
-    """Import the lm-eval library, or raise ``UserError``, which begins with ``purpose``."""
+    """Import lm-eval, or raise a ``UserError`` that begins with ``purpose``."""
     return import_extra("lm_eval", "evaluate", purpose)
 
 
 def task_names(names: str) -> tuple[str, ...]:
-    """Split names of tasks at commas. Raises ``UserError`` where lm-eval is not installed."""
+    """Split task names at commas. Raise ``UserError`` if lm-eval is not installed."""
     tasks = tuple(name.strip() for name in names.split(",") if name.strip())
     if tasks:
         import_lm_eval()
@@ -32,14 +32,14 @@ def task_names(names: str) -> tuple[str, ...]:
 
 
 def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
-    """Return the same tokenizer. Raises ``UserError`` for one that lm-eval cannot use."""
+    """Return the same tokenizer. Raise ``UserError`` if lm-eval cannot use it."""
     if not isinstance(tokenizer, TransformersTokenizer):
         raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
     return tokenizer
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
-    """Wrap a model of transformers for lm-eval."""
+    """Wrap a transformers model for lm-eval."""
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
@@ -47,7 +47,7 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
-    """The tasks that there are, those of ``folder`` too. Raises ``UserError`` for an unknown one among ``tasks``."""
+    """Return all known tasks, including those of ``folder``. Raise ``UserError`` if one of ``tasks`` is unknown."""
     manager = _tasks_in(folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
@@ -60,16 +60,17 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
 
 @cache
 def _tasks_in(folder: Path | None) -> TaskManager:
-    """The tasks of lm-eval and of a folder; reading the thousands of their files takes seconds."""
+    """Return the tasks of lm-eval and of a folder. Reading their thousands of files takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Run two documents of each task with answers at random, which loads its dataset and renders its templates.
+    """Run two documents of each task with random answers. This loads its dataset and renders its templates.
 
-    Raises ``UserError`` for an unknown task, and for one that fails.
+    Raises:
+        UserError: A task is unknown or fails.
     """
     lm_eval = import_lm_eval()
     manager = find_tasks(tasks, folder)
@@ -78,7 +79,7 @@ def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int 
             lm_eval.simple_evaluate(
                 "dummy", tasks=[task], num_fewshot=num_fewshot, limit=2, task_manager=manager, bootstrap_iters=0
             )
-        except Exception as error:  # a task is code, templates and data of others, which raise anything
+        except Exception as error:  # a task is third-party code, templates, and data, and can raise anything
             raise UserError(
                 f"task {task}: lm-eval cannot run it ({type(error).__name__}: {first_line(error)})"
             ) from error
@@ -91,9 +92,20 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run tasks, and return their metrics under lm-eval's names, ``metric,filter``; empty on all but the first process.
+    """Run tasks.
 
-    folder: with tasks of your own. limit: documents per task. Raises ``UserError`` for an unknown task.
+    Args:
+        model: A wrapped model.
+        tasks: Names of tasks.
+        folder: A folder with your own tasks.
+        limit: Number of documents per task.
+        num_fewshot: Number of examples in the prompt.
+
+    Returns:
+        The metrics by task under lm-eval's names, ``metric,filter``. Empty on all but the first process.
+
+    Raises:
+        UserError: A task is unknown.
     """
     lm_eval = import_lm_eval()
     results = lm_eval.simple_evaluate(

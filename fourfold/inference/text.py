@@ -1,4 +1,4 @@
-"""Text files, and their windows of token ids for calibration and evaluation."""
+"""Read text files, and cut them into windows of token ids for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_WINDOW = 16
 
 
 def read_text(file: Path, role: str) -> str:
-    """Read a UTF-8 file. Raises ``UserError``, with its ``role``, where it cannot be read."""
+    """Read a UTF-8 file. Raise a ``UserError`` with its ``role`` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -22,10 +22,12 @@ def read_text(file: Path, role: str) -> str:
 def token_windows(
     tokenizer: AnyTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Cut files into windows of ``length`` ids; the rest of a file that does not fill one is left out.
+    """Cut files into windows of ``length`` ids, and leave out the end of a file that does not fill a window.
 
-    Each begins with the tokens that the tokenizer puts before a text, as a prompt would. Raises ``UserError`` for a
-    file that cannot be read, and where no file fills a window.
+    Each window begins with the tokens that the tokenizer puts before a text, as in a prompt.
+
+    Raises:
+        UserError: A file cannot be read, or no file fills a window.
     """
     if length < MIN_WINDOW:
         raise UserError(f"--seq-len {length} is too short; give at least {MIN_WINDOW}")

@@ -1,4 +1,4 @@
-"""Loki: long-context generation with low-rank keys (Singhania et al. 2024, arXiv 2406.02542), training-free.
+"""Loki: training-free long-context generation with low-rank keys (Singhania et al. 2024, arXiv 2406.02542).
 
 basis = calibrate(model, windows)
 enable_loki(model, basis, LokiConfig(d=32, k=2048))
@@ -7,7 +7,7 @@ model.generate(...)
 
 from fourfold.data.transformers_tokenizer import import_transformers
 
-import_transformers()  # where it is missing, the error says how to install it
+import_transformers()  # if it is missing, the error says how to install it
 
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
 from fourfold.inference.loki.enable import disable_loki, enable_loki  # noqa: E402

@@ -1,4 +1,4 @@
-"""The models that Loki supports: their attention modules, and the reasons why others are refused."""
+"""The models that Loki supports, their attention modules, and the reasons for refusing all other models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUPPORTED = (
     "smollm3",
     "starcoder2",
 )
-"""Model types whose attention is softmax(q·k) v on one cache per layer, with the rotary embedding in halves."""
+"""Model types with attention softmax(q·k) v, one cache per layer, and rotary embedding in halves."""
 
 LACKING = {
     "gemma2": "its attention caps the scores (softcap)",
@@ -41,7 +41,8 @@ LACKING = {
 
 
 class AttentionModule(nn.Module):
-    """The attributes of a transformers attention module that Loki uses; type checkers only, never instantiated."""
+    """The attributes of a transformers attention module that Loki uses. It serves type checkers and is never
+    instantiated."""
 
     config: PreTrainedConfig
     layer_idx: int
@@ -54,7 +55,7 @@ class AttentionModule(nn.Module):
 
 
 def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
-    """The attention module of every layer, in order. Raises ``UserError`` for a model that Loki does not support."""
+    """Return every layer's attention module, in order. Raise ``UserError`` for a model that Loki does not support."""
     kind = text_config(model).model_type
     if kind in LACKING:
         raise UserError(f"loki: models of type '{kind}' are not supported: {LACKING[kind]}; use full attention")
@@ -74,14 +75,14 @@ def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
 
 
 def key_shape(attention: AttentionModule) -> tuple[int, int]:
-    """The number of KV heads, and their size (head_dim)."""
+    """Return the number of KV heads and their size (head_dim)."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """The sliding window of a layer, which keeps it dense; None for a layer that sees the whole context.
+    """Return a layer's sliding window, which keeps the layer dense, or None if the layer sees the whole context.
 
-    A window as long as the model's positions, which Phi-3 and StarCoder2 may declare, hides nothing.
+    A window as long as the model's positions hides nothing. Phi-3 and StarCoder2 can declare one.
     """
     kinds = getattr(attention.config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":
@@ -93,5 +94,5 @@ def window_of(attention: AttentionModule) -> int | None:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The part of a model's configuration that describes its text decoder."""
+    """Return the part of a model's configuration that describes its text decoder."""
     return model.config.get_text_config(decoder=True)

@@ -1,6 +1,6 @@
-"""One decoding step: rank the cached keys, gather the best, and attend to those exactly.
+"""Run one decoding step: rank the cached keys, gather the best ones, and attend to them exactly.
 
-Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
+Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Bytes of keys that a CPU gathers at a time (at least one head's): about the size of its second-level cache."""
+"""Bytes of keys that a CPU gathers at a time, about the size of its second-level cache (at least one head's keys)."""
 
 
 def decode(
@@ -29,11 +29,21 @@ def decode(
     visible_B1S: Tensor | None = None,
     k_B: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token to the best k of its cached keys, [B, N, D] (Loki, arXiv 2406.02542, algorithm 1).
+    """Return the attention of one token to the best k of its cached keys, [B, N, D] (arXiv 2406.02542, algorithm 1).
 
-    basis_KDd: None where queries and keys are already rotated, so that their leading dims rank. k_B: the number of keys
-    of each sequence, at most k, where sequences differ. The rows of each head must be contiguous in the caches. A
-    sequence that sees no key gets zeros.
+    The rows of each head must be contiguous in the caches. A sequence that sees no key gets zeros.
+
+    Args:
+        query_BND: Queries of one token.
+        key_BKSD: Cached keys.
+        value_BKSD: Cached values.
+        proxy_BKSd: Leading rotated dims of the keys, which rank them.
+        basis_KDd: Rotates queries. None if queries and keys are already rotated, so that their leading dims rank.
+        k: Number of keys to attend to.
+        config: Loki's settings.
+        scaling: Factor on the scores.
+        visible_B1S: True for keys that a sequence may see. None if it may see all.
+        k_B: Number of keys of each sequence, at most k, if sequences differ.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     d = proxy_BKSd.shape[-1]
@@ -43,7 +53,7 @@ def decode(
     if not torch.is_grad_enabled():  # the compiled kernels have no backward
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
-            with torch.cuda.device_of(query_BND):  # where Triton launches
+            with torch.cuda.device_of(query_BND):  # Triton launches on the current device
                 return _compiled(step, kernels).flatten(1, 2)
     worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
@@ -61,12 +71,12 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotated dims, [B, K, S, d]; products are summed in float32 and rounded once, to ``dtype`` or that of x."""
+    """Return rotated dims, [B, K, S, d]. Sums are in float32 and rounded once, to ``dtype`` or x's dtype."""
     return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
-    """Exact attention to the chosen keys (the first k_B of each sequence), [B, K, G, D]."""
+    """Attend exactly to the chosen keys (the first k_B of each sequence). Return [B, K, G, D]."""
     dtype = step.query_BKGD.dtype
     seen_BK1k = None
     if step.visible_B1S is not None:
@@ -88,7 +98,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Slices over all KV heads, on a CPU small enough for what is gathered in ``dtype`` to stay in the CPU's caches."""
+    """Return slices over all KV heads. On a CPU, what a slice gathers in ``dtype`` fits the CPU's caches."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
@@ -97,7 +107,7 @@ def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list
 
 
 def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
-    """Softmax over the visible keys; zeros, without a gradient, where there are none."""
+    """Return the softmax over the visible keys, or zeros without a gradient if there are none."""
     if seen_Bh1k is None:
         return torch.softmax(scores_BhGk, -1)
     weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)
@@ -105,7 +115,7 @@ def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
 
 
 def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """The chosen rows, [B, K, k, D], of a cache that may have unused room after each head's rows."""
+    """Return the chosen rows, [B, K, k, D], of a cache that can have unused room after each head's rows."""
     batch, heads, length, width = x_BKSD.shape
     of_batch, of_head, of_row, _ = x_BKSD.stride()
     assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"

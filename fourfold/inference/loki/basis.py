@@ -1,4 +1,4 @@
-"""A model's basis: the principal components of its keys, per layer and KV head, and the file format."""
+"""A model's basis, the principal components of its keys per layer and KV head, and its file format."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class Components:
     """Principal components of the keys of every layer and KV head."""
 
     vectors_LKDD: Tensor
-    """Orthonormal columns, the one of the largest variance first."""
+    """Orthonormal columns, sorted by falling variance."""
     variances_LKD: Tensor
     """Variances along the columns, in descending order."""
 
     def ranks_at(self, share: float) -> Tensor:
-        """The fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
+        """Return the fewest components that explain this fraction of the variance, [L, K] (Rank@v, arXiv 2406.02542,
+        eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
         # Rounding must not lead to one component more than there are.
@@ -46,14 +47,14 @@ class LayerBasis:
 
     whole_KDD: Tensor
     d: int
-    """Leading dims that rank keys."""
+    """Number of leading dims that rank keys."""
     leading_KDd: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.leading_KDd = self.whole_KDD[..., : self.d].contiguous()
 
     def to(self, device: torch.device) -> None:
-        """Move to the device of the layer."""
+        """Move the basis to the layer's device."""
         if self.whole_KDD.device != device:
             with torch.inference_mode(False):  # the basis outlives the current pass
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
@@ -66,15 +67,15 @@ class LokiBasis:
     components: dict[str, Components]
     """Principal components by kind ("pre", "post")."""
     best: tuple[str, ...]
-    """For each layer the kind that ranked held-out keys better."""
+    """For each layer, the kind that ranked held-out keys better."""
     fingerprint: Fingerprint
     """Identifies the calibrated model."""
     seq_length: int
-    """Tokens of the longest calibration window."""
+    """Number of tokens in the longest calibration window."""
     tokens: int
-    """Tokens of the calibration."""
+    """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """The share of the best quarter of the keys that a quarter of the dims found, by kind and layer; empty where
+    """By kind and layer, the fraction of the best quarter of the keys that a quarter of the dims found. Empty if
     nothing was held out."""
 
     @property
@@ -99,14 +100,14 @@ class LokiBasis:
         return LayerBasis(components.vectors_LKDD[layer], d)
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """A basis of random directions for the same model: the control that any calibration must beat."""
+        """Return a basis of random directions for the same model. Any calibration must beat this control."""
         shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file atomically. Raises ``UserError`` where it cannot be written."""
+        """Write a safetensors file atomically. Raise ``UserError`` if it cannot be written."""
         tensors = {"fingerprint": self.fingerprint.sample}
         for kind, components in self.components.items():
             tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
@@ -124,7 +125,7 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Read a file written by ``save``. Raises ``UserError`` when it is missing, damaged, or not a basis."""
+        """Read a file written by ``save``. Raise ``UserError`` if it is missing, damaged, or not a basis."""
         if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         with opened_tensors(Path(path)) as file:
@@ -154,7 +155,8 @@ class LokiBasis:
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Raise ``UserError`` unless there are directions for each layer and head: one head's must not broadcast."""
+        """Raise ``UserError`` unless each layer and head has its own directions, because one head's must not
+        broadcast."""
         for kind, each in self.components.items():
             shape = tuple(each.vectors_LKDD.shape)
             wanted = (layers, kv_heads, head_dim, head_dim)
@@ -165,7 +167,7 @@ class LokiBasis:
                 )
 
     def record(self) -> dict[str, Any]:
-        """JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
+        """Return JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -185,7 +187,7 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` for numbers that are not a basis: a wrong one would silently choose random keys."""
+    """Raise ``UserError`` for numbers that are not a basis. A wrong one would silently choose random keys."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis")

@@ -1,6 +1,6 @@
 """Cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
 
-They replace the layers of a transformers cache and take over what those hold.
+They replace the layers of a transformers cache and take over its contents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values that grow by doubling; the layer of transformers copies all of them at every token."""
+    """Keys and values that grow by doubling. transformers' own layer copies all of them at every token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -29,11 +29,11 @@ class GrowingLayer(DynamicLayer):
         return self.key_buffer, self.value_buffer
 
     def release(self) -> None:
-        """Called when the attention pass that uses this layer has ended or failed."""
+        """Note that the attention pass that uses this layer has ended or failed."""
 
     @property
     def held_bytes(self) -> int:
-        """The size of the cached tokens, without the room to grow."""
+        """Return the size of the cached tokens, without the room to grow."""
         return sum(buffer.held_bytes for buffer in self.buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -90,17 +90,17 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d], which alone is read to rank them."""
+    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d]. Ranking reads only the proxy."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
         self.basis = basis_KDd
         self.proxy_dtype = proxy_dtype
-        """None: that of the keys."""
+        """None means the keys' dtype."""
 
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
-        """The proxy during an attention pass, on the device of the keys that ``update`` returned: an offloaded cache
+        """The proxy during an attention pass, on the device of the keys that ``update`` returned. An offloaded cache
         has moved its buffers to the CPU before the attention reads them."""
 
     @property
@@ -117,13 +117,14 @@ class LokiLayer(GrowingLayer):
 
 
 class RotatedLayer(GrowingLayer):
-    """Rotated keys only: as small as a dense cache, but readable only by attention that rotates its queries."""
+    """Rotated keys only. The cache is as small as a dense one, but only attention that rotates its queries can read
+    it."""
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Set for one pass by attention that rotates its queries; without it an update is refused."""
+        """Set for one pass by attention that rotates its queries. An update without it is refused."""
 
         self.proxy_BKSd: Tensor | None = None
         """The same as in ``LokiLayer``."""
@@ -132,7 +133,7 @@ class RotatedLayer(GrowingLayer):
         self.expected, self.proxy_BKSd = False, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate and append. Raises ``UserError`` where the attention does not rotate its queries."""
+        """Rotate and append. Raise ``UserError`` if the attention does not rotate its queries."""
         if not self.expected:
             raise UserError(
                 "this cache holds keys rotated for Loki, and the model now has another attention; enable Loki again "
@@ -145,7 +146,7 @@ class RotatedLayer(GrowingLayer):
 
 
 class StaticLokiLayer(StaticLayer):
-    """A ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs; the unfilled part is masked."""
+    """A ``LokiLayer`` with buffers of fixed size and address for CUDA graphs. The unfilled part is masked."""
 
     def __init__(self, basis_KDd: Tensor, max_cache_len: int, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(max_cache_len)

@@ -1,4 +1,4 @@
-"""Enables and disables Loki in a model of transformers."""
+"""Enable and disable Loki in a transformers model."""
 
 from __future__ import annotations
 
@@ -33,14 +33,21 @@ log = logging.getLogger("fourfold.loki")
 def enable_loki(
     model: PreTrainedModel, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0
 ) -> PreTrainedModel:
-    """Make a model attend with Loki; the same model is returned.
+    """Make a model attend with Loki, and return the same model.
 
-    ``model.generate`` and ``model(...)`` work as before, with any cache of transformers, whose layers are replaced in
-    the next pass. A second call changes basis and configuration. capacity: tokens to allocate at once, where the length
-    is known.
+    ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next pass replaces the
+    cache's layers. A second call changes the basis and the configuration. Layers with a sliding window stay dense, with
+    a warning.
 
-    Layers with a sliding window stay dense, with a warning. Raises ``UserError`` for a basis of another model, an
-    unsupported architecture, and a configuration that does not fit the model.
+    Args:
+        model: A transformers model.
+        basis: The result of ``calibrate`` for this model.
+        config: Loki's settings.
+        capacity: Number of tokens to allocate at once, if the final length is known.
+
+    Raises:
+        UserError: The basis belongs to another model, the architecture is not supported, or the configuration does not
+            fit the model.
     """
     config = config or LokiConfig()
     attentions = attentions_of(model)
@@ -53,7 +60,7 @@ def enable_loki(
 
         compile_for(parameter.dtype, recipes[0].proxy_dtype or parameter.dtype)
     disable_loki(model)
-    # Without a mask function of the same name transformers would pass no mask: neither causality nor padding.
+    # Without a mask function of the same name, transformers would pass no mask: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation
@@ -70,10 +77,10 @@ def enable_loki(
 
 
 def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore a model's own attention; the same model is returned. A cache of rotated keys cannot be used after it.
+    """Restore a model's own attention, and return the same model. A cache of rotated keys is unusable afterwards.
 
-    An attention that was set after Loki was enabled stays. Models that share their configuration share the choice of
-    attention: another one with Loki attends densely from now on.
+    An attention that was set after Loki was enabled stays. Models that share a configuration share the choice of
+    attention, so another model with Loki attends densely from now on.
     """
     before = None
     for module in model.modules():

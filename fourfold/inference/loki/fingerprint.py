@@ -1,4 +1,4 @@
-"""Identifies the model that a basis belongs to: sizes, rotary embedding, and a sample of the attention weights."""
+"""Identify the model that a basis belongs to: sizes, rotary embedding, and a sample of the attention weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SAMPLES = 32
-"""Numbers taken from each matrix of each attention."""
+"""Number of values taken from each attention matrix."""
 
 TOLERANCE = 2**-6
-"""Relative: between one and two times the rounding error of bfloat16."""
+"""Relative tolerance, between one and two times the rounding error of bfloat16."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
@@ -32,18 +32,18 @@ class Fingerprint:
     rope: str
     """Parameters of the rotary embedding, as JSON."""
     sample: Tensor
-    """Some numbers of each attention matrix, in float32."""
+    """Some values of each attention matrix, in float32."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, attentions: Sequence[AttentionModule]) -> Fingerprint:
-        """The fingerprint of a model, from its text configuration and its attention modules."""
+        """Return a model's fingerprint, from its text configuration and its attention modules."""
         sizes = [f"{name} {value}" for name in SIZES if (value := getattr(config, name, None)) is not None]
         rope = getattr(config, "rope_parameters", None) or {}
         parts = [
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # an adapter does not change the weights beside it
+            if parameter.ndim == 2 and "lora_" not in name  # an adapter does not change the base weights
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)
@@ -63,7 +63,7 @@ class Fingerprint:
 
 
 def sample_matrix(parameter: Tensor) -> Tensor:
-    """Evenly spaced numbers of a matrix, the first and the last among them, in float32."""
+    """Return evenly spaced values of a matrix, including the first and the last, in float32."""
     flat = parameter.detach().flatten()
     samples = min(SAMPLES, flat.numel())
     places = [sample * (flat.numel() - 1) // max(1, samples - 1) for sample in range(samples)]
@@ -71,6 +71,6 @@ def sample_matrix(parameter: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal up to a change of dtype; tiny numbers may round to anything near zero."""
+    """Return whether values are equal up to a change of dtype. Tiny values can round to anything near zero."""
     small = 1e-6 + 1e-4 * a.abs().mean()
     return bool(((a - b).abs() <= TOLERANCE * a.abs() + small).all())

@@ -1,4 +1,4 @@
-"""A tensor that grows along the sequence without being copied at every token."""
+"""A tensor that grows along the sequence without a copy at every token."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class GrowingTensor:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        """Tokens to allocate at once, where the final length is known."""
+        """Number of tokens to allocate at once, if the final length is known."""
 
         self.length = 0
-        """Tokens appended so far."""
+        """Number of tokens appended so far."""
 
         self.storage: Tensor | None = None
         """The tokens, followed by unused room."""
 
     @property
     def filled(self) -> Tensor:
-        """A view of the tokens appended so far."""
+        """Return a view of the tokens appended so far."""
         assert self.storage is not None, "nothing has been appended"
         return self.storage.narrow(SEQUENCE_DIM, 0, self.length)
 
@@ -33,13 +33,13 @@ class GrowingTensor:
         return 0 if self.storage is None else self.filled.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Write after the last token; the storage doubles when it is full."""
+        """Write after the last token. The storage doubles when it is full."""
         count = new.shape[SEQUENCE_DIM]
         storage = self.storage
         if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
             storage = self._grown(new, self.length + count)
         elif storage.is_inference() and not torch.is_inference_mode_enabled():
-            storage = storage.clone()  # an inference tensor cannot be written to outside inference mode
+            storage = storage.clone()  # outside inference mode, an inference tensor cannot be written to
         storage.narrow(SEQUENCE_DIM, self.length, count).copy_(new)
         self.storage = storage
         self.length += count
@@ -57,7 +57,7 @@ class GrowingTensor:
             self.storage = self.storage[indices.to(self.storage.device)]
 
     def repeat(self, repeats: int) -> None:
-        """Repeat every sequence of the batch, its copies next to each other."""
+        """Repeat every sequence of the batch, with its copies next to each other."""
         if self.storage is not None:
             self.storage = self.storage.repeat_interleave(repeats, dim=0)
 
@@ -66,7 +66,7 @@ class GrowingTensor:
             self.storage = self.storage.to(device, non_blocking=True)
 
     def _grown(self, new: Tensor, needed: int) -> Tensor:
-        """Larger storage that holds the same tokens."""
+        """Return larger storage that holds the same tokens."""
         allocated = 0 if self.storage is None else self.storage.shape[SEQUENCE_DIM]
         shape = list(new.shape)
         shape[SEQUENCE_DIM] = max(needed, 2 * allocated, self.capacity, MIN_CAPACITY)

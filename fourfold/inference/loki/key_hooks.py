@@ -1,4 +1,4 @@
-"""Observes the queries and keys of an unmodified forward pass, for calibration."""
+"""Observe the queries and keys of an unmodified forward pass, for calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "loki_observer"
-"""The name of this attention, and of its mask, in the registries of transformers."""
+"""The name of this attention, and of its mask, in transformers' registries."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
 """Called with a layer's number, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
@@ -28,7 +28,8 @@ KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
 
 @contextmanager
 def observe_keys(model: PreTrainedModel, attentions: list[AttentionModule], observer: KeyObserver) -> Iterator[None]:
-    """Pass the queries and keys of every attention to ``observer`` inside; what the model computes is unchanged."""
+    """Pass every attention's queries and keys to ``observer`` inside the context, without changing the model's
+    results."""
     before = text_config(model)._attn_implementation
     AttentionInterface.register(NAME, _observed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -50,7 +51,7 @@ def observe_keys(model: PreTrainedModel, attentions: list[AttentionModule], obse
 class _LayerObserver:
     observer: KeyObserver
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin of the current pass; None for a layer without a rotary embedding."""
+    """cos and sin of the current pass. None for a layer without a rotary embedding."""
 
     def note_rotary(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
@@ -60,7 +61,7 @@ def _observed_attention(
     module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     state = getattr(module, "loki_observer", None)
-    if state is not None:  # None for another model that shares its configuration with the observed one
+    if state is not None:  # None for another model that shares the observed model's configuration
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
         before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
         state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
@@ -68,9 +69,9 @@ def _observed_attention(
 
 
 def undo_rotary(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Keys before their rotary embedding, computed from those after it, in float32.
+    """Return keys before their rotary embedding, computed in float32 from keys after it.
 
-    cos and sin may rotate only the first R dims of a head, and may be scaled, as YaRN's are.
+    cos and sin may rotate only the first R dims of a head, and may be scaled, as in YaRN.
     """
     rotated = key_BKSD[..., : cos_BSR.shape[-1]].float()
     cos, sin = cos_BSR[:, None].float(), sin_BSR[:, None].float()

@@ -1,7 +1,8 @@
-"""Loki as an attention function of transformers, and the state that each attention module carries.
+"""Loki as a transformers attention function, and the state that each attention module carries.
 
-transformers calls ``loki_attention`` with the keys and values that the cache returned, but not with the cache itself: a
-hook before each attention module (``before_attention``) finds it and puts the layers of ``cache.py`` into it.
+transformers calls ``loki_attention`` with the keys and values that the cache returned, but not with the cache itself. A
+hook before each attention module (``before_attention``) finds the cache and replaces its layers with those of
+``cache.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
-"""The name of this attention, and of its mask, in the registries of transformers."""
+"""The name of this attention, and of its mask, in transformers' registries."""
 
 
 @dataclass(eq=False)
@@ -36,32 +37,32 @@ class LayerState:
     """The attention that the model had before."""
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | StaticLokiLayer | None = None
-    """The layer of the cache during a pass."""
+    """The cache's layer during a pass."""
     probe: Probe | None = None
-    """Records what simulated rows choose, for the evaluation."""
+    """Records what simulated rows choose, for evaluation."""
 
     def release(self) -> None:
-        """Let go of the cache, which must neither stay in memory with the model nor expect another read by Loki."""
+        """Let go of the cache. It must not stay in memory with the model, nor expect another read by Loki."""
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None
 
 
 def state_of(module: nn.Module) -> LayerState | None:
-    """The state of an attention module; None where Loki is not enabled."""
+    """Return an attention module's state, or None if Loki is not enabled."""
     state = getattr(module, "loki", None)
     return state if isinstance(state, LayerState) else None
 
 
 def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Forward pre-hook: find the module's layer of the cache, and replace it where it is transformers' own."""
+    """Find the module's cache layer before a pass, and replace it if it is transformers' own."""
     state = state_of(module)
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     if state.recipe.basis is not None:
         state.recipe.basis.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # the older name: before transformers 5.24
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # the name before transformers 5.24
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
@@ -69,7 +70,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
 
 
 def after_attention(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, also called when the pass has failed."""
+    """Release the state after a pass, even if the pass failed."""
     state = state_of(module)
     assert state is not None
     state.release()
@@ -85,15 +86,27 @@ def loki_attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query [B, N, Q, D], key and value [B, K, S, D]; returns [B, Q, N, D].
+    """Attend as a transformers attention function.
 
-    attention_mask: None for causal attention without padding, else True where a key is seen, [B, 1, Q, S]. Raises
-    ``UserError`` for extensions of attention that Loki does not compute.
+    Args:
+        module: The attention module.
+        query: [B, N, Q, D].
+        key: [B, K, S, D].
+        value: [B, K, S, D].
+        attention_mask: [B, 1, Q, S], True if a key is seen. None for causal attention without padding.
+        scaling: Factor on the scores.
+        dropout: Probability of dropping a weight, in training only.
+
+    Returns:
+        The output [B, Q, N, D], and None for the weights.
+
+    Raises:
+        UserError: The model extends attention in a way that Loki does not compute.
     """
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is None or basis is None:  # a dense layer, or a model that shares its configuration with one with Loki
+    if state is None or basis is None:  # a dense layer, or a model that shares the configuration of a model with Loki
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
@@ -126,13 +139,14 @@ def loki_attention(
 
 
 def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
-    """Rotate each query head by the basis of its KV head, so that its products with rotated keys are unchanged."""
+    """Rotate each query head by the basis of its KV head, so that its dot products with rotated keys are unchanged."""
     query_BKXD = query_BNQD.unflatten(1, (basis_KDD.shape[0], -1)).flatten(2, 3)
     return project(query_BKXD, basis_KDD).view(query_BNQD.shape)
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it; torch computes any other."""
+    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it. torch computes all other
+    masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 
@@ -146,7 +160,7 @@ def _dense(
     dropout: float,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """torch's attention; a row that sees nothing (left padding) gives zeros, never NaN."""
+    """Run torch's attention. A row that sees nothing (left padding) gives zeros, never NaN."""
     out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
     if mask is not None and mask.dtype == torch.bool:
         out = out.masked_fill(~mask.any(-1).transpose(1, 2)[..., None], 0.0)

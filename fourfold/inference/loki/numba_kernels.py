@@ -1,12 +1,12 @@
 """One decoding step compiled for a CPU by Numba: each thread computes whole heads, from scores to output.
 
-Keys are ranked as they are read, nothing is sorted, and no chosen row is copied. Selection is the radix search of the
-Triton kernels: each key's worth becomes an unsigned integer of the same order, and the k-th largest is found by its
-leading 11 bits, the next 11 and the last 10. All sums are float32. A key with a NaN score is always chosen, so that it
+Keys are ranked as they are read, nothing is sorted, and no chosen row is copied. Selection is the Triton kernels' radix
+search: each key's worth becomes an unsigned integer with the same order, and the search finds the k-th largest by its
+leading 11 bits, the next 11, and the last 10. All sums are float32. A key with a NaN score is always chosen, so the NaN
 shows in the output.
 
-Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, padded to a
-multiple of four, because four are multiplied at a time.
+Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H: its G query heads, padded to a multiple
+of four, because four are multiplied at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}
 NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
-"""Bits without the sign that exceed these are a NaN's."""
+"""Bits (without the sign) above this value are a NaN's."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
@@ -40,19 +40,19 @@ NEAR = 256
 """Keys that stay in the first-level cache until the next four query heads multiply them."""
 
 AHEAD = 6
-"""Rows by which the prefetch is ahead: chosen rows are scattered, so that the processor cannot predict them."""
+"""How many rows ahead to prefetch. Chosen rows are scattered, so the processor cannot predict them."""
 
 CACHE_LINE = 64
 
 _numba_lock = threading.Lock()
-"""Some of Numba's threading layers abort the process when two threads call it at once."""
+"""Some of Numba's threading layers abort the process if two threads call them at once."""
 
 _options: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
 }
-"""Sums may be reordered, so that they are vectorized; infinities and NaNs are respected."""
+"""Sums may be reordered so that they vectorize. Infinities and NaNs are respected."""
 
 _compiled, _inlined = njit(**_options), njit(inline="always", **_options)
 
@@ -67,7 +67,7 @@ def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def decode(step: DecodeStep) -> Tensor:
-    """A step on caches in float32 or bfloat16 on a CPU."""
+    """Run a step on caches in float32 or bfloat16 on a CPU."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
     # Compiled code does not check bounds.
@@ -90,7 +90,7 @@ def decode(step: DecodeStep) -> Tensor:
         set_num_threads(threads)
         try:
             _decode(threads, *task)
-        except OSError:  # the compiled step could not be written to the cache, but is in memory
+        except OSError:  # the compiled step is in memory but could not be cached on disk
             _decode(threads, *task)
         finally:
             set_num_threads(before)
@@ -106,13 +106,13 @@ def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
-    """[R, H, x] in float32, padded with zeros."""
+    """Return [R, H, x] in float32, padded with zeros."""
     query_RGx = query_BKGx.float().flatten(0, 1)
     return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """All rows of a cache, with its room to grow, [rows, stride of a row]; and the first row of each head, [R]."""
+    """Return all rows of a cache, with its room to grow, [rows, row stride], and the first row of each head, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
@@ -123,7 +123,7 @@ def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
-    """[B, S]; [B, 0] for None."""
+    """Return [B, S], or [B, 0] for None."""
     return np.empty((batch, 0), np.int8) if flags_BS is None else flags_BS.numpy()
 
 
@@ -132,10 +132,10 @@ def _decode(
     threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
     heads, length, group, k_B, largest_k, reduce, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
-    """Each thread computes its rows one after another in the same workspace; threads synchronize once, at the end.
+    """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
 
-    Splitting rows would occupy more threads than there are rows, but needs a synchronization after every pass, and on a
-    busy processor each waits for the slowest thread: such a step took ten times as long.
+    Splitting rows would occupy more threads than there are rows, but it needs a synchronization after every pass. On a
+    busy processor each thread then waits for the slowest one: such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):
@@ -155,7 +155,7 @@ def _decode(
 
 @_compiled
 def _score(query_Hd, proxy_Sx, scores_HS):
-    """The products of every head with the leading dims of every key."""
+    """Multiply every head with the leading dims of every key."""
     for begin in range(0, proxy_Sx.shape[0], NEAR):
         for h in range(0, query_Hd.shape[0], 4):
             four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
@@ -166,9 +166,9 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 @_compiled
 def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
-    """Rank each key by its worth to the group, as an unsigned integer of the same order; returns the visible keys.
+    """Rank each key by its worth to the group, as an unsigned integer with the same order. Return the visible keys.
 
-    An invisible key has rank 0; one that is always chosen, or worth NaN, has the largest rank.
+    An invisible key has rank 0. A key that is always chosen, or whose worth is NaN, has the largest rank.
     """
     length = ranks_S.size
     if visible_S.size:
@@ -207,7 +207,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
 
 @_compiled
 def _choose(ranks_S, chosen_k):
-    """The places of the largest ranks, ascending; ties go to the left."""
+    """Return the positions of the largest ranks, ascending. Ties go to the left."""
     least, wanted = _search(ranks_S, chosen_k.size)
     n = 0
     for s in range(ranks_S.size):
@@ -222,7 +222,7 @@ def _choose(ranks_S, chosen_k):
 
 @_compiled
 def _search(ranks_S, k):
-    """The k-th largest rank, and the number of ties with it among the k."""
+    """Return the k-th largest rank, and the number of ties with it among the k."""
     least, wanted = np.uint32(0), k
     for level in range(3):
         bits = np.uint32(10 if level == 2 else 11)
@@ -241,7 +241,7 @@ def _search(ranks_S, k):
 
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Exact attention to the chosen keys; zeros where there are none."""
+    """Attend exactly to the chosen keys, with zeros if there are none."""
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
@@ -269,7 +269,7 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
 
 @_inlined
 def _products(four, key):
-    """The products of four query heads with one key, or with its leading dims."""
+    """Multiply four query heads with one key, or with its leading dims."""
     query0, query1, query2, query3 = four
     sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for c in range(query0.size):
@@ -283,7 +283,7 @@ def _products(four, key):
 
 @_compiled
 def _exponentiate(scores_S):
-    """Replace each score by exp(score − largest), NaN by NaN; returns the sum of those that are not NaN."""
+    """Replace each score by exp(score − largest), NaN by NaN. Return the sum without the NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest
@@ -295,12 +295,12 @@ def _exponentiate(scores_S):
 
 @_inlined
 def _exp(x):
-    """e^x of x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7 down to
-    e^−5, and 4e−6 down to e^−87).
+    """Return e^x for x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7
+    down to e^−5, and 4e−6 down to e^−87).
 
-    It is vectorized; the C library's function takes one number at a time.
+    It vectorizes. The C library's function takes one number at a time.
     """
-    x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays one
+    x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays NaN
     powers_of_two = x * np.float32(1 / np.log(2))
     n = np.floor(powers_of_two + np.float32(0.5))
     r = (powers_of_two - n) * np.float32(np.log(2))
@@ -322,7 +322,7 @@ def _prefetch_row(rows_SD, row):
 
 @intrinsic
 def _prefetch(_, rows, row, column):
-    """The prefetch instruction for the cache line of rows[row, column]."""
+    """Issue the prefetch instruction for the cache line of rows[row, column]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -338,7 +338,7 @@ def _prefetch(_, rows, row, column):
 
 
 def _as_float32(number):
-    """A number of a cache as float32; implemented for compiled code only."""
+    """Return a cache's number as float32. Implemented for compiled code only."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Calibration: the principal components of a model's keys, from statistics streamed over a text."""
+"""Calibrate: compute the principal components of a model's keys from statistics streamed over a text."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELD_OUT = 0.1
-"""The share of the windows that is kept for comparing the kinds of components."""
+"""The fraction of windows held out to compare the kinds of components."""
 
 ROWS_COMPARED = 512
 
 
 @dataclass
 class Moments:
-    """Sums over the keys of one layer, in float64; no key is stored."""
+    """Sums over the keys of one layer, in float64. No key is stored."""
 
     count: int
-    """Keys."""
+    """Number of keys."""
     sum_KD: Tensor
     """Sum of k."""
     products_KDD: Tensor
@@ -49,12 +49,13 @@ class Moments:
         self.products_KDD += (keys_KTD.transpose(1, 2) @ keys_KTD).double().cpu()
 
     def covariance_KDD(self) -> Tensor:
-        """The covariance around the mean: softmax ignores the mean, so that its direction would rank nothing."""
+        """Return the covariance around the mean. Softmax ignores the mean, so the mean's direction would rank
+        nothing."""
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]
 
     def components(self) -> tuple[Tensor, Tensor]:
-        """Eigenvectors [K, D, D] as columns and eigenvalues [K, D], the largest first."""
+        """Return eigenvectors [K, D, D] as columns and eigenvalues [K, D], the largest first."""
         variances_KD, vectors_KDD = torch.linalg.eigh(self.covariance_KDD())
         return vectors_KDD.flip(-1).float().contiguous(), variances_KD.flip(-1).float().contiguous()
 
@@ -68,9 +69,15 @@ def calibrate(
 ) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
-    kinds: "pre", "post" or both; of both, the better is chosen for each layer on held-out windows (a tenth of them, at
-    least one). progress: wraps the windows, to show progress. Raises ``UserError`` for an unsupported model, and for
-    too little text.
+    Args:
+        model: A transformers model.
+        windows: Lists of token ids.
+        kinds: "pre", "post", or both. With both, each layer gets the kind that ranks better on held-out windows (a
+            tenth of the windows, at least one).
+        progress: Wraps the windows to show progress.
+
+    Raises:
+        UserError: The model is not supported, or there is too little text.
     """
     attentions = attentions_of(model)
     heads, head_dim = key_shape(attentions[0])
@@ -111,7 +118,7 @@ def _compare(
     components: dict[str, Components],
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """The recall of each kind of components in each layer, with a quarter of the keys and of the dims."""
+    """Return the recall of each kind of components in each layer, with a quarter of the keys and of the dims."""
     config = LokiConfig(min_k=1, min_seq=0)
     probes = {kind: [Probe() for _ in attentions] for kind in components}
 
@@ -128,7 +135,7 @@ def _compare(
 def _observe(
     model: PreTrainedModel, attentions: list[AttentionModule], windows: Iterable[Sequence[int]], observer: KeyObserver
 ) -> None:
-    """Run the model's decoder on each window, with an observer of its keys."""
+    """Run the model's decoder on each window with an observer of its keys."""
     with observe_keys(model, attentions, observer):
         for window in windows:
             model.get_decoder()(input_ids=torch.tensor(window, device=model.device)[None], use_cache=False)

@@ -1,7 +1,7 @@
-"""Measures the quality that a model loses with Loki: recall, captured attention, perplexity and scores of tasks.
+"""Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
-On a text it is compared with an oracle that chooses as many keys by their exact scores, the best that any ranking could
-do, and with a control that ranks by random directions, which calibration must beat.
+On a text, Loki is compared with an oracle and with a control. The oracle chooses as many keys by their exact scores,
+which is the best that any ranking could do. The control ranks by random directions, which calibration must beat.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK_LOGITS = 1 << 25
-"""Logits in float32 at a time."""
+"""Number of float32 logits in memory at a time."""
 
 Windows = Sequence[Sequence[int]]
 Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
@@ -41,11 +41,13 @@ Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
 def measure_quality(
     model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
 ) -> dict[str, Any]:
-    """Perplexity, recall and captured mass of Loki, the oracle and the control, as JSON values.
+    """Return perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
-    dense are left out of the means. Loki is disabled afterwards, even if it was enabled before. Raises ``UserError``
-    where ``enable_loki`` does, and when k keys are all that a window has.
+    dense are left out of the means. Loki is disabled afterwards, even if it was enabled before.
+
+    Raises:
+        UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
     """
     length = max(map(len, windows))
     config = replace(config, prefill="simulate", min_seq=0)
@@ -94,11 +96,19 @@ def compare_tasks(
     limit: int | None = None,
     folder: Path | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """The metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
+    """Return the metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
 
-    limit: documents per task. folder: of your own tasks. Tasks that generate exercise decoding; a likelihood is one
-    prefill, which Loki leaves dense unless ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it
-    was enabled before.
+    Tasks that generate exercise decoding. A likelihood is one prefill, which Loki leaves dense unless
+    ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it was enabled before.
+
+    Args:
+        model: A transformers model.
+        tokenizer: The model's tokenizer.
+        basis: The result of ``calibrate``.
+        config: Loki's settings.
+        tasks: Names of tasks.
+        limit: Number of documents per task.
+        folder: A folder with your own tasks.
     """
     found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
     disable_loki(model)
@@ -115,7 +125,7 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Settings for a basis without variances: as many dims as the real one ranks by in its mean layer."""
+    """Return settings for a basis without variances, with as many dims as the real basis ranks by in its mean layer."""
     if config.variance is None:
         return replace(config, basis="best")
     dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
@@ -126,7 +136,7 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
 def _probed(
     model: PreTrainedModel, basis: LokiBasis, config: LokiConfig
 ) -> Iterator[tuple[list[Probe], list[int | None]]]:
-    """Inside, Loki is enabled; a probe of each layer, and the dims by which it ranks (None for a dense one)."""
+    """Enable Loki inside. Yield each layer's probe, and the number of dims that rank in it (None for a dense layer)."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     dims: list[int | None] = []
@@ -143,7 +153,7 @@ def _probed(
 
 
 def _perplexity(model: PreTrainedModel, windows: Iterable[Sequence[int]]) -> float:
-    """exp of the mean loss over every token but the first of each window."""
+    """Return exp of the mean loss over every token but the first of each window."""
     total, count = 0.0, 0
     for window in windows:
         tokens = torch.tensor(window, device=model.device)[None]
@@ -160,7 +170,7 @@ def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:
-    """None for a layer that stayed dense."""
+    """Return the means of a layer's probe, or None for a layer that stayed dense."""
     if not probe.recall:
         return None
     recall, mass = torch.cat(probe.recall), torch.cat(probe.mass)

@@ -1,4 +1,4 @@
-"""Replaces layers of a transformers cache by Loki's, and refuses caches that would give wrong logits."""
+"""Replace layers of a transformers cache with Loki's, and refuse caches that would give wrong logits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LayerRecipe:
     basis: LayerBasis | None = None
     """None for a layer that stays dense."""
     capacity: int = 0
-    """Tokens to allocate at once."""
+    """Number of tokens to allocate at once."""
     warned: set[type] = field(default_factory=set)
-    """Types of caches that a warning has named; shared by the recipes of a model."""
+    """Types of caches that a warning has named. All recipes of a model share it."""
 
     @property
     def proxy_dtype(self) -> torch.dtype | None:
-        """None: that of the keys."""
+        """None means the keys' dtype."""
         return torch.bfloat16 if self.config.proxy_dtype == "bf16" else None
 
     def new_layer(self) -> GrowingLayer:
@@ -44,10 +44,16 @@ class LayerRecipe:
 def replace_layer(
     cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool
 ) -> GrowingLayer | StaticLokiLayer | None:
-    """Make the cache's layer one that fits ``recipe``, with what it held, and return it.
+    """Make the cache's layer one that fits ``recipe``, keep its contents, and return it.
 
-    is_loki: whether the model's current attention is Loki's. Returns None for a layer that is left as it is, with dense
-    attention. Raises ``UserError`` for a cache that cannot be used.
+    Args:
+        is_loki: Whether the model's current attention is Loki's.
+
+    Returns:
+        The layer, or None if it stays as it is, with dense attention.
+
+    Raises:
+        UserError: The cache cannot be used.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:
@@ -81,7 +87,7 @@ def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
 
 
 def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
-    """A new layer with the keys and values of ``layer``, which are not rotated."""
+    """Return a new layer with the keys and values of ``layer``, which are not rotated."""
     assert isinstance(layer, CacheLayerMixin)
     new = recipe.new_layer()
     if isinstance(new, RotatedLayer):
@@ -102,7 +108,7 @@ def _static(layer: StaticLayer, recipe: LayerRecipe, basis: LayerBasis) -> Stati
 
 
 def _check_static(size: int, config: LokiConfig) -> None:
-    """Raise ``UserError`` for settings that depend on how full a cache is: for a static one the host cannot know."""
+    """Raise ``UserError`` for settings that depend on how full a cache is. For a static cache, the host cannot know."""
     if config.k is None or config.cache == "rotated":
         raise UserError(
             'loki: a static cache needs cache = "proxy" and a number of keys, because the host does not know how full '
@@ -117,14 +123,14 @@ def _check_static(size: int, config: LokiConfig) -> None:
 
 
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
-    """Return the layer for Loki with the same basis, which alone can read its keys. Raises ``UserError`` otherwise."""
+    """Return the layer for Loki with the same basis, which alone can read its keys. Raise ``UserError`` otherwise."""
     basis = recipe.basis
     if not is_loki or basis is None or recipe.config.cache != "rotated" or not _has_basis(layer, recipe, basis):
         raise UserError(
             "this cache holds keys that were rotated by another basis, or for another attention than the model has "
             'now; start a new cache, or use cache = "proxy", which fits any attention'
         )
-    # The number of dims that rank may change.
+    # The number of dims that rank can change.
     layer.basis, layer.d, layer.expected = basis.whole_KDD, basis.d, True
     return layer
 
@@ -132,7 +138,7 @@ def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) ->
 def _with_current_basis(
     layer: LokiLayer | StaticLokiLayer, recipe: LayerRecipe, basis: LayerBasis
 ) -> GrowingLayer | StaticLokiLayer:
-    """The same layer, or one whose proxy is computed again from its keys for another basis or width."""
+    """Return the same layer, or one with a proxy that is computed again from its keys for another basis or width."""
     if _has_basis(layer, recipe, basis):
         layer.basis = basis.leading_KDd
         return layer

@@ -1,7 +1,7 @@
-"""Selects the keys that a step attends to: combines the scores of each KV group, and takes the best k keys.
+"""Select the keys that a step attends to: combine the scores of each KV group, and take the best k keys.
 
-Letters of shapes: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys; the underscore before S
-or k stands for the rows of a prompt in a simulation, and for nothing in a decoding step.
+Shape letters: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys. The underscore before S or
+k stands for the rows of a prompt in a simulation, and for nothing in a decoding step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THIN, LONG = 6, 1 << 14
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The attention of one token to the best keys of its cache; kernels compute it as [B, K, G, D]."""
+    """The attention of one token to the best keys of its cache. Kernels compute it as [B, K, G, D]."""
 
     query_BKGD: Tensor
     query_BKGd: Tensor
@@ -42,12 +42,12 @@ class DecodeStep:
 
     @property
     def visible_BS(self) -> Tensor | None:
-        """1 where a sequence sees a key; None where it sees all."""
+        """Return 1 for keys that a sequence sees, or None if it sees all."""
         return self._as_bytes(self.visible_B1S)
 
     @property
     def always_BS(self) -> Tensor | None:
-        """1 for the keys that are chosen whatever their scores; None where there are none."""
+        """Return 1 for keys that are chosen whatever their scores, or None if there are none."""
         key_BKSD = self.key_BKSD
         return self._as_bytes(always_chosen(self.config, self.visible_B1S, key_BKSD.shape[2], key_BKSD.device))
 
@@ -57,10 +57,10 @@ class DecodeStep:
 
 
 def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
-    """The worth of each key to its whole KV group, from the scores of each head; -inf where it is not visible.
+    """Return each key's worth to its whole KV group, from the scores of each head. It is -inf for invisible keys.
 
-    A NaN score is worth most, so that it shows in the output. One choice for the group reads each key once; a choice
-    for each of its G heads would read up to G times as many.
+    A NaN score is worth most, so that it shows in the output. One choice for the group reads each key once. A choice
+    for each of its G heads would read up to G times as many keys.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -75,7 +75,7 @@ def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # on a GPU the test below would have to wait for it
+    if scores_BKG_S.device.type == "cpu":  # on a GPU, the host would have to wait for the test below
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         if not worth_BK_S[..., :1].isnan().any():  # one NaN or infinity spreads over its row
             return worth_BK_S
@@ -85,7 +85,7 @@ def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
 
 
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
-    """The number of keys that each sequence attends to, [B], from its visible tokens, without padding."""
+    """Return the number of keys that each sequence attends to, [B], from its visible tokens, without padding."""
     if config.k is None:
         k_B = (config.key_share * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:
@@ -96,10 +96,11 @@ def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
 def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
-    """Places of the k best keys, [B, K, …, k] in no order; the first ``sink`` and last ``recent`` are among them.
+    """Return the positions of the k best keys, [B, K, …, k], unordered. They include the first ``sink`` and last
+    ``recent``.
 
-    With ``k_B``, the number of keys of each sequence, the best come first. Where fewer than k keys are visible, the
-    rest are not, and attention must mask them.
+    With ``k_B``, the number of keys of each sequence, the best come first. If fewer than k keys are visible, the
+    remaining positions are invisible, and attention must mask them.
     """
     kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
@@ -112,11 +113,11 @@ def choose_keys(
 
 
 def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
-    """Places of the k largest numbers of each row, in no order.
+    """Return the positions of the k largest numbers of each row, in no order.
 
-    Long rows on a CPU are not sorted: a sample gives a threshold that more than k numbers reach, with four standard
-    deviations to spare, and only those are compared; if fewer reach it, all are. Places then ascend, the order in which
-    memory is read fastest.
+    Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers reach, with four standard
+    deviations to spare, and only these numbers are compared. If fewer reach it, all numbers are. Positions then ascend,
+    which is the fastest order to read memory in.
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None
@@ -128,7 +129,8 @@ def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
 
 
 def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
-    """Places of the k largest of each of R rows, [R, k]; None where a row's sample gave no useful threshold."""
+    """Return the positions of the k largest of each of R rows, [R, k], or None if a row's sample gave no useful
+    threshold."""
     narrow = worth_RS.dtype in (torch.bfloat16, torch.float16)
     numbers_RS = (worth_RS.float() if narrow else worth_RS).detach().numpy()
     rows, length = numbers_RS.shape
@@ -159,7 +161,7 @@ def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
 
 
 def _largest(numbers_RS: NDArray[np.floating], k: int) -> NDArray[np.floating]:
-    """The k-th largest of each row, [R]."""
+    """Return the k-th largest of each row, [R]."""
     place = numbers_RS.shape[1] - k
     return np.partition(numbers_RS, place, axis=1)[:, place]
 
@@ -167,7 +169,7 @@ def _largest(numbers_RS: NDArray[np.floating], k: int) -> NDArray[np.floating]:
 def always_chosen(
     config: LokiConfig, visible_B1_S: Tensor | None, length: int, device: torch.device | str
 ) -> Tensor | None:
-    """True for the first ``sink`` and the last ``recent`` visible keys, [S] or in the shape of ``visible_B1_S``."""
+    """Return True for the first ``sink`` and the last ``recent`` visible keys, [S] or shaped like ``visible_B1_S``."""
     if not config.sink and not config.recent:
         return None
     if visible_B1_S is None:

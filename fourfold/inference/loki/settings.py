@@ -19,53 +19,54 @@ from fourfold.errors import UserError
 DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
 
 NUMBA_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of the caches that the Numba kernels read."""
+"""Cache dtypes that the Numba kernels read."""
 
 PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
-"""The package to install for each kind of kernels."""
+"""The package to install for each kind of kernel."""
 
 
 @dataclass(frozen=True)
 class LokiConfig:
-    """Settings for ranking keys, and for the number attended to. Raises ``UserError`` for invalid values."""
+    """How keys are ranked and how many are attended to. Raises ``UserError`` for invalid values."""
 
     d: int | None = None
-    """Leading dims of the rotated keys that rank them. At most one of ``d``, ``d_f`` and ``variance``."""
+    """Number of leading rotated dims that rank the keys. Set at most one of ``d``, ``d_f``, and ``variance``."""
     d_f: float | None = None
-    """The same as a share of head_dim; a quarter by default."""
+    """The same number as a fraction of head_dim (default 0.25)."""
     variance: float | None = None
-    """The same as the dims that explain this share of the variance in a layer's worst head."""
+    """The same number as the dims that explain this fraction of the variance in a layer's worst head."""
     k: int | None = None
-    """Keys that a step attends to. At most one of ``k`` and ``k_f``."""
+    """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: float | None = None
-    """The same as a share of the context; a quarter by default."""
+    """The same number as a fraction of the context (default 0.25)."""
     min_k: int = 128
-    """The fewest keys where they are a share."""
+    """Smallest number of keys if ``k_f`` sets it."""
     sink: int = 0
-    """First keys that are always among the k."""
+    """Number of first keys that are always chosen."""
     recent: int = 0
-    """Last keys that are always among the k."""
+    """Number of last keys that are always chosen."""
     skip_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
     min_seq: int = 512
     """Attention to shorter contexts is dense."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
-    """The worth of a key to the query heads of one KV head: the sum of their softmaxes, or the maximum or the mean of
-    their scores."""
+    """The worth of a key to the query heads of one KV head: the sum of their softmaxes, or the maximum or mean of their
+    scores."""
     prefill: Literal["dense", "simulate"] = "dense"
-    """"simulate": every row of a prompt sees only its best keys, as in the paper's perplexities."""
+    """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"
-    """Components of the keys before ("pre") or after ("post") their rotary embedding; "best": for each layer those that
-    ranked held-out keys better."""
+    """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" takes, for each layer,
+    the kind that ranked held-out keys better."""
     cache: Literal["proxy", "rotated"] = "proxy"
-    """"proxy" stores the leading rotated dims beside the keys; "rotated" stores only rotated keys, which takes no more
-    memory than dense attention."""
+    """"proxy" stores the leading rotated dims in addition to the keys. "rotated" stores only rotated keys and takes no
+    more memory than dense attention."""
     proxy_dtype: Literal["same", "bf16"] = "same"
-    """The dtype of the proxy, which only ranks. "bf16" halves the bytes beside float32 keys, and many CPUs multiply it
+    """The dtype of the proxy, which only ranks. "bf16" halves its bytes if keys are float32, and many CPUs multiply it
     several times faster."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """"torch" for torch's operations; compiled kernels are "triton" on a GPU and "numba" on a CPU (float32 and
-    bfloat16); "auto" for those where they are installed and apply. Where autograd records, torch's are used."""
+    """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
+    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and apply. If autograd records,
+    torch's operations are used."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.skip_layers, Iterable):
@@ -95,22 +96,23 @@ class LokiConfig:
             )
 
     def key_count(self, length: int) -> int:
-        """The number of keys, out of ``length``, that a step attends to."""
+        """Return the number of keys, out of ``length``, that a step attends to."""
         if self.k is not None:
             return min(self.k, length)
         return min(max(math.ceil(self.key_share * length), self.min_k), length)
 
     @property
     def key_share(self) -> float:
-        """``k_f``, or its default."""
+        """Return ``k_f`` or its default."""
         return DEFAULT_K_F if self.k_f is None else self.k_f
 
     def largest_key_count(self, length: int) -> int:
-        """The most keys that any sequence of a padded batch attends to; one below ``min_seq`` attends to all of its."""
+        """Return the most keys that any sequence of a padded batch attends to. One below ``min_seq`` attends to all its
+        keys."""
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
-        """The leading dims that rank keys of this size, unless ``variance`` determines them."""
+        """Return the number of leading dims that rank keys of this size, unless ``variance`` determines it."""
         if self.d is None:
             share = DEFAULT_D_F if self.d_f is None else self.d_f
             return max(1, math.ceil(share * head_dim))
@@ -123,7 +125,7 @@ class LokiConfig:
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """The kernels for caches of these dtypes. Raises ``UserError`` where the chosen ones do not apply."""
+        """Return the kernels for caches of these dtypes. Raise ``UserError`` if the configured ones do not apply."""
         is_supported = device.type == "cpu" and all(dtype in NUMBA_DTYPES for dtype in dtypes)
         if self.kernels == "auto":
             if device.type == "cuda" and torch.version.cuda is not None and why_unavailable("triton") is None:
@@ -159,7 +161,7 @@ def _check_share(name: str, value: object) -> None:
 
 @functools.cache
 def why_unavailable(package: str) -> str | None:
-    """Return the reason why kernels of this package cannot run; None where they can."""
+    """Return why kernels of this package cannot run, or None if they can."""
     if importlib.util.find_spec(package) is None:
         return f"is not installed: pip install {PACKAGES[package]}"
     if package == "numba":

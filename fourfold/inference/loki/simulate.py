@@ -1,9 +1,9 @@
-"""Simulates Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
+"""Simulate Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
 
-One pass over a text gives what decoding it token by token would, except that every row may attend to as many keys as
-the last one (k follows from the whole length), as in the paper, so that numbers can be compared.
+One pass over a text gives what decoding it token by token would give, with one exception. As in the paper, every row
+may attend to as many keys as the last one (k follows from the whole length), so the numbers are comparable.
 
-Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
+Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, ke
 from fourfold.inference.loki.settings import LokiConfig
 
 CHUNK_SCORES = 1 << 24
-"""Scores in memory at a time."""
+"""Number of scores in memory at a time."""
 
 
 @dataclass
 class Probe:
-    """Records the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
+    """Record the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
 
     recall: list[Tensor] = field(default_factory=list)
-    """The share of the k keys with the largest exact scores that were chosen."""
+    """The fraction of the k keys with the largest exact scores that were chosen."""
     mass: list[Tensor] = field(default_factory=list)
-    """The share of the exact softmax on the chosen keys, averaged over the heads of the group."""
+    """The fraction of the exact softmax on the chosen keys, averaged over the heads of the group."""
 
     def add(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
         found_BKQ = (chosen_BKQS & best_BKQS).sum(-1) / best_BKQS.sum(-1).clamp(min=1)
@@ -48,10 +48,14 @@ def simulate(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Attention of each row to the best of its preceding keys, [B, N, Q, D], where Q = S.
+    """Return the attention of each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
-    mask_B1QS: True where a key may be seen; None for causal attention. k follows from the longest row of each sequence,
-    without padding. basis_KDd: None where queries and keys are already rotated.
+    Args:
+        basis_KDd: None if queries and keys are already rotated.
+        d: Number of leading dims that rank.
+        mask_B1QS: True if a key may be seen. None for causal attention. k follows from the longest row of each
+            sequence, without padding.
+        probe: Records the quality of the choices.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     if basis_KDd is None:
@@ -83,7 +87,7 @@ def simulate(
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
-    """True at the visible keys that each row chooses by these scores: k, or those of its sequence with ``k_B``."""
+    """Return True at the visible keys that each row chooses by these scores: k, or its sequence's number in ``k_B``."""
     worth_BKQS = combine_heads(scores_BKGQS, config.group_reduce, visible_B1QS)
     places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
     chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The bytes that a cache holds, and those that a decoding step reads of it, which is what Loki reduces."""
+"""Count the bytes that a cache holds and the bytes that a decoding step reads from it, which Loki reduces."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
-    """Return the size in bytes of all tensors in a cache, recurrent states included, without the room to grow.
+    """Return the size in bytes of all tensors in a cache, including recurrent states, without the room to grow.
 
-    None for a model without a cache.
+    Return None for a model without a cache.
     """
     if cache is None:
         return None
@@ -34,9 +34,10 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
 
 
 def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] | None:
-    """The least that the next step reads of the keys and values in a dynamic cache, in bytes; and full attention's.
+    """Return the fewest bytes that the next step reads from a dynamic cache's keys and values, and full attention's
+    bytes.
 
-    None for a model without Loki, and where a layer of the cache is not Loki's.
+    Return None for a model without Loki, and if a layer of the cache is not Loki's.
     """
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     if not states or cache is None:
@@ -62,10 +63,11 @@ def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] |
 def floor_bytes(
     length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
 ) -> int:
-    """The least that a step can read for one sequence: d dims of every key, and k whole keys and values."""
+    """Return the fewest bytes that a step can read for one sequence: d dims of every key, and k whole keys and
+    values."""
     return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
-    """The bytes that full attention reads for one sequence: all keys and values."""
+    """Return the bytes that full attention reads for one sequence: all keys and values."""
     return heads * itemsize * 2 * length * head_dim

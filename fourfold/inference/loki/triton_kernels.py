@@ -1,11 +1,11 @@
 """One decoding step as Triton kernels: score → rank → choose → attend, each split over the sequence.
 
-Selection needs no sort. Each key's worth becomes an unsigned integer of the same order; the k-th largest is found by
-its leading 11 bits, the next 11 and the last 10, with a histogram of each (a radix search); one more pass writes the
-places of all that reach it, ties from the left. Launch grids do not depend on the data, so that a step can be a CUDA
-graph.
+Selection needs no sort. Each key's worth becomes an unsigned integer with the same order. A radix search finds the k-th
+largest by its leading 11 bits, the next 11, and the last 10, with a histogram of each. One more pass writes the
+positions of all keys that reach it, with ties taken from the left. Launch grids do not depend on the data, so a step
+can be a CUDA graph.
 
-Letters of shapes: as in attend.py; R = B · K rows, P splits of a row; GP, DP, PP: G, D, P rounded up to a power of two.
+Shape letters as in attend.py. R = B · K rows, P splits of a row. GP, DP, PP: G, D, P rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from torch import Tensor
 from fourfold.inference.loki.select import DecodeStep
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
-"""A pass over all keys: the programs to aim for, the least and most keys of one, and the most per iteration."""
+"""For a pass over all keys: the number of programs to aim for, the fewest and most keys of one program, and the most
+keys per iteration."""
 
 MOST_SPLITS = 256
-"""Splits of a row, whose sums each program holds in registers: above 256 of MOST_SPLIT keys, splits get longer."""
+"""Largest number of splits of a row. Each program holds their sums in registers, so longer rows get longer splits."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
 """The same for chosen keys, whose rows are scattered."""
 
 MERGED_BLOCK = 16
-"""Parts of a head that are merged per iteration: as few registers at any context."""
+"""Parts of a head that are merged per iteration, which bounds the registers at any context."""
 
 TILE_BYTES = 8192
-"""The most bytes of keys per iteration: several are in flight at once, and must fit the smallest shared memories."""
+"""Most bytes of keys per iteration. Several iterations are in flight at once and must fit the smallest shared
+memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
 
 
 def decode(step: DecodeStep) -> Tensor:
-    """A step on the current GPU."""
+    """Run a step on the current GPU."""
     query_BKGD, key_BKSD, value_BKSD, proxy_BKSd = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.proxy_BKSd
     batch, heads, group, width = query_BKGD.shape
     length, d = proxy_BKSd.shape[2:]
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
     visible_BS, always_BS = step.visible_BS, step.always_BS
-    # A sequence that sees nothing also gets one key, which attention masks: the search needs something to find.
+    # A sequence that sees nothing also gets one key, because the search needs something to find. Attention masks it.
     k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
@@ -93,14 +95,14 @@ def decode(step: DecodeStep) -> Tensor:
 
 
 def split_of(length: int, rows: int) -> int:
-    """Keys of one program in a pass over all keys."""
+    """Return the number of keys of one program in a pass over all keys."""
     split = min(max(triton.cdiv(length * rows, PROGRAMS), LEAST_SPLIT), MOST_SPLIT)
     power: int = triton.next_power_of_2(max(split, triton.cdiv(length, MOST_SPLITS)))
     return power
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Keys of this width (a power of two) per iteration."""
+    """Return the number of keys of this width (a power of two) per iteration."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 
@@ -110,7 +112,7 @@ def _score(
     G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a split's keys for each query head, with their maximum and Σ exp(score − maximum)."""
+    """Compute the scores of a split's keys for each query head, with their maximum and Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     query_GPDP = tl.load(query + row * G * d + g[:, None] * d + c[None, :], (g[:, None] < G) & (c[None, :] < d), 0.0)
@@ -143,7 +145,8 @@ def _rank(
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each key's worth to the group, as an unsigned integer of the same order; a histogram of the leading 11 bits."""
+    """Write each key's worth to the group as an unsigned integer with the same order, and a histogram of its leading 11
+    bits."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
     there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
@@ -180,7 +183,7 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Level 1, 2: a histogram of the next bits, over ranks that share the known bits of the k-th largest."""
+    """For level 1 and 2, count the next bits over ranks that share the known bits of the k-th largest."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)
@@ -198,7 +201,7 @@ def _refine(
 def _count(
     ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The number of keys in a split above the k-th largest, and equal to it."""
+    """Count the keys in a split that are above the k-th largest, and those equal to it."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, _ = _search(histograms, ks, heads, rows, row, 3)
     above, equal = 0, 0
@@ -216,7 +219,7 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The places of the keys above the k-th largest, and of the wanted number of equal ones, from the left."""
+    """Write the positions of the keys above the k-th largest, and of the wanted number of equal ones, from the left."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p = tl.arange(0, PP)
@@ -243,7 +246,7 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attention to a part of the chosen keys, without the division by the sum of its weights."""
+    """Attend to a part of the chosen keys, without dividing by the sum of its weights."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
@@ -278,7 +281,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts"])
 def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge the parts of one query head, ``BLOCK`` at a time; zeros where it sees no key."""
+    """Merge the parts of one query head, ``BLOCK`` at a time. A head that sees no key gets zeros."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, DP)
     largest, total, out_DP = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
@@ -300,7 +303,8 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
-    """The leading bits of the k-th largest from the first histograms, and how many keys with these bits are wanted."""
+    """Return the leading bits of the k-th largest from the first histograms, and how many keys with these bits are
+    wanted."""
     wanted = tl.load(ks + row // heads)
     known = tl.full([], 0, tl.uint32)
     n = tl.arange(0, BINS)
@@ -315,7 +319,8 @@ def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
 
 @triton.jit
 def _histogram(digit_S, counts_S):
-    """The histogram of the digits where ``counts_S``; the others are counted as zeros, and subtracted."""
+    """Return the histogram of the digits that ``counts_S`` selects. Unselected digits count as zeros and are
+    subtracted."""
     histogram_N = tl.histogram(tl.where(counts_S, digit_S.to(tl.int32), 0), BINS)
     others = tl.sum((~counts_S).to(tl.int32), 0)
     return histogram_N - tl.where(tl.arange(0, BINS) == 0, others, 0)
