@@ -1,7 +1,7 @@
-"""The edges of the step, where the global layout is known: initialize, sum, clip and gather.
+"""Work at the edges of the step, with knowledge of the global layout: initialize, sum, clip, and gather.
 
-Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
-stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
+Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so stock
+functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) give silently wrong results. Use these.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from fourfold.parallel.tensor.sharding import Tile
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp and z."""
+    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp, and z."""
 
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer steps, or a view of it as the tile has it (``Tile.as_tile``)."""
+    """The plain tensor that the optimizer steps, or a view of it in the tile's layout (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    """The part of the global parameter that ``local`` is."""
+    """The slices of the global parameter that ``local`` holds."""
     replicas: int
     """The number of processes that hold the same part."""
 
     @property
     def current(self) -> Tensor:
-        """The local tensor that the parameter has now; it must still be ``local``."""
+        """Return the local tensor that the parameter has now. It must still be ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property
     def grad(self) -> Tensor | None:
-        """The local gradient, fully summed only after ``sum_partial_gradients``."""
+        """Return the local gradient. It is fully summed only after ``sum_partial_gradients``."""
         grad = self.parameter.grad
         return None if grad is None else self.tile.as_tile(grad.to_local() if isinstance(grad, DTensor) else grad)
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:
-    """The number of ranks of one (x, y) plane that hold the same tile."""
+    """Return the number of ranks of one (x, y) plane that hold the same tile."""
     return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
-    """Fill the weights with initial values that depend on the seed alone, bit-equal on every grid."""
+    """Fill the weights with initial values that depend on the seed alone and are bit-equal on every grid."""
     for shard in shards:
         if shard.local.numel():
             fill_slice(shard.local, shard.name, shard.global_shape, shard.slices, config, seed)
 
 
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
-    """Complete the gradients of norms and biases, of which each rank of x (or y) has the share of its tokens or heads.
+    """Complete the gradients of norms and biases. Each rank of x (or y) has the part from its own tokens or heads.
 
-    One collective for each set of axes, once a step, after the sums over dp, cp and z: sums commute.
+    This takes one collective per set of axes, once a step, after the sums over dp, cp, and z. Sums commute.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:
@@ -81,14 +81,22 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 
 
 def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
-    """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before.
+    """Scale all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Parts that several processes hold are counted once. loss_scale: the factor by which the gradients are too large.
+    Parts that several processes hold count once.
+
+    Args:
+        shards: This process's shards.
+        max_norm: The largest norm.
+        loss_scale: The factor by which the gradients are too large.
+
+    Returns:
+        The norm before clipping, a scalar.
     """
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
-    # By numbers, since a tensor of them would be copied to the device, for which the host waits.
+    # Use numbers, because a tensor of them would be copied to the device, and the host would wait.
     square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
@@ -98,20 +106,20 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
 
 
 Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
-"""Name, global shape, and which slices of it a tensor is."""
+"""A parameter's name, its global shape, the slices that a tensor holds, and the tensor."""
 
 
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-    """Whole tensors by name on rank 0 (None elsewhere), from the part of each that every process holds.
+    """Gather whole tensors by name on rank 0 (None elsewhere), from the part that every process holds.
 
-    For tests and small models: everything passes through the memory of rank 0.
+    Everything passes through rank 0's memory, so use it for tests and small models.
     """
     parts = gather_parts(shards, tensors)
     return None if parts is None else join_parts(parts)
 
 
 def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
-    """The parts of all processes on rank 0 (None elsewhere), replicas included."""
+    """Return the parts of all processes on rank 0 (None elsewhere), including replicas."""
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
@@ -119,7 +127,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Whole tensors by name; what no part covers is NaN."""
+    """Join parts to whole tensors by name. What no part covers is NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

@@ -1,4 +1,4 @@
-"""The interface of data parallelism to the step; ``replicated`` and ``fully_sharded`` implement it."""
+"""The interface of data parallelism. ``replicated`` and ``fully_sharded`` implement it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fourfold.parallel.tensor.sharding import Tile, tie_again, tied_names, tile_
 
 @dataclass(frozen=True)
 class StepTypes:
-    """The types of a step's tensors."""
+    """The dtypes of a step's tensors."""
 
     stored: torch.dtype
-    """Weights as the optimizer steps them."""
+    """Dtype of the weights that the optimizer steps."""
     working: torch.dtype
-    """Weights and activations in forward and backward."""
+    """Dtype of weights and activations in forward and backward."""
     reduced: torch.dtype
-    """Gradients while they are summed, over the micro-batches of a step and over ranks."""
+    """Dtype of gradients while they are summed over a step's micro-batches and over ranks."""
 
     @property
     def gradient(self) -> torch.dtype:
-        """The type of complete gradients. Clipping and unscaling must not round them once more."""
+        """Return the dtype of complete gradients. Clipping and unscaling must not round them again."""
         return torch.promote_types(self.stored, self.reduced)
 
     @classmethod
@@ -39,9 +39,11 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """The modules of a model in the order of the forward, by what is gathered, and has its gradients summed, together.
+    """A model's modules in forward order, grouped into units. A unit's weights are gathered, and its gradients summed,
+    together.
 
-    That is each block, and the modules in ``last``, which follow the blocks; what is in no unit goes with the model.
+    Each block is a unit, and so are the modules in ``last``, which follow the blocks. Modules in no unit belong to the
+    root.
     """
 
     embeddings: list[nn.Module]
@@ -50,17 +52,17 @@ class Units:
 
 
 def units_of(model: Transformer) -> Units:
-    """The units of a decoder: embeddings, blocks, and norm and head, as far as a stage has them."""
+    """Return a decoder's units: embeddings, blocks, and norm and head, as far as the stage has them."""
     embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
     last = [module for module in (model.norm, model.lm_head) if module is not None]
     return Units([*embeddings], [*model.blocks], [*last])
 
 
 class DataParallel(ABC):
-    """A model on the ranks that split the tokens: what each stores and gathers, and how gradients are summed."""
+    """A model on the ranks that split the tokens: what each rank stores and gathers, and how gradients are summed."""
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
-        """Wrap a model on the meta device; its weights have the type ``types.stored``, or are frozen."""
+        """Wrap a model on the meta device. Its weights have the dtype ``types.stored``, or are frozen."""
         self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
@@ -70,12 +72,12 @@ class DataParallel(ABC):
         tie_again(self.model, tied)  # materializing visits every module and separates them
 
     def shards(self) -> list[LocalShard]:
-        """Every parameter as this process stores it, in the model's order; a tied one once."""
+        """Return every parameter as this process stores it, in the model's order. A tied parameter appears once."""
         tiles = tile_table(self.model)
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """The parameters of which the ranks that split the tokens hold different ones: experts over ep."""
+        """Return the parameters that differ between the ranks that split the tokens: experts over ep."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()
@@ -83,11 +85,11 @@ class DataParallel(ABC):
 
     @abstractmethod
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
-        """This process's part of a parameter of the model."""
+        """Return this process's part of a parameter of the model."""
 
     @abstractmethod
     def begin_backward(self, last: bool) -> None:
-        """Prepare for the backward of a micro-batch; the ``last`` one of a step completes the gradients."""
+        """Prepare for the backward of a micro-batch. The ``last`` backward of a step completes the gradients."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a weight gradient that was computed apart from its backward."""
@@ -98,11 +100,12 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """After the last backward of a step: the shards have the sums over all micro-batches and token ranks."""
+        """Finish after a step's last backward, so that the shards have the sums over all micro-batches and token
+        ranks."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Have the next forward compute with the stored weights, which have changed."""
+        """Make the next forward compute with the stored weights, which have changed."""
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -110,8 +113,8 @@ class DataParallel(ABC):
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:
-        """The weights that take memory now besides the stored ones."""
+        """Return the weights that take memory now in addition to the stored ones."""
 
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
-        """The gradients that take memory now and are not yet those of the shards."""
+        """Return the gradients that take memory now and do not belong to the shards yet."""

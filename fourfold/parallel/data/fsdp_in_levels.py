@@ -1,8 +1,8 @@
-"""FSDP2's collectives in two levels: inside the nodes, and across them (PCCL, arXiv 2504.18658).
+"""Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
-A ring over n ranks has n steps, each with a latency. In two levels there are those of a node and those of the nodes. A
-gather goes across nodes first: the ranks of a node use its adapters together, each for its own shard. A sum goes there
-last, when a node has one part for each of its ranks.
+A ring over n ranks has n steps, each with a latency. With two levels, there are only the steps of a node and the steps
+across nodes. A gather goes across nodes first: the ranks of a node use its adapters together, each for its own shard. A
+sum goes across nodes last, when a node has one part for each of its ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fourfold.parallel.grid.grid import TwoLevels
 
 
 class MeshWithGroups(DeviceMesh):
-    """A mesh that gives FSDP2 other groups for some of its dims; FSDP2 calls only what these have."""
+    """A mesh that gives FSDP2 other groups for some of its dims. FSDP2 calls only what these groups have."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        vars(self).update(vars(mesh))  # a new mesh would make new groups
+        vars(self).update(vars(mesh))  # a new mesh would create new groups
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
         self._other_groups: dict[int, Any] = {**earlier, **groups}
 
@@ -35,19 +35,19 @@ class MeshWithGroups(DeviceMesh):
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """A mesh whose last axis is these shards, in one level or two."""
+    """Return a mesh whose last axis is these shards, in one level or two."""
     return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
 class Allocation:
-    """Where FSDP2 has its buffers: ordinary memory."""
+    """Give FSDP2 ordinary memory for its buffers."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GatherInLevels(Allocation):
-    """An all-gather for ``set_custom_all_gather``; on a GPU both levels are on FSDP2's stream for gathers."""
+    """An all-gather for ``set_custom_all_gather``. On a GPU, both levels run on FSDP2's stream for gathers."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | TwoLevels, async_op: bool = False
@@ -61,7 +61,7 @@ class GatherInLevels(Allocation):
 
 
 class SumInLevels(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``; sums of a node replace this rank's part of the input."""
+    """A reduce-scatter for ``set_custom_reduce_scatter``. A node's sums replace this rank's part of the input."""
 
     def __call__(
         self,

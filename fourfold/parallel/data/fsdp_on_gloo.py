@@ -1,6 +1,6 @@
-"""FSDP2's collectives on gloo, in the background of the computation as they are on a GPU's streams.
+"""Run FSDP2's collectives on gloo in the background of the computation, as on a GPU's streams.
 
-FSDP2 issues them on streams of their own and goes on. A CPU has no streams: gloo's would block where they are issued.
+FSDP2 issues them on its own streams and continues. A CPU has no streams, so gloo's collectives would block there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
 from fourfold.parallel.grid.grid import TwoLevels
 
 IN_FLIGHT = 2
-"""Sums at a time; each holds two copies of a unit's gradients."""
+"""Number of sums in flight. Each holds two copies of a unit's gradients."""
 
 
 class GatherInBackground(Allocation):
-    """An all-gather for ``set_custom_all_gather``; FSDP2 waits for it before it reads the weights.
+    """An all-gather for ``set_custom_all_gather``. FSDP2 waits for it before it reads the weights.
 
-    In two levels a thread waits for the end of the first, and begins the second.
+    With two levels, a thread waits for the end of the first level and then starts the second.
     """
 
     def __call__(
@@ -50,7 +50,7 @@ def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 class OneAfterTheOther(dist.Work):
-    """Two collectives, the second of which is issued when the first is complete."""
+    """Two collectives. The second one is issued when the first is complete."""
 
     def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
     ranks: int
     sum: Tensor
     replicas: dist.ProcessGroup | None = None
-    """Those that hold the same shard, over which the sum is all-reduced."""
+    """The ranks that hold the same shard. The sum is all-reduced over them."""
 
     @classmethod
     def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
@@ -82,7 +82,7 @@ class Exchange(NamedTuple):
 
 
 class InsideNode(NamedTuple):
-    """An exchange inside a node; its sum, one of a node, belongs to that of all nodes."""
+    """An exchange inside a node. Its sum, one per node, is part of the sum of all nodes."""
 
     exchange: Exchange
     nodes: dist.ProcessGroup
@@ -97,17 +97,17 @@ def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
 
 
 class SumInBackground(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``: exchanges parts, and sums this rank's later.
+    """A reduce-scatter for ``set_custom_reduce_scatter``: exchange parts, and sum this rank's parts later.
 
-    In two levels the sum of this rank's node is exchanged with those of the others. A sum over replicas follows in the
-    background (``all_reduce``). FSDP2 only makes views of the sum, unless it casts it or adds to it.
+    With two levels, nodes exchange the sums of their ranks. A sum over replicas follows in the background
+    (``all_reduce``). FSDP2 only makes views of the sum, unless it casts the sum or adds to it.
     """
 
     def __init__(self) -> None:
         self.at_once = False
-        """True where the sum is read as soon as it is returned."""
+        """Whether the sum is read as soon as it is returned."""
         self.at_once_over_shards = False
-        """True where the sum over shards is read as soon as it is returned, and that over replicas maybe later."""
+        """Whether the sum over shards is read as soon as it is returned. The sum over replicas may be read later."""
         self._inside: deque[InsideNode] = deque()
         self._exchanges: deque[Exchange] = deque()
         self._all_reduces: list[dist.Work] = []
@@ -131,7 +131,7 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """All-reduce the last sum over its replicas, as soon as it is complete."""
+        """All-reduce the last sum over its replicas as soon as it is complete."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -149,7 +149,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` sums over shards are not complete, of which one is inside a node."""
+        """Wait until at most ``left`` sums over shards are incomplete, counting an exchange inside a node as one."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
@@ -162,9 +162,9 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The replicas of a shard. FSDP2 takes them for a process group, of which it calls these methods.
+    """The replicas of a shard. FSDP2 uses them as a process group and calls these methods.
 
-    They equal their group, since torch looks it up to describe an error.
+    They equal their group, because torch looks the group up to describe an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:
@@ -191,5 +191,5 @@ class ReplicasInBackground:
 
 
 def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
-    """A mesh of (replicas, shards) whose sums over replicas go on in the background."""
+    """Return a mesh of (replicas, shards) whose sums over replicas run in the background."""
     return MeshWithGroups(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

@@ -1,4 +1,4 @@
-"""Data parallelism with weights sharded by torch's FSDP2: always over z, over dp·cp as ``zero`` says."""
+"""Shard weights with torch's FSDP2: always over z, and over dp·cp as ``zero`` says."""
 
 from __future__ import annotations
 
@@ -22,23 +22,33 @@ from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
 
 
 class FullySharded(DataParallel):
-    """Each unit's weights are gathered when it runs, and its gradients summed during the backward of the others.
+    """Gather each unit's weights when it runs, and sum its gradients during the backward of the next units.
 
-    zero 0: replicas over dp·cp, whose gradients are all-reduced once a step. 1 and 2: one shard group (dp·cp·z), over
-    which weights are gathered, and kept as z shards from forward to backward; with z = 1 these are whole, and are kept
-    until the step ends. 3: gathered from all of (dp·cp·z) in forward and backward.
+    - zero 0: replicas over dp·cp, with gradients all-reduced once a step.
+    - zero 1 and 2: one shard group (dp·cp·z). Weights are gathered over it and kept as z shards from forward to
+      backward. With z = 1 these are whole weights, and they are kept until the step ends.
+    - zero 3: weights are gathered from all of (dp·cp·z) in forward and backward.
     """
 
     def __init__(
         self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int, per_node: int = 1
     ) -> None:
-        """prefetch: blocks whose weights are gathered ahead. per_node: shards of a group in a node; where it is more
-        than 1, groups over several nodes communicate in two levels."""
+        """Shard a model.
+
+        Args:
+            model: A model on the meta device.
+            units: Its units.
+            grid: The grid.
+            types: The dtypes of a step.
+            prefetch: Number of blocks whose weights are gathered ahead.
+            per_node: Number of a group's shards in one node. If it is more than 1, groups over several nodes
+                communicate in two levels.
+        """
         super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
             param_dtype=types.working,
             reduce_dtype=types.reduced,
-            cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
+            cast_forward_inputs=False,  # activations have the dtype already, rotary tables stay float32
         )
         zero, z = grid.sizes.zero, grid.z.size
         self._on_gloo = by_all_to_all(grid.axis("z").group)
@@ -62,7 +72,7 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
+        # The head's weights are needed again as soon as the backward begins. A tied embedding stays with them.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
@@ -129,12 +139,13 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # The first call adds to the sum in reduce_dtype where there is one; else the second begins that sum.
+        # The first call adds to the sum in reduce_dtype if there is one. Otherwise the second call begins that sum.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
-        """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
+        """Finish the gradients. FSDP2 sums and waits at the end of the last backward, unless weight gradients came
+        after it."""
         if not self._is_complete:
             self.begin_backward(last=True)
             for group in self.fsdp_groups():
@@ -146,9 +157,9 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that the last unit of a backward has sent, before the head makes the logits.
+        """Free the gradients that a backward's last unit has sent, before the head makes the logits.
 
-        FSDP2 keeps them until it sums again, in the next micro-batch's backward; those of an embedding are many.
+        FSDP2 keeps them until it sums again, in the next micro-batch's backward. An embedding's gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -162,11 +173,11 @@ class FullySharded(DataParallel):
                 torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
-        """True if FSDP2 adds the next sums to those of earlier micro-batches."""
+        """Return whether FSDP2 adds the next sums to the sums of earlier micro-batches."""
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
-        """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
+        """Do nothing: FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
 
     def free_gathered(self) -> None:
         for module in self._units():
@@ -184,32 +195,33 @@ class FullySharded(DataParallel):
             for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
                     found.append(parameter.unsharded_accumulated_grad_data)
-                whole = getattr(parameter, "_unsharded_param", None)  # made when it is first gathered
+                whole = getattr(parameter, "_unsharded_param", None)  # created at the first gather
                 if whole is not None and whole.grad is not None:
                     found.append(whole.grad)
         return found
 
     def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
-        """A mesh of (replicas, shards) for FSDP2, which sums over replicas in the background, on gloo too."""
+        """Return a mesh of (replicas, shards) for FSDP2 that sums over replicas in the background, on gloo too."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
-        """Have FSDP2 sum gradients, in the background or in levels where it can do neither by itself."""
+        """Make FSDP2 sum gradients without division, and run its collectives in the background or in levels if it
+        cannot itself."""
         grid = self.grid
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for these; it only calls the methods that they have.
+                # torch has no public base class for these. It only calls the methods that they have.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
+            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo has no scaled sum.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
-        """Shard experts that are split over ep: each rank's among those with the same ones. They are units of their own
-        inside the blocks."""
+        """Shard experts that are split over ep, each rank's among the ranks with the same experts. They are units of
+        their own inside the blocks."""
         split, zero = self.split_experts(), self.grid.sizes.zero
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
         mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
@@ -223,8 +235,8 @@ class FullySharded(DataParallel):
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
         """Keep gathered weights as z shards from forward to backward.
 
-        FSDP2's own argument for this makes new process groups for every shard group: where x, y or pp make several
-        shard groups, they would deadlock.
+        FSDP2's own argument for this creates new process groups for every shard group. With x, y, or pp there are
+        several shard groups, and this would deadlock.
         """
         z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         of_experts = self.groups_of(self._experts)
@@ -244,12 +256,12 @@ class FullySharded(DataParallel):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def fsdp_groups(self) -> list[Any]:
-        """All parameter groups of FSDP2."""
+        """Return all of FSDP2's parameter groups."""
         return self.groups_of(self._units())
 
     @staticmethod
     def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
-        """FSDP2's parameter groups; torch 2.13 allows several to a module, and before there was one."""
+        """Return FSDP2's parameter groups. torch 2.13 allows several per module, and earlier versions had one."""
         groups: list[Any] = []
         for unit in units:
             state = unit._get_fsdp_state()
@@ -261,7 +273,7 @@ class FullySharded(DataParallel):
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
-    """A module that ``fully_shard`` has made one of FSDP2's."""
+    """Return a module that ``fully_shard`` has converted."""
     assert isinstance(module, FSDPModule)
     return module
 
@@ -269,8 +281,8 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """Gather the weights of the next ``depth`` layers, and a layer's own experts, while one layer computes (OAG).
 
-    For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward,
-    which may have been for another micro-batch; naming the root, which has no weights of its own, prevents that.
+    For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward.
+    That unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -1,4 +1,5 @@
-"""Data parallelism with whole weights on every rank: nothing is gathered, gradients are summed during the backward."""
+"""Data parallelism with whole weights on every rank: nothing is gathered, and gradients are summed during the
+backward."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Replicated(DataParallel):
-    """Whole weights on every rank: z = 1, and ``zero`` 0 or one replica.
+    """Whole weights on every rank: z = 1, and either ``zero`` 0 or one replica.
 
-    If the step computes in another type than weights are stored in, the model holds working copies, and the optimizer
-    steps what is stored.
+    If the step computes in another dtype than weights are stored in, the model holds working copies, and the optimizer
+    steps the stored weights.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
@@ -82,7 +83,7 @@ class Replicated(DataParallel):
             torch._foreach_copy_([weight.working for weight in copies], [weight.stored for weight in copies])
 
     def free_gathered(self) -> None:
-        """Nothing is gathered."""
+        """Do nothing: nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
         return [weight.working for weight in self.weights.values() if weight.working is not weight.stored]
@@ -94,15 +95,16 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True)
 class Weight:
-    """The copy that the step computes with, and the one that the optimizer steps; one parameter if of one type."""
+    """The copy that the step computes with, and the copy that the optimizer steps. They are one parameter if dtypes
+    match."""
 
     working: nn.Parameter
     stored: nn.Parameter
     summed: nn.Parameter
-    """The one of the two whose gradient is the sum of the micro-batches so far, in the type of sums."""
+    """The copy whose gradient is the sum of the micro-batches so far, in the dtype of sums."""
 
     def keep_gradient(self) -> None:
-        """Add the gradient of a micro-batch to the sum; there is none yet if it is computed later."""
+        """Add a micro-batch's gradient to the sum. There is no gradient yet if it is computed later."""
         if self.summed is self.working or self.working.grad is None:
             return
         if self.summed.grad is None:
@@ -122,13 +124,19 @@ class Bucket:
     """Weights whose gradients are summed over the replicas together, as soon as the last of them is computed."""
 
     def __init__(self, weights: Sequence[Weight], replicas: Axis, dtype: torch.dtype) -> None:
-        """dtype: in which the ranks' gradients are summed."""
+        """Group weights.
+
+        Args:
+            weights: The weights.
+            replicas: The ranks with the same weights.
+            dtype: The dtype in which the ranks' gradients are summed.
+        """
         self.weights, self.replicas, self.dtype = weights, replicas, dtype
         self.pending: Pending | None = None
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # A weight whose hook held this bucket would never be freed: the garbage collector does not see hooks.
+        # A weight whose hook held this bucket would never be freed, because the garbage collector does not see hooks.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:
@@ -140,7 +148,7 @@ class Bucket:
             weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
-        """last: this backward's gradients complete the sums of the step."""
+        """Prepare for a backward. If it is the ``last``, its gradients complete the sums of the step."""
         self._missing = set(self._weight_of) if last else None
 
     def _arrived(self, working: nn.Parameter) -> None:
@@ -151,7 +159,7 @@ class Bucket:
                 self.start()
 
     def start(self) -> None:
-        """Start the sum over the replicas, unless it has started."""
+        """Start the sum over the replicas unless it has started."""
         self._missing = None
         if self.replicas.size == 1 or self.pending is not None:
             return
@@ -167,7 +175,7 @@ class Bucket:
         return summed.grad.flatten()
 
     def wait(self) -> None:
-        """Give the sums to the stored weights; a weight that no rank has used gets none, as on one process."""
+        """Give the sums to the stored weights. A weight that no rank has used gets none, as on one process."""
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
@@ -178,8 +186,10 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """The head's parameters, each layer's from the last to the first, the embeddings', the rest; a tied weight is in
-    the group that the backward reaches last."""
+    """Return the head's parameters, each layer's from the last to the first, the embeddings', and any that remain.
+
+    A tied weight is in the group that the backward reaches last.
+    """
     groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
     parameters = [[p for module in group for p in module.parameters()] for group in groups]
     named = {p for group in parameters for p in group}

@@ -1,1 +1,1 @@
-"""Mixtures of experts on the grid: router, dispatch, load."""
+"""Mixtures of experts on the grid: router, dispatch, and load."""

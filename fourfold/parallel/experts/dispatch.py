@@ -1,8 +1,8 @@
-"""Rows of tokens go to the ranks that have their experts, and what these compute comes back.
+"""Send rows of tokens to the ranks that have their experts, and bring the results back.
 
-Each rank sends the rows of its own tokens to the ranks of ep, and only there are those of all ranks of x gathered: no
+Each rank sends the rows of its own tokens to the ranks of ep. Only there are the rows of all ranks of x gathered, so no
 row is sent twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h
-channels, E experts, of which e are on this rank.
+channels, E experts, e of them on this rank.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """The numbers of rows that go where, on the host, and the order of those that arrive."""
+    """How many rows go where, on the host, and the order of the rows that arrive."""
 
     sent: list[int]
-    """Rows of this rank's tokens, for each rank of ep."""
+    """Number of rows of this rank's tokens for each rank of ep."""
     received: list[int]
-    """Rows that each rank of ep has for this rank's experts."""
+    """Number of rows from each rank of ep for this rank's experts."""
     over_x: list[int]
-    """Rows that each rank of x has received."""
+    """Number of rows that each rank of x has received."""
     groups: Groups
-    """Rows of each of this rank's experts, from all of these."""
+    """Rows of each of this rank's experts, from all of these ranks."""
     order_N: Tensor | None
-    """The order that sorts all these rows by expert; None if they are sorted."""
+    """The order that sorts all these rows by expert. None if they are sorted."""
     inverse_N: Tensor | None
 
 
 class Dispatch:
-    """The way of rows to the experts of a grid, and back."""
+    """The path of rows to a grid's experts and back."""
 
     def __init__(self, grid: Grid, num_experts: int) -> None:
         self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
 
     def exchange_counts(self, sizes_E: Tensor) -> HostNumbers:
-        """Exchange the counts, and start to copy them to the host. sizes_E: the rows of this rank's tokens for every
-        expert.
+        """Exchange the counts, and start copying them to the host.
 
-        Returns the counts of this rank's rows by rank of ep, then of the rows that come from each rank of x, and inside
-        it of ep; each for the experts of one rank.
+        Args:
+            sizes_E: Number of rows of this rank's tokens for every expert.
+
+        Returns:
+            Counts for the experts of one rank each: first this rank's rows by rank of ep, then the rows that come from
+            each rank of x, and within it from each rank of ep.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
@@ -56,9 +59,11 @@ class Dispatch:
         return HostNumbers(torch.cat([mine, everyone.flatten(0, 1)]))
 
     def traffic(self, counts: HostNumbers, planned: Sequence[int] | None) -> Traffic:
-        """The host waits for the counts, because it must tell the collectives how many rows they move.
+        """Wait for the counts on the host, because the host must tell the collectives how many rows they move.
 
-        planned: rows that every rank sends to each expert, if there are no data to count.
+        Args:
+            counts: The result of ``exchange_counts``.
+            planned: Number of rows that every rank sends to each expert, if there are no data to count.
         """
         if planned is None:
             numbers: list[Any] = counts.read()
@@ -83,20 +88,20 @@ class Dispatch:
         )
 
     def there(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """From rows sorted by expert to those of this rank's experts, sorted by expert."""
+        """Take rows sorted by expert to the rows of this rank's experts, sorted by expert."""
         rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
         rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
         return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
 
     def back(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """The reverse of ``there``: rows of which each rank of x has a share of the sum, to those of its tokens."""
+        """Reverse ``there``. Each rank of x has a partial sum of the rows, and gets the rows of its own tokens."""
         rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
         return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")
 
 
 def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
-    """The order that sorts ``total`` rows, in blocks that are each sorted by expert, by expert as a whole."""
+    """Return the order that sorts ``total`` rows by expert. They come in blocks, each of them sorted by expert."""
     blocks, experts = counts_Be.shape
     experts_N = torch.arange(experts, device=counts_Be.device).repeat(blocks)
     return experts_N.repeat_interleave(counts_Be.flatten(), output_size=total).argsort(stable=True)

@@ -1,9 +1,9 @@
-"""The load of the experts: counted in every step, and what follows from it for the router. Padding does not count.
+"""Count the load of the experts in every step, and balance the router by it. Padding does not count.
 
-Balance by a loss: E · Σ_e f_e P_te for each token t, with P its router probabilities (Fedus et al. 2021, arXiv
-2101.03961, eq. 4), but f_e the share of the rows that went to e in the *last step's whole batch*. The loss is then a
-plain sum over tokens, like the cross-entropy: its gradient is the same on every grid, with any number of micro-batches,
-and needs no collective. Without a loss: a bias of each expert follows the sign of its load (arXiv 2408.15664).
+With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
+2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
+plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with any number of micro-batches,
+and needs no collective. Without a loss, a bias of each expert follows the sign of its load (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tiled
 
 FIGURES = ("balance", "z", "entropy", "dropped")
-"""Sums over the tokens of a layer, beside the rows of each expert."""
+"""Sums over a layer's tokens, in addition to the rows of each expert."""
 
 
 class CountedRouter(Tiled):
     """A router whose choices are counted."""
 
     load: ExpertLoad | None = None
-    """The counts, where a job trains."""
+    """The counts, if a job trains."""
 
 
 class ExpertLoad:
-    """Counts rows, and keeps those of the last step that changed the weights."""
+    """Count rows, and keep the counts of the last step that changed the weights."""
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         model = run.model
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
         self.tokens: Tensor | int = 1
-        """Tokens of the step's data, on all ranks together."""
+        """Number of tokens of the step's data, on all ranks together."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
-        """Rows of every expert of the last step's batch, before any is dropped; zero before the first step."""
+        """Rows of every expert in the last step's batch, before any is dropped. Zero before the first step."""
         self.counting = False
-        """True while a step's tokens are counted, and its losses have gradients."""
+        """Whether a step's tokens are being counted and its losses have gradients."""
         self.factor: Tensor | float = 0.0
-        """The factor on the sum of a loss over tokens."""
+        """The factor on a loss's sum over tokens."""
         self.planned: Sequence[float] | None = None
-        """The experts' shares of the rows, relative to each other, where there are no data to count."""
+        """The experts' relative numbers of rows, if there are no data to count."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
-        """Count what the routers of a model choose."""
+        """Count what a model's routers choose."""
         for router in model.modules():
             if isinstance(router, CountedRouter):
                 router.load = self
 
     def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Begin to count a step of these micro-batches. loss_scale: of fp16."""
+        """Start counting a step of these micro-batches. ``loss_scale`` is fp16's."""
         self._sums.zero_()
         self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
         self.factor, self.counting = loss_scale / self.tokens, True
 
     def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
-        """The tokens of a step that are not padding; every process has masks, or none has."""
+        """Return the number of a step's tokens that are not padding. Either every process has masks or none has."""
         if not masks_BS:
             return self.run.training.global_batch_size * self.run.training.seq_length
         mine = torch.stack([is_data_BS.sum() for is_data_BS in masks_BS]).sum()
         return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
-        """Sum what was counted over all ranks; those of y have counted the same rows."""
+        """Sum the counts over all ranks. The ranks of y have counted the same rows."""
         self.counting = False
         with purpose("load of experts"):
             dist.all_reduce(self._sums)
@@ -85,7 +85,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """After the optimizer: the counted rows are those of the last step, and biases follow them."""
+        """After the optimizer step, keep the counted rows as the last step's, and let the biases follow them."""
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:
@@ -95,16 +95,16 @@ class ExpertLoad:
                     shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
-        """The rows of the last step's batch for each expert, layer by layer."""
+        """Return the rows of the last step's batch for each expert, layer by layer."""
         rows: list[list[int]] = self.rows_LE.long().tolist()
         return rows
 
     def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
-        """Go on from rows that were saved."""
+        """Continue from saved rows."""
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
-        """So many rows of a rank shared out over the experts as ``planned`` says, those above the capacity dropped."""
+        """Distribute a rank's rows over the experts as ``planned`` says, and drop rows above the capacity."""
         assert self.planned is not None
         total, ends = sum(self.planned), [0.0]
         for share in self.planned:
@@ -115,12 +115,13 @@ class ExpertLoad:
         return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
 
     def figures(self) -> dict[str, float]:
-        """Figures of the step that was counted last, over all ranks; the host waits for them.
+        """Return figures of the step that was counted last, over all ranks. The host waits for them.
 
-        expert_load: rows of the busiest expert of any layer, relative to the mean; dropped_share: of rows, that no
-        expert took; router_entropy: of a router's probabilities, in nats, the mean over tokens and layers;
-        balance_loss and router_z_loss: means over tokens, sums over layers, without their coefficients. A layer whose
-        load is even has a balance loss of 1.
+        - expert_load: rows of the busiest expert of any layer, relative to the mean.
+        - dropped_share: fraction of rows that no expert took.
+        - router_entropy: entropy of a router's probabilities in nats, the mean over tokens and layers.
+        - balance_loss and router_z_loss: means over tokens and sums over layers, without their coefficients. A layer
+          with an even load has a balance loss of 1.
         """
         sums = self._sums[self.run.model.first_k_dense_replace :]
         rows_LE, layers = sums[:, : self.experts], len(sums)
@@ -134,10 +135,11 @@ class ExpertLoad:
         }
 
     def by_layer(self) -> dict[str, list[Any]]:
-        """Figures of each layer with experts in the step that was counted last, over all ranks.
+        """Return figures of each layer with experts in the step that was counted last, over all ranks.
 
-        layers: their numbers; tokens_per_expert: tokens that chose each expert, those that were dropped included;
-        dropped_share and router_entropy: as in ``figures``.
+        - layers: their numbers.
+        - tokens_per_expert: tokens that chose each expert, including dropped ones.
+        - dropped_share and router_entropy: as in ``figures``.
         """
         first = self.run.model.first_k_dense_replace
         sums = self._sums[first:]
@@ -150,7 +152,7 @@ class ExpertLoad:
         }
 
     def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
-        """The router's logits, whose gradient in the backward includes those of the losses."""
+        """Return the router's logits. In the backward, their gradient includes the losses' gradients."""
         moe = self.run.moe
         if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
             return logits_TE
@@ -175,14 +177,14 @@ class ExpertLoad:
             self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
 
     def _factors_E(self, layer: int) -> Tensor:
-        """E · f_e, float32: 1 where the load is even, and before the first step."""
+        """Return E · f_e in float32: 1 for an even load and before the first step."""
         rows_E = self.rows_LE[layer]
         total = rows_E.sum()
         return torch.where(total > 0, self.experts * rows_E / total.clamp(min=1), 1.0).float()
 
 
 def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
-    """P_te, which sum to one over the experts."""
+    """Return P_te, which sum to one over the experts."""
     if model.router_score == "softmax":
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
@@ -190,12 +192,12 @@ def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a parameter is in: of "layers.3.mlp.gate.weight", 3."""
+    """Return the layer's number in a parameter's name: 3 for "layers.3.mlp.gate.weight"."""
     return int(name.split(".")[1])
 
 
 class _WithLosses(Function):
-    """The identity; backward adds the gradients of the losses of each token."""
+    """The identity. The backward adds the gradients of each token's losses."""
 
     @staticmethod
     def forward(
@@ -211,8 +213,8 @@ class _WithLosses(Function):
         model, moe = load.run.model, load.run.moe
         factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
-            # Of E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and P_e (1 − s_e) else.
-            # E f_e − 1 has the same differences, and is exactly zero for an even load.
+            # Differentiate E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and times P_e
+            # (1 − s_e) otherwise. E f_e − 1 has the same differences and is exactly zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()

@@ -1,6 +1,6 @@
-"""A mixture of experts on the grid: experts over ep, and their widths over x and y like those of the dense MLP.
+"""A mixture of experts on the grid: experts over ep, and their widths over x and y as in the dense MLP.
 
-Shapes: T tokens of this rank, h = H/y channels, E experts, K for each token, N rows of (token, choice), F/x of a width.
+Shapes: T tokens of this rank, h = H/y channels, E experts, K per token, N rows of (token, choice), F/x of a width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelMixture(nn.Module):
-    """The mixture of one layer: this rank's tokens [B, T, h] go in and come out. Padding goes to no expert."""
+    """The mixture of one layer. This rank's tokens [B, T, h] go in and come out. Padding goes to no expert."""
 
     def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
         super().__init__()
@@ -37,13 +37,18 @@ class ParallelMixture(nn.Module):
         self.shared_expert_gate = None if gate is None else SharedExpertGate(gate, grid)
 
     def forward(self, x_BTh: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
-        """is_data_BS: false for padding, of the tokens of all ranks of x."""
+        """Run the mixture.
+
+        Args:
+            x_BTh: This rank's tokens.
+            is_data_BS: False for padding, for the tokens of all ranks of x.
+        """
         x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
         is_data_T = None
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
-        if self.capacity_factor and self.training:  # else a document's score would depend on its neighbors
+        if self.capacity_factor and self.training:  # otherwise a document's score would depend on its neighbors
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
             kept_TK = kept_BTK.flatten(0, 1)
@@ -86,7 +91,7 @@ class ParallelExperts(Tiled):
         self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
-        """Rows sorted by expert, in ``groups`` → their outputs, of which each rank of x has a share of the sum."""
+        """Run rows sorted by expert, in ``groups``. Each rank of x returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
             sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")
             for weight in (self.gate_proj, self.up_proj)
@@ -94,7 +99,7 @@ class ParallelExperts(Tiled):
         return self.down(gate_Nf, up_Nf, groups)
 
     def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
-        """Gate and up to the hidden size."""
+        """Project gate and up to the hidden size."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
         return grouped_product(active_Nf, self.down_proj, groups)
 
@@ -115,7 +120,7 @@ class SharedExpertGate(Tiled):
 
 
 def lay_out_shared_expert(mlp: MLP, grid: Grid, overlap: OverlapConfig) -> None:
-    """Put the shared expert's linear layers on the grid, like those of a dense MLP."""
+    """Put the shared expert's linear layers on the grid, as in a dense MLP."""
     up: nn.Module = LinearGroup(mlp.up, grid, "replicate", "shared up", overlap)
     down: nn.Module = Linear4D(mlp.down_proj, grid, "replicate", "shared down", overlap, transposed=True)
     mlp.add_module("up", up)

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, whose ranks of x have tokens of their own and those of y channels."""
+"""The router of a mixture of experts. Each rank of x has its own tokens, and each rank of y its own channels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class ParallelRouter(BiasInFloat32, CountedRouter):
-    """The router with weight [E, H/y]. All ranks of y have the same logits, and choose the same experts."""
+    """The router with weight [E, H/y]. All ranks of y have the same logits and choose the same experts."""
 
     weight: nn.Parameter
 
@@ -27,7 +27,12 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         self.add_tile(BIAS, router.e_score_correction_bias, Tile(sharded=False), grid)
 
     def forward(self, x_Th: Tensor, is_data_T: Tensor | None = None) -> Routing:
-        """is_data_T: false for padding, which has the expert ``num_experts`` and does not count."""
+        """Choose the experts of each token.
+
+        Args:
+            x_Th: This rank's tokens.
+            is_data_T: False for padding, which gets the expert ``num_experts`` and does not count.
+        """
         logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
@@ -48,7 +53,7 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
-    """``within_capacity`` for this rank's tokens of sequences that the ranks of cp and x share."""
+    """Apply ``within_capacity`` to this rank's tokens of sequences that the ranks of cp and x share."""
     if grid.x.size * grid.cp.size == 1:
         return within_capacity(experts_BTK, num_experts, factor)
     whole_BSK = all_gather(experts_BTK.int(), grid.x, 1, "router: chosen experts")

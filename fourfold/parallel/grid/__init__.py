@@ -1,1 +1,1 @@
-"""The grid of processes: each has a place on six axes."""
+"""The grid of processes: each process has a position on six axes."""

@@ -1,4 +1,4 @@
-"""The store in which the processes of one attempt meet, when torchrun's agents keep one server for all attempts."""
+"""The store where the processes of one attempt meet if torchrun's agents keep one server for all attempts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     """Return a part of ``store`` that only the ranks of this attempt know. Every rank of the attempt calls this.
 
     Keys of earlier attempts stay in the store, and TORCHELASTIC_RESTART_COUNT does not tell attempts apart: each agent
-    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank asks with a word that it has just
-    drawn. Rank 0 answers to that word with the name of the attempt, until all ranks have taken it. A word of an earlier
-    attempt is answered too, but nobody reads that answer.
+    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank asks with a freshly drawn word.
+    Rank 0 answers that word with the attempt's name until all ranks have taken the name. Rank 0 also answers words of
+    earlier attempts, but nobody reads those answers.
 
     Raises:
         DistStoreError: A rank did not come in time.

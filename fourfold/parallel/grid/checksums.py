@@ -1,4 +1,4 @@
-"""Checksums of tensors on their device, and of everything that a process gives to others in a step."""
+"""Compute checksums of tensors on their device, and of everything that a process sends to other processes in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Elements that are summed at once; their weights take eight bytes each."""
+"""Number of elements summed at once. Their weights take eight bytes each."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,9 +22,9 @@ SECOND_IS_INPUT = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor that depends on their places, mod 2^64; int64 on its device.
+    """Return a position-dependent sum over a tensor's bits, mod 2^64, as int64 on its device.
 
-    One flipped bit always changes it: the weights are odd.
+    One flipped bit always changes the sum, because the weights are odd.
     """
     words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -35,17 +35,17 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """Data that a process gave to others at one point of a step."""
+    """Data that a process sent to other processes at one point of a step."""
 
     members: tuple[int, ...]
-    """The ranks of the collective; sender and receiver of a message; nobody for what stays here."""
+    """The ranks of the collective, or sender and receiver of a message. Empty for data that stays here."""
     what: str
     checksum: int
-    """0 where this process only receives."""
+    """0 if this process only receives."""
 
 
 class CollectiveInputs(TorchDispatchMode):
-    """Notes the checksum of every tensor that goes into a collective, FSDP2's included, while the context lasts."""
+    """Note the checksum of every tensor that enters a collective, FSDP2's included, while the context is open."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
@@ -58,7 +58,7 @@ class CollectiveInputs(TorchDispatchMode):
         self._checksums.append(checksum(tensor))
 
     def given(self) -> list[Given]:
-        """Everything that was noted, in its order; waits for the device."""
+        """Return everything that was noted, in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
             torch.cuda.synchronize()  # FSDP2 sends from streams of its own
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
@@ -84,17 +84,17 @@ class CollectiveInputs(TorchDispatchMode):
         elif name == "recv_":
             members = (members[args[2]], me)
         purpose = PURPOSE.get()
-        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's have no names
+        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":
-            tensor = tensor.new_zeros(0)  # what is there now does not matter
+            tensor = tensor.new_zeros(0)  # its current content does not matter
         self.note(tensor, f"its part of the collective '{why}'", members)
 
 
 def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[Given]]) -> dict[int, str]:
-    """The ranks whose computing differed between two passes, and in what, from the logs of all ranks.
+    """Return the ranks whose computation differed between two passes, and what differed, from the logs of all ranks.
 
-    A rank that differs only after it has received something from one that differs is its victim, and not named.
+    A rank that differs only after receiving something from a differing rank is its victim, and is not named.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}
@@ -117,7 +117,7 @@ def _differing(one: Sequence[Given], two: Sequence[Given]) -> list[int]:
 
 
 def _instances(log: Sequence[Given]) -> list[tuple[tuple[int, ...], int]]:
-    """Members of each collective, and how many they had before: the same on all members."""
+    """Return each collective's members and how many collectives they had before. All members agree on this."""
     counts: dict[tuple[int, ...], int] = {}
     instances = []
     for given in log:

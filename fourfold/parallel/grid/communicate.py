@@ -1,7 +1,7 @@
-"""Every collective that fourfold itself issues goes through here, with the axis and the purpose by name.
+"""Issue every collective of fourfold's own, named by axis and purpose.
 
-The plain functions move data; ``gather``, ``scatter_sum`` and ``exchange`` are the same with a gradient. ``start_*``
-returns at once, so that computation can go on until ``wait``.
+The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` do the same with a gradient. ``start_*``
+returns at once, so that computation can continue until ``wait``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fourfold.heartbeat import doing, is_watched
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.grid import Axis
 
-# torch 2.13 renamed these two; 2.11 has only the long names.
+# torch 2.13 renamed these two functions. torch 2.11 has only the long names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -31,28 +31,31 @@ NCCL_TYPES = frozenset(
 
 
 class Purpose(NamedTuple):
-    """The reason for a collective, and the name of the operation where the library's own would mislead."""
+    """The reason for a collective, and the operation's name if the library's own name would mislead."""
 
     why: str
     operation: str | None
 
 
 ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
-"""Told of every result that is waited for; the trace asks for it."""
+"""Called with every result that is waited for. The trace sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
-"""Purpose of the collective being issued; the trace reads it."""
+"""Purpose of the collective that is being issued. The trace reads it."""
 
 
 @contextmanager
 def purpose(
     why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
 ) -> Iterator[None]:
-    """Name the purpose of the collectives issued inside, and for the watchdog their axis, "" if there are none.
+    """Name the purpose of the collectives issued inside, and their axis for the watchdog ("" if there are none).
 
-    All ranks of the axis must come here equally often: the watchdog compares how often each of them has.
+    All ranks of the axis must enter equally often, because the watchdog compares their counts.
 
     Args:
+        why: The purpose.
+        operation: The operation's name, if the library's own name would mislead.
+        axis: The axis, or its name.
         sender: The rank on the axis that sends, for a message between two ranks.
     """
     if is_watched() and isinstance(axis, Axis):
@@ -74,7 +77,7 @@ class Pending(NamedTuple):
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the result; on a GPU only the stream waits."""
+        """Wait for the result. On a GPU, only the stream waits."""
         for work in self.works:
             work.wait()
         if self.works and (notify := ON_WAIT.get()) is not None:
@@ -83,9 +86,11 @@ class Pending(NamedTuple):
 
 
 def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
-    """Assert what NCCL demands, on every backend, so that runs on gloo fail when runs on GPUs would.
+    """Assert what NCCL demands, on every backend, so that a gloo run fails whenever a GPU run would.
 
     Args:
+        given: The tensor that this rank contributes.
+        received: The tensor for the result.
         ranks: ``received`` has ranks[0] elements for every ranks[1] elements of ``given``.
     """
     for tensor in (given,) if received is None else (given, received):
@@ -127,7 +132,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
 
 
 def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
-    """Sum over the ranks of ``axis``, in place: the caller must not use ``partial`` again."""
+    """Sum over the ranks of ``axis`` in place. The caller must not use ``partial`` again."""
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
@@ -138,7 +143,7 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
-    """Send to the next rank of ``axis``, and receive what the rank before sends."""
+    """Send to the next rank of ``axis``, and receive what the previous rank sends."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
     check_for_nccl(tensor, received)
@@ -152,9 +157,9 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Send to the other rank of a pair, which calls this too, and return what it sends.
+    """Send to the second rank of a pair, which calls this too, and return what it sends.
 
-    The trace counts it as the all-reduce of two ranks that it stands for, whose bytes are the same.
+    It replaces an all-reduce of two ranks with the same bytes, and the trace counts it as one.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
@@ -165,7 +170,7 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
 
 
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
-    """Send to the other rank of a pair; the tensor must not change until ``wait`` returns it."""
+    """Send to the second rank of a pair. The tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
     check_for_nccl(tensor)
     with purpose(why, axis=pair, sender=pair.rank):
@@ -173,7 +178,7 @@ def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
 
 
 def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
-    """Receive into ``out`` from the other rank of a pair."""
+    """Receive into ``out`` from the second rank of a pair."""
     check_for_nccl(out)
     with purpose(why, axis=pair, sender=1 - pair.rank):
         return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
@@ -190,7 +195,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
-    """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
+    """Send part i of the first dim to rank i of ``axis``. Return the received parts in rank order."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     check_for_nccl(parts, received)
@@ -200,9 +205,17 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
-    """Send the first ``sent[0]`` rows to rank 0 of ``axis``, the next ``sent[1]`` to rank 1, and so on.
+    """Send the first ``sent[0]`` rows to rank 0 of ``axis``, the next ``sent[1]`` rows to rank 1, and so on.
 
-    Returns the rows received, in the order of the ranks; received: how many there are from each.
+    Args:
+        rows: The rows to send, ordered by receiving rank.
+        axis: The ranks that exchange rows.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+        why: The purpose.
+
+    Returns:
+        The received rows, ordered by sending rank.
     """
     rows = rows.contiguous()
     assert sum(sent) == len(rows) and len(sent) == len(received) == axis.size, f"{len(rows)} rows are sent as {sent}"
@@ -214,7 +227,10 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
-    """True for gloo, whose reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop."""
+    """Return whether the group uses gloo.
+
+    gloo's reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop.
+    """
     return dist.get_backend(group) == "gloo"
 
 
@@ -231,38 +247,38 @@ def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Σ over the first dim. Of two parts torch's sum is several times slower than their addition."""
+    """Sum over the first dim. For two parts, torch's sum is several times slower than an addition."""
     return torch.add(parts[0], parts[1], out=out) if len(parts) == 2 else torch.sum(parts, 0, out=out)
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:
-    """[n, …, d, …] → […, n·d, …]; free when ``dim`` is the first that is longer than 1."""
+    """Reshape [n, …, d, …] to […, n·d, …]. This is free if ``dim`` is the first dim longer than 1."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather forward; backward, the gradients of all ranks are summed and scattered."""
+    """All-gather in the forward. In the backward, sum and scatter the gradients of all ranks."""
     if axis.size == 1:
         return part
     return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Reduce-scatter forward, all-gather backward."""
+    """Reduce-scatter in the forward, all-gather in the backward."""
     if axis.size == 1:
         return partial
     return differentiable(partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why))
 
 
 def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-to-all along the first dim, forward and backward."""
+    """All-to-all along the first dim, in forward and backward."""
     if axis.size == 1:
         return parts
     return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
 
 
 def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
-    """``send_rows`` forward; backward, their gradients go back."""
+    """Run ``send_rows`` in the forward, and send the gradients back in the backward."""
     if axis.size == 1:
         return rows
     return differentiable(
@@ -271,7 +287,7 @@ def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Join the ranks' rows, ``sizes[i]`` of rank i; backward, the gradients of all ranks are summed and scattered."""
+    """Join the ranks' rows, ``sizes[i]`` of rank i. In the backward, sum and scatter the gradients of all ranks."""
     if axis.size == 1:
         return rows
     return differentiable(
@@ -280,7 +296,7 @@ def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Ten
 
 
 def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` of them; the reverse of ``gather_rows``."""
+    """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` rows. This is the reverse of ``gather_rows``."""
     if axis.size == 1:
         return rows
     return differentiable(
@@ -299,33 +315,33 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# Above, the gradients of copies on several ranks are shares that must still be summed. Below, a tensor that every rank
-# of an axis holds a copy of has its whole gradient on each.
+# In the functions above, gradients of copies on several ranks are partial and must still be summed. In the functions
+# below, every rank of an axis holds a copy of a tensor and its whole gradient.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Take this rank's part of a tensor that all ranks hold; backward, an all-gather."""
+    """Take this rank's part of a tensor that all ranks hold. All-gather in the backward."""
     if axis.size == 1:
         return whole
     return differentiable(whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather forward, for work that every rank repeats; backward, take this rank's part."""
+    """All-gather in the forward, for work that every rank repeats. In the backward, take this rank's part."""
     if axis.size == 1:
         return part
     return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce forward; backward, nothing: all ranks have the gradient."""
+    """All-reduce in the forward. The backward does nothing, because all ranks have the gradient."""
     if axis.size == 1:
         return partial
     return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
-    """Return the tensor; backward, all-reduce the ranks' shares of the gradient."""
+    """Return the tensor. In the backward, all-reduce the ranks' partial gradients."""
     if axis.size == 1:
         return tensor
     return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))

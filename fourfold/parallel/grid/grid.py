@@ -1,4 +1,4 @@
-"""The grid: every process has a place on six axes, and a group with its peers along each of them."""
+"""The grid: every process has a position on six axes, and a group with its peers along each axis."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fourfold.parallel.grid.process_group import (
 )
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
-"""Axes that some collectives take as one."""
+"""Axes that some collectives treat as one."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as one process sees it: its size, this process's place on it, and the group along it."""
+    """One axis as one process sees it: its size, the process's position on it, and the group along it."""
 
     name: str
     size: int
@@ -40,49 +40,59 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """A name of the group that only its ranks have. Groups of one name differ in their first or last rank."""
+        """Return a name of the group that only its ranks have. Groups with equal names differ in their first or last
+        rank."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The ranks of an axis as nodes: those inside this process's node, and those with its place in the other nodes.
+    """The ranks of an axis on several nodes: the ranks inside this node, and the ranks at the same place in all nodes.
 
-    FSDP2 takes it for a process group, of which it calls ``size`` and ``rank``.
+    FSDP2 uses it as a process group and calls its ``size`` and ``rank``.
     """
 
     whole: Axis
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The same ranks as ``inside``; on gloo in a group of their own, since ``gathers`` issues in the other."""
+    """The same ranks as ``inside``. On gloo they have a group of their own, because ``gathers`` issues in
+    ``inside``."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    """On gloo, the thread that issues the second level of gathers, in the order in which all ranks began them."""
+    """On gloo, the thread that issues the second level of gathers, in the order in which all ranks started them."""
 
     def size(self) -> int:
         return self.whole.size
 
     def rank(self) -> int:
-        """The number of this process's shard: the shards of all processes with its place in their nodes are neighbors,
-        so that both levels find their parts in one piece."""
+        """Return the number of this process's shard.
+
+        The shards of all processes at the same place in their nodes are neighbors, so both levels find their parts in
+        one piece.
+        """
         return self.inside.rank * self.across.size + self.across.rank
 
 
 class Grid:
-    """The places (pp, dp, cp, z, y, x), always all six, of all processes of the job.
+    """The positions (pp, dp, cp, z, y, x), always all six, of all processes of the job.
 
-    x, y, z, cp, pp: single axes; dp is always taken together with others. batch: the processes that split the batch, dp
-    and inside it z. replicas: those that may hold the same weights, dp and cp. tokens: those that split the tokens of a
-    step, and sum its gradients: dp, cp and z. ep: those neighbors on the tokens axis that share the experts;
-    expert_replicas: those with the same experts. Several grids may live in one process; nothing is global.
+    x, y, z, cp, and pp are single axes. dp is always combined with another axis:
+
+    - ``batch``: processes that split the batch, dp and inside it z.
+    - ``replicas``: processes that may hold the same weights, dp and cp.
+    - ``tokens``: processes that split a step's tokens and sum its gradients, dp, cp, and z.
+    - ``ep``: neighbors on the tokens axis that share the experts.
+    - ``expert_replicas``: processes with the same experts.
+
+    Several grids can live in one process, because nothing is global.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
-        """Make the groups. Every process of the job must call this, with the same sizes.
+        """Create the groups. Every process of the job must call this with the same sizes.
 
-        In a program that torchrun or srun started, this starts torch's default process group too, if the program has
-        not: nccl for ``"cuda"``, on this process's GPU, else gloo.
+        In a program that torchrun or srun started, this also starts torch's default process group if the program has
+        not: nccl on this process's GPU for ``"cuda"``, and gloo otherwise.
         """
         ensure_process_group(device_type, sizes.world_size)
         if sizes.world_size != dist.get_world_size():
@@ -94,16 +104,16 @@ class Grid:
         warn_of_slow_groups(device_type)
         shape = tuple(getattr(sizes, axis) for axis in AXES)
         self.ranks = torch.arange(sizes.world_size).view(shape)
-        """All ranks, by their places on the six axes."""
+        """All ranks, by their positions on the six axes."""
         self.device_type = device_type
-        # Groups over several axes too, made at the start: making one later would be a collective in the middle of a
-        # step. On NCCL each group has buffers of its own, so axes of the same ranks share one.
+        # Create groups over several axes at the start too, because creating one later would be a collective in the
+        # middle of a step. On NCCL each group has its own buffers, so axes with the same ranks share a group.
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
-        """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
+        """This process's neighbors on pp, by their pp rank. Each pair has its own group."""
         self.levels: dict[tuple[str, int], TwoLevels] = {}
-        """Axes that ``shards`` has divided, by name and ranks in a node."""
+        """Axes that ``shards`` has divided, by name and ranks per node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
             if axis.size > 1:
@@ -119,30 +129,34 @@ class Grid:
         self._place_experts(sizes.ep)
 
     def axis(self, name: str) -> Axis:
-        """An axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
+        """Return an axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
-        """All of them, the single ones first."""
+        """Return all axes, the single ones first."""
         return list(self._axes.values())
 
     def stage(self) -> Axis:
-        """All ranks of this process's place on pp, as one axis. Every process of the job calls it, which may make the
-        group."""
+        """Return all ranks of this process's pipeline stage as one axis. Every process of the job calls it, because
+        it may create the group."""
         if self.pp.size == 1:
             ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
-            ranks = self.ranks.numel() // self.pp.size  # neighbors, as pp is the outermost axis
+            ranks = self.ranks.numel() // self.pp.size  # neighbors, because pp is the outermost axis
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """The ranks of the axis ``z`` or ``dp_cp_z``, in two levels where they are several nodes of several ranks.
+        """Return the ranks of the axis ``z`` or ``dp_cp_z``, in two levels if they fill several nodes with several
+        ranks each.
 
-        per_node: its ranks in a node; where there are more, a divisor of their number. The first call makes the groups:
-        every process of the job must come here with the same arguments.
+        The first call creates the groups, so every process of the job must call this with the same arguments.
+
+        Args:
+            name: The axis.
+            per_node: Number of its ranks in a node. If there are more ranks, it divides their number.
         """
         whole = self._axes[name]
         if not 1 < per_node < whole.size:
@@ -168,19 +182,19 @@ class Grid:
         return Axis(name, group.size(), group.rank(), group)
 
     def _place_experts(self, ep: int) -> None:
-        """Make the groups of the ranks that share the experts, and of those that hold the same ones.
+        """Create the groups of the ranks that share the experts, and of the ranks that hold the same experts.
 
-        expert_replicas is also taken as (copies, shards): shards are those of one z, if there are several.
+        ``expert_replicas`` also exists as (copies, shards). If z > 1, the shards are the ranks of one z group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of one
+            self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of size one
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        shards = self.z.size // ep if self.z.size % ep == 0 else 1  # else zero 3 shards over all
+        shards = self.z.size // ep if self.z.size % ep == 0 else 1  # otherwise zero 3 shards over all
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
         self.expert_copies = self._level("ep_copies", nodes.mT.flatten(0, 1))
@@ -190,7 +204,7 @@ class Grid:
         }
 
     def expert_mesh(self, hybrid: bool) -> DeviceMesh:
-        """The ranks with the same experts, for FSDP2: as one axis, or as (copies, shards)."""
+        """Return the ranks with the same experts for FSDP2, as one axis or as (copies, shards)."""
         replicas, copies, shards = self.expert_replicas, self.expert_copies, self.expert_shards
         ranks = torch.tensor(dist.get_process_group_ranks(replicas.group))
         if not hybrid:
@@ -199,10 +213,10 @@ class Grid:
         return DeviceMesh.from_group(groups, self.device_type, ranks.view(-1, shards.size), mesh_dim_names=names)
 
     def _neighbors(self) -> dict[int, Axis]:
-        """Make a group for each pair of neighbors on the ring of pp.
+        """Create a group for each pair of neighbors on the pp ring.
 
-        NCCL carries out what one group transfers in the order in which it was issued. In a group of all stages a tensor
-        for one neighbor would wait for those from the other.
+        NCCL runs the transfers of one group in the order of their issue. In a group of all stages, a tensor for one
+        neighbor would wait for tensors from the other neighbor.
         """
         pp = self._axes["pp"]
         if pp.size <= 2:
@@ -210,7 +224,7 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # Sets of pairs that share no process: every second pair, and the last one where their number is odd.
+        # Sets of pairs that share no process: every second pair, and the last pair if the number of pairs is odd.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:
@@ -219,11 +233,16 @@ class Grid:
         return found
 
     def _axis(self, axes: Sequence[str], groups: dict[tuple[str, str], dist.ProcessGroup | None]) -> Axis:
-        """The axis of these axes. groups: those of the axes before, by the ranks of all of them, and by who shares."""
+        """Return the axis that combines these axes.
+
+        Args:
+            axes: Names of axes.
+            groups: The groups created so far, by their ranks and by who shares them.
+        """
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
         sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
-        # Rings of cp rotate keys while gradients are summed over dp and cp, so they do not wait in one queue.
+        # Rings of cp rotate keys while gradients are summed over dp and cp, so they must not wait in one queue.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
             group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)

@@ -1,4 +1,4 @@
-"""Keeps a process on the cores beside its GPU: copies to the host cross no link between sockets."""
+"""Keep a process on the cores next to its GPU, so that copies to the host stay within a socket."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Leave this process those of its cores that are beside its GPU; where there are none, or it is unknown, all."""
-    properties: Any = torch.cuda.get_device_properties(device)  # older ones do not say where the device is
+    """Restrict this process to those of its cores that are next to its GPU. Keep all cores if there are none or it is
+    unknown."""
+    properties: Any = torch.cuda.get_device_properties(device)  # old versions do not report the device's location
     if hasattr(properties, "pci_bus_id") and hasattr(os, "sched_setaffinity"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         bind_to(cores_beside(address))
 
 
 def cores_beside(address: str) -> set[int]:
-    """The cores of the NUMA node of a PCI device; none where Linux does not say."""
+    """Return the cores of a PCI device's NUMA node, or none if Linux does not report them."""
     try:
         listed = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
     except OSError:
@@ -33,6 +34,6 @@ def cores_beside(address: str) -> set[int]:
 
 
 def bind_to(cores: set[int]) -> None:
-    """Give up all cores but these; what a launcher has bound further stays so."""
+    """Give up all cores except these. Tighter limits set by a launcher stay in place."""
     if shared := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, shared)

@@ -1,4 +1,4 @@
-"""torch's default process group, started from what the launcher says about this process."""
+"""Start torch's default process group from what the launcher says about this process."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ NVIDIA_SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Read when a GPU is first used. Collectives start before computation that waits. The streams of all axes, of neighbors
-on pp and of computation have hardware queues of their own (by default there are 8). cuBLAS computes the same bits each
-time, which replayed steps need, in the 32 MiB that torch gives it on Hopper anyway. Sizes that change every step, of
-experts' rows and packed documents, do not fragment the memory."""
+"""Read when a GPU is first used. Collectives start before computation that waits. The streams of all axes, of pp
+neighbors, and of computation get hardware queues of their own (the default is 8). cuBLAS computes the same bits each
+time, as replayed steps need, within the 32 MiB that torch gives it on Hopper anyway. Sizes that change every step, such
+as experts' rows and packed documents, do not fragment the memory."""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
-"""The same for HIP, where streams of one priority have 4 queues by default, and those that share a queue run one after
-the other (github.com/pytorch/pytorch/pull/188316); more queues than streams cost time (16 for 5 streams took 4 to 14 %
-of the throughput in github.com/pytorch/torchtitan/pull/4032, and 8 nothing)."""
+"""The same for HIP. Streams of one priority have 4 queues by default, and streams that share a queue run one after the
+other (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
+github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 cost nothing.
+"""
 
 GLOO_RELEASE_SECONDS = 0.2
 """Time for gloo's threads to release the tensors of the last collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
-    """Start the default process group unless the program has, and end it when the program ends.
+    """Start the default process group unless the program has started it, and end it when the program ends.
 
-    The launcher is torchrun or srun; a grid of one process needs none.
+    The launcher is torchrun or srun. A grid of one process needs none.
     """
     if dist.is_initialized():
         if device_type == "cuda":
@@ -65,12 +66,19 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
             f"torchrun --nproc-per-node {world_size}, or with srun"
         )
     start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
-    # sys.last_value: the program ends by an exception.
+    # sys.last_value is set if the program ends with an exception.
     atexit.register(lambda: end_process_group(failed=hasattr(sys, "last_value")))
 
 
 def start_process_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> None:
-    """Start the default group of all processes of the job. meeting_point: torch's init_method; None for one process."""
+    """Start the default group of all processes of the job.
+
+    Args:
+        place: This process's position in the job.
+        meeting_point: torch's init_method. None for one process.
+        device: The device of this process.
+        timeout: How long collectives may wait.
+    """
     if dist.is_initialized():
         raise UserError(
             "this process is in a process group already, of a grid or of its own; start jobs before that, or call "
@@ -102,14 +110,14 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def set_up_gpu() -> None:
-    """Set the environment that GPUs are used with, except for what the user has set, under today's name or an older."""
+    """Set the environment variables for GPUs, except those that the user has set under a current or an old name."""
     for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
         if OLDER_NAMES.get(name, "") not in os.environ:
             os.environ.setdefault(name, value)
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
-    """The store in which the processes meet; None for a file, which torch opens."""
+    """Return the store where the processes meet, or None for a file, which torch opens."""
     if meeting_point is None:
         return HashStore()
     url = urlsplit(meeting_point)
@@ -123,15 +131,15 @@ def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all processes, which has been started."""
+    """Return the started group of all processes."""
     world = dist.group.WORLD
     assert world is not None, "it was started"
     return world
 
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
-    """Give a group the timeout of the default group; torch gives groups of a mesh its own, for gloo 30 minutes."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # the trace's waits for nobody
+    """Give a group the default group's timeout. torch gives groups of a mesh its own timeout, 30 minutes for gloo."""
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # the trace's group waits for nobody
         return
     device = torch.device(device_type)
     timeout = default_group()._get_backend(device).options._timeout
@@ -139,9 +147,9 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group of this process among disjoint sets of ranks; None where it is in none. Every process calls this."""
+    """Return this process's group among disjoint sets of ranks, or None if it is in none. Every process calls this."""
     world = dist.group.WORLD
-    if getattr(world, "bound_device_id", None) is not None:  # NCCL's: one call makes all of them
+    if getattr(world, "bound_device_id", None) is not None:  # on NCCL, one call creates all of them
         return dist.split_group(split_ranks=sets)
     mine = None
     for ranks in sets:
@@ -152,7 +160,7 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def warn_of_slow_groups(device_type: str) -> None:
-    """Print a warning where torch makes the groups of a grid one by one, each a barrier of all processes."""
+    """Warn if torch creates the grid's groups one by one, each with a barrier of all processes."""
     world = default_group()
     many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
     if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
@@ -165,7 +173,7 @@ def warn_of_slow_groups(device_type: str) -> None:
 
 
 def warn_of_other_nodes(processes: int) -> None:
-    """Print a warning where the launcher has not started nodes of so many processes."""
+    """Warn if the launcher has not started nodes with this many processes."""
     place = read_environment(os.environ)
     started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
     if dist.get_rank() == 0 and started not in (None, processes):
@@ -177,9 +185,10 @@ def warn_of_other_nodes(processes: int) -> None:
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:
-    """This process's GPU; number 0 where srun shows each task a GPU of its own only.
+    """Return this process's GPU. It is number 0 if srun shows each task only its own GPU.
 
-    Raises ``UserError`` where processes would share a GPU.
+    Raises:
+        UserError: Processes would share a GPU.
     """
     if place.local_world_size > gpus and not (place.launcher == "slurm" and gpus == 1):
         raise UserError(
@@ -199,18 +208,18 @@ def _device(device_type: str, place: Place) -> torch.device:
 
 
 def end_process_group(failed: bool) -> None:
-    """Destroy all groups; but leave those of a job that ``failed`` on several GPUs to the end of the process.
+    """Destroy all groups, or leave them to the end of the process if a job ``failed`` on several GPUs.
 
-    NCCL would wait there for peers that may never answer. gloo's groups must always be destroyed: a thread of theirs
-    that releases a tensor while the interpreter ends waits for the GIL, and so aborts the process
-    (github.com/pytorch/pytorch/issues/190489). torch has no call that stops these threads. They stop when nothing
-    refers to their group any more; where a program's own grid still does, they are given the time to release what they
-    hold, when the program ends.
+    NCCL would wait there for peers that may never answer. gloo's groups must always be destroyed: if one of their
+    threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process
+    (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers to their
+    group any more. If a program's own grid still refers to it, the threads get time at the program's end to release
+    their tensors.
     """
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    gc.collect()  # a job is full of circular references: its groups would wait for the next collection
+    gc.collect()  # a job is full of circular references, and its groups would wait for the next collection
 
 
 def _let_gloo_release() -> None:

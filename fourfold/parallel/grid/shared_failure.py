@@ -1,4 +1,4 @@
-"""A failure of one process, raised on all of them."""
+"""Raise one process's failure on all processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Run a block on every process; a ``UserError`` of any of them is raised on all, at the end of the block.
+    """Run a block on every process. A ``UserError`` on any process is raised on all of them at the end of the block.
 
-    Without this, the others would wait for the process that failed, and report that it has left. The block has no
+    Otherwise the healthy processes would wait for the failed one and report that it has left. The block has no
     collectives of its own.
     """
     failure = None
@@ -31,7 +31,8 @@ def failing_together() -> Iterator[None]:
 
 
 def decided_by_rank_0(decide: Callable[[], T]) -> T:
-    """The result of a function that rank 0 calls, on every process; a ``UserError`` of it is raised on all."""
+    """Call a function on rank 0, and return its result on every process. Its ``UserError`` is raised on all
+    processes."""
     found: list[Any] = [None]
     with failing_together():
         if dist.get_rank() == 0:
@@ -42,9 +43,9 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 
 
 def raise_together(failure: UserError | None) -> None:
-    """Raise the failure of the first process that has one on all processes, which all call this.
+    """Raise the first failing process's error on all processes. All processes call this.
 
-    As long as none has, this costs one number a process.
+    Without a failure, this costs one number per process.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     failed = torch.tensor(float(failure is not None), device=device)

@@ -1,4 +1,4 @@
-"""Linear layers that store their weight as [in, out]: the ``Conv1D`` of transformers, in GPT-2."""
+"""Linear layers that store their weight as [in, out]: GPT-2's ``Conv1D`` in transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from fourfold.parallel.tensor.sharding import Tile
 
 INPUT_FIRST = "Conv1D"
-"""The name of the class in transformers, which need not be installed here."""
+"""The class name in transformers, which need not be installed here."""
 
 
 class InputFirst(nn.Linear):
-    """Sizes and weights of such a layer, before it is laid out; it computes nothing.
+    """The sizes and weights of such a layer before it is laid out. It computes nothing.
 
-    Its weight is [in, out] and its bias [out]. With several ``parts``, which are features of one kind one after the
-    other (queries, keys, values), they are [in, parts, out/parts] and [parts, out/parts], so that a cut of the last
-    dim gives each rank its heads of all parts.
+    Its weight is [in, out] and its bias is [out]. Several ``parts`` are kinds of features in a row (queries, keys,
+    values). With parts, the tensors are [in, parts, out/parts] and [parts, out/parts], so cutting the last dim gives
+    each rank its heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:
@@ -29,35 +29,35 @@ class InputFirst(nn.Linear):
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:
-    """Return a linear layer of torch as it is, and of one that is stored input first the sizes; None for others."""
+    """Return a torch linear layer as it is, the sizes of an input-first layer, or None for any other module."""
     if type(module).__name__ == INPUT_FIRST:
         return InputFirst(module)
     return module if type(module) is nn.Linear else None
 
 
 def in_parts(tensor: Tensor, parts: int) -> Tensor:
-    """View the last dim as parts one after the other, where there are several: [..., parts, out/parts]."""
+    """View the last dim as parts in a row, if there are several: [..., parts, out/parts]."""
     return tensor.unflatten(-1, (parts, -1)) if parts > 1 else tensor
 
 
 def weight_tile(tile: Tile, parts: int) -> Tile:
-    """The tile of a weight as it is stored here, from that of [out, in]."""
+    """Convert a weight's tile [out, in] to the way the weight is stored here."""
     out = 2 if parts > 1 else 1
     places = {0: out, 1: 0, None: None}
     return replace(tile, x=places[tile.x], y=places[tile.y])
 
 
 def bias_tile(tile: Tile, parts: int) -> Tile:
-    """The tile of a bias as it is stored here, from that of [out]."""
+    """Convert a bias's tile [out] to the way the bias is stored here."""
     places = {0: 1 if parts > 1 else 0, None: None}
     return replace(tile, x=places[tile.x], y=places[tile.y])
 
 
 def output_first(weight: Tensor, ranks: int) -> Tensor:
-    """A tile [in, out] or [in, parts, out/parts] as [out, in].
+    """Return a tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    With parts, each of ``ranks`` equal shares of ``out`` has a share of every part. With several ranks that is a copy,
-    which lives until the backward; else it is a view.
+    With parts, each of ``ranks`` equal slices of ``out`` has a slice of every part. With several ranks the result is a
+    copy that lives until the backward. With one rank it is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

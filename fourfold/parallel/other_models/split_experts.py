@@ -1,7 +1,7 @@
-"""The experts of a transformers model over x and y: each rank computes some of them, for all tokens.
+"""Split a transformers model's experts over x and y: each rank computes some experts for all tokens.
 
-The model's own code runs, on stacks [E / (x·y), …] of its weights. It skips tokens whose expert has the number after
-the last, which is what transformers' own expert parallelism gives to the experts of other ranks.
+The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens with an expert number past the last
+one. transformers' own expert parallelism gives this number to experts of other ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ STACK = "is_concatenated"
 """Attribute of the stacks of experts that transformers' decorator makes."""
 
 SKIPS_OTHERS = "_is_expert_parallel"
-"""Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always did."""
+"""Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always skipped them."""
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
 
-    Its input and output are whole on every rank: tokens [N, H], the chosen experts and their weights [N, K] → [N, H].
-    Raises ``UserError`` for a module that is no such stack, or whose experts do not divide over x·y.
+    Its input and output are whole on every rank. It maps tokens [N, H], with the chosen experts and their weights [N,
+    K], to [N, H].
+
+    Raises:
+        UserError: The module is no such stack, or its experts do not divide over x·y.
     """
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
@@ -60,7 +63,7 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # Experts that no token chose take part too: their gradients are zeros on every rank, never missing on some.
+        # Experts that no token chose take part too. Their gradients are zeros on every rank, never missing on some.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

@@ -1,4 +1,4 @@
-"""Lays out any model on x and y by a table from module patterns to styles, such as transformers' models publish.
+"""Lay out any model on x and y by a table from module patterns to styles, such as the plans of transformers' models.
 
 A module with weights that no pattern names is refused by name, unless every rank may compute it whole.
 """
@@ -31,7 +31,7 @@ STYLES: dict[str, str] = {
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""The styles that a table may name, in transformers' words where it has one."""
+"""The styles that a table may name, in transformers' words if it has one."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +45,7 @@ SYNONYMS = {
 }
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
-"""Styles with features in shares between one layer and the next."""
+"""Styles whose features are split between one layer and the next."""
 
 PLANS = {
     "gpt2": {
@@ -56,21 +56,21 @@ PLANS = {
         "wpe": "embedding",
     }
 }
-"""Plans by model_type, for models of transformers that publish none."""
+"""Plans by model_type, for transformers models that publish none."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
 """End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
-"""Names that transformers' attention modules give the size of a head."""
+"""Names of a head's size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names that attention modules give the number of heads; it stays that of the whole model."""
+"""Names of the number of heads in attention modules. The number stays the whole model's."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The layout of one module: its style, and the placement over y of what its group of layers computes."""
+    """The layout of one module: its style, and how the features of its group of layers are placed over y."""
 
     name: str
     style: str
@@ -78,7 +78,8 @@ class Placed:
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """The plan that a model of transformers publishes, with its input embedding and head; empty where it has none."""
+    """Return the plan that a transformers model publishes, with its input embedding and head. Empty if it publishes
+    none."""
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
@@ -95,10 +96,14 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace every module that ``rules``, or else the published plan, name by its part on this rank.
+    """Replace every module that ``rules``, or otherwise the published plan, names by its part on this rank.
 
-    Returns the layout of every module. Raises ``UserError`` for a module that has weights and no style, a size that
-    does not divide, an unknown style, and what is random, which would differ on ranks that repeat each other's work.
+    Returns:
+        The layout of every module.
+
+    Raises:
+        UserError: A module has weights and no style, a size does not divide, a style is unknown, or a module is random
+            and would differ on ranks that repeat each other's work.
     """
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
     styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
@@ -144,7 +149,7 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Find the style of a module, by its name or the longest pattern that it matches."""
+    """Return the style of a module, by its name or the longest pattern that it matches."""
     matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         return None
@@ -156,7 +161,8 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
-    """Give vectors outside the groups of linear layers the style "replicate"; refuse what else has no style."""
+    """Give vectors outside the groups of linear layers the style "replicate". Refuse any other module without a
+    style."""
     groups = _groups(styles)
     if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
         raise UserError(
@@ -184,8 +190,10 @@ def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, 
 def is_of_residual(
     model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
 ) -> bool:
-    """True for vectors as wide as the residual that the group's layers read: those of a norm in the same module, which
-    every rank computes whole."""
+    """Return whether vectors are as wide as the residual that the group's layers read.
+
+    Such vectors belong to a norm in the same module, and every rank computes that norm whole.
+    """
     read = {
         linear.in_features
         for name, style in styles.items()
@@ -196,7 +204,7 @@ def is_of_residual(
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
-    """The modules inside of which features are in shares: those with a layer that is split by columns or rows."""
+    """Return the modules whose inner features are split: those with a layer that is split by columns or rows."""
     return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
 
 
@@ -205,7 +213,8 @@ def _enclosing(name: str, groups: Any) -> str | None:
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Place features over x and y where all of a group's layers, and its heads, divide; else over x alone."""
+    """Place features over x and y if all of a group's layers and its heads divide. Otherwise place them over x
+    alone."""
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
@@ -265,7 +274,8 @@ def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
 
 
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
-    """Describe a layer whose features its module cuts into parts of ``split_size``; each is now this rank's share."""
+    """Describe a layer whose features its module cuts into parts of ``split_size``. The attribute becomes this rank's
+    size."""
     attention: Any = model.get_submodule(_parent(name))
     width = getattr(attention, "split_size", None)
     linear = as_linear(model.get_submodule(name))

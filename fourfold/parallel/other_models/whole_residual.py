@@ -1,8 +1,8 @@
 """The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
 
-Weights and the products with them are split over x and y as in our own models. Between the linear layers of a block and
-those of the next, every rank of x and y computes the same (residual, norms), so that this code need not know of a grid.
-A tensor that all ranks hold has its whole gradient on each.
+Weights and their matmuls are split over x and y as in our own models. Between the linear layers of one block and the
+next, every rank of x and y computes the same thing (residual, norms), so this code need not know about a grid. A tensor
+that all ranks hold has its whole gradient on each.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Entrance:
-    """Takes this rank's share of the channels of the whole residual, [B, S, H] → [B, S, H/y].
+    """Take this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y].
 
-    Made once for all layers that read the same tensor one after the other, so that their input gradients are summed
-    over x in one collective.
+    One entrance serves all layers that read the same tensor in a row, so one collective sums their input gradients over
+    x.
     """
 
     def __init__(self, grid: Grid, name: str) -> None:
@@ -55,7 +55,7 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
 
 
 class WholeTokensLinear(Linear4D):
-    """A 4D layer whose ranks of x all have all tokens: nothing is gathered over x, or summed."""
+    """A 4D layer whose ranks of x all have all tokens. Nothing is gathered or summed over x."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
@@ -79,9 +79,10 @@ class WholeTokensLinear(Linear4D):
 
 
 class ColumnLinear(WholeTokensLinear):
-    """A normal layer, weight [out/x, in/y]: reads the whole residual, writes features over x, and y as ``over_y`` says.
+    """A normal layer with weight [out/x, in/y]. It reads the whole residual and writes features over x, and over y as
+    ``over_y`` says.
 
-    gather_output: the features, which are then over x alone, are gathered for code that needs all of them.
+    With ``gather_output``, features are over x alone and are gathered for code that needs all of them.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class ColumnLinear(WholeTokensLinear):
 
 
 class RowLinear(WholeTokensLinear):
-    """A transposed layer, weight [out/y, in/x]: reads features over x (and y), writes the whole residual.
+    """A transposed layer with weight [out/y, in/x]. It reads features over x (and y) and writes the whole residual.
 
-    split_input: its input is whole, because the code before it needs all features; they are split over x alone.
+    With ``split_input``, the code before the layer needs all features, so the input is whole and is split over x alone.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
@@ -116,7 +117,7 @@ class RowLinear(WholeTokensLinear):
 
 
 class WholeEmbedding(Embedding):
-    """Indices [B, S] → [B, S, H], times ``embed_scale`` where the model has one."""
+    """Indices [B, S] → [B, S, H], times ``embed_scale`` if the model has one."""
 
     def __init__(self, embedding: nn.Embedding, grid: Grid, name: str, embed_scale: Tensor | float | None) -> None:
         super().__init__(embedding, grid, name)
@@ -129,7 +130,7 @@ class WholeEmbedding(Embedding):
 
     def forward(self, indices_BS: Tensor) -> Tensor:
         rows_BSh = self.look_up(indices_BS)
-        if self.padding_idx is not None:  # torch gives the row of the padding no gradient
+        if self.padding_idx is not None:  # torch gives the padding's row no gradient
             is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
             rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
         out_BSH = leave(rows_BSh, self.grid, self.name)

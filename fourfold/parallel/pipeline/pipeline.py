@@ -1,4 +1,4 @@
-"""One step of a pipeline: every rank runs its list of operations, and sends hidden states to the next stages."""
+"""Run one step of a pipeline: every rank runs its list of operations and sends hidden states to the next stages."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.stopwatch: Stopwatch | None = None
-        """Takes the times of the last step's operations, where one is given."""
+        """Times the last step's operations, if given."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
-        """Run forward and backward of the losses times ``loss_scale``; the losses, on the rank of the last stage."""
+        """Run forward and backward of the losses times ``loss_scale``. Return the losses on the rank of the last
+        stage."""
         count = len(micro_batches)
         if count not in self._ops:
             everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
@@ -51,7 +52,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """Run forwards only; the outputs of the last stage, on the rank that has it."""
+        """Run forwards only. Return the last stage's outputs on its rank."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -65,7 +66,7 @@ class Pipeline:
         return _PipelineStep(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
-        """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
+        """Return memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
         training, axes = self.run.training, self.run.parallel
         shape = (sequences, training.seq_length // (axes.cp * axes.x), self.run.model.hidden_size // axes.y)
         return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
@@ -91,7 +92,7 @@ class _PipelineStep:
             self.stopwatch.start()
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
-        """Run this rank's operations in order; the outputs of the last stage."""
+        """Run this rank's operations in order. Return the last stage's outputs."""
         handlers: dict[str, Callable[[Op], Any]] = {
             "F": self._forward,
             "B": self._differentiate,
@@ -125,7 +126,7 @@ class _PipelineStep:
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
                 out = out * self.loss_scale
-            # The graph without the result itself, which nothing reads once it is sent.
+            # Keep the graph without the result itself, which nothing reads once it is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
@@ -153,7 +154,7 @@ class _PipelineStep:
             self.to_send[Op("B", *key)] = hidden.grad
 
     def _take(self, received: Op, computed_here: Op) -> Tensor:
-        """The tensor that another rank has sent, or that another stage of this rank has computed."""
+        """Return the tensor that another rank has sent, or that another stage of this rank has computed."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
         with nullcontext() if self.stopwatch is None else self.stopwatch.wait(received):
@@ -163,7 +164,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # One at a time, so that tensors are freed once sent. The receiver needs no later tensor to receive this one.
+        # Send one tensor at a time, so that tensors are freed once sent. The receiver needs no later tensor to receive
+        # this one.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -181,7 +183,7 @@ class _PipelineStep:
 
 
 def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Give the copies of a tied embedding, in the first stage and in the last, one name: twice as many replicas."""
+    """Give both copies of a tied embedding, in the first and last stage, one name and twice as many replicas."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
@@ -189,16 +191,16 @@ def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
 
 
 class TiedEnds:
-    """An embedding that is also the head, in the first stage and in the last: two copies, one gradient."""
+    """An embedding that is also the head, in the first and the last stage: two copies, one gradient."""
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
-        """copies: this process's, none to two."""
+        """Pair the copies. ``copies`` holds this process's copies: none, one, or two."""
         self.copies = copies
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
         self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
-        """The pair of ranks that have a copy each; None where this process has both, or none."""
+        """The pair of ranks that have a copy each. None if this process has both copies, or none."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
@@ -206,7 +208,7 @@ class TiedEnds:
         assert len(gradients) == len(self.copies)
         if self.ends is not None:
             (gradient,) = gradients
-            # The order of two addends does not matter: both ends have the same bits.
+            # The order of two addends does not matter, so both ends have the same bits.
             gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients

@@ -1,4 +1,4 @@
-"""The operations of each rank of a pipeline, in order, for the schedules of torch.distributed.pipelining."""
+"""List the operations of each pipeline rank, in order, for the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""Forward; backward, or its halves: input gradients and weight gradients; activations (F) and their gradients (B) sent
-and received."""
+"""Forward, backward, the backward's halves (input gradients and weight gradients), and sends and receives of
+activations (F) and their gradients (B)."""
 
 
 class Op(NamedTuple):
@@ -31,10 +31,10 @@ class Span(NamedTuple):
 
 
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
-    """The computations of each rank of pp, in order.
+    """Return the computations of each pp rank, in order.
 
-    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are written out; the others are
-    torch's own lists.
+    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are written out. All further schedules
+    are torch's own lists.
     """
     ranks = range(grid.pp)
     if grid.pp == 1:
@@ -43,7 +43,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
         return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
-    # torch, which the page of a plan with another schedule does not need
+    # imports torch, which the page of a plan with another schedule does not need
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
@@ -51,7 +51,8 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """As 1F1B: forwards until the first backward arrives, then one forward and one backward in turn."""
+    """Return 1F1B's operations: forwards until the first backward arrives, then one forward and one backward in
+    turn."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -62,7 +63,8 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 
 
 def _flat(action: Any) -> list[Op]:
-    """The operations of one of torch's actions: none where a rank waits, several where forward and backward overlap."""
+    """Return the operations in one of torch's actions: none if a rank waits, several if forward and backward
+    overlap."""
     if action is None:
         return []
     if action.sub_actions is not None:
@@ -72,10 +74,10 @@ def _flat(action: Any) -> list[Op]:
 
 
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
-    """Add each send right after the operation whose result it sends, and its receive on the other rank.
+    """Add each send right after the operation whose result it sends, and its receive on the receiving rank.
 
-    The lists of all ranks are simulated together, so that any two ranks have their transfers in the same order, and no
-    two wait for each other.
+    The lists of all ranks are simulated together, so any two ranks have their transfers in the same order, and no two
+    ranks wait for each other.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 
@@ -91,7 +93,8 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
 
 
 def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
-    """The times of all operations if a forward takes 1, a backward ``backward``, each half of it half, a transfer 0."""
+    """Return when all operations run if a forward takes 1, a backward ``backward``, each half of it half, and a
+    transfer 0."""
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     chunks = stages_per_rank(grid)
     spans: list[list[Span]] = [[] for _ in ops]
@@ -108,14 +111,14 @@ def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float 
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all ranks' time that they spend waiting."""
+    """Return the fraction of all ranks' time that they spend waiting."""
     begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
     busy = sum(span.end - span.begin for rank in spans for span in rank)
     return 1 - busy / (len(spans) * (end - begin))
 
 
 def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
-    """Call ``run`` for every operation: each rank's in order, and none before those whose results it needs."""
+    """Call ``run`` for every operation, each rank's in order, and none before the operations that it needs."""
     waiting = [deque(rank_ops) for rank_ops in ops]
     done: set[Op] = set()
     while any(waiting):
@@ -129,7 +132,7 @@ def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """The sets of operations of which one must be complete before this one can run."""
+    """Return the sets of operations. One of them must be complete before this operation can run."""
     needs = _needs(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
@@ -138,7 +141,7 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
-    """The operations whose results this one reads; a gradient comes from B or I, whichever the schedule has."""
+    """Return the operations whose results this one reads. A gradient comes from B or I, whichever the schedule has."""
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":
@@ -149,7 +152,7 @@ def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
 
 
 def _reader(op: Op, grid: ParallelConfig) -> int | None:
-    """The stage that reads what an operation computes."""
+    """Return the stage that reads what an operation computes."""
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":
         return op.stage + 1 if op.stage < last else None

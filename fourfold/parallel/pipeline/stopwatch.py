@@ -1,4 +1,5 @@
-"""When the operations of a pipeline run: on a GPU by events in its stream, for the host only issues them."""
+"""Time a pipeline's operations. On a GPU, events in its stream tell the times, because the host only issues the
+operations."""
 
 from __future__ import annotations
 
@@ -13,38 +14,38 @@ from fourfold.parallel.pipeline.schedule import Op, Span
 
 
 class Stopwatch:
-    """Takes the times of one process's operations; nothing waits for a GPU until ``spans`` or ``waits`` is called."""
+    """Time one process's operations. Nothing waits for a GPU until ``spans`` or ``waits`` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Op, Any, Any]] = []
-        """Operations with begin and end: seconds, or events."""
+        """Operations with begin and end, in seconds or as events."""
         self._waits: list[tuple[Op, Any, Any]] = []
 
     def start(self) -> None:
-        """Forget what has been."""
+        """Forget earlier times."""
         self._spans, self._waits = [], []
 
     @contextmanager
     def span(self, op: Op) -> Iterator[None]:
-        """Take the time of an operation."""
+        """Time an operation."""
         begin = self._now()
         yield
         self._spans.append((op, begin, self._now()))
 
     @contextmanager
     def wait(self, op: Op) -> Iterator[None]:
-        """Take the time of a wait for another rank, within an operation."""
+        """Time a wait for another rank within an operation."""
         begin = self._now()
         yield
         self._waits.append((op, begin, self._now()))
 
     def spans(self) -> list[Span]:
-        """The operations since the start, in seconds of this machine's clock."""
+        """Return the operations since the start, in seconds of this machine's clock."""
         return self._in_seconds(self._spans)
 
     def waits(self) -> list[Span]:
-        """The waits since the start, likewise."""
+        """Return the waits since the start, in seconds of this machine's clock."""
         return self._in_seconds(self._waits)
 
     def _now(self) -> Any:
@@ -59,7 +60,8 @@ class Stopwatch:
         return [Span(op, seconds(begin), seconds(end)) for op, begin, end in taken]
 
     def _clock(self) -> Callable[[Any], float]:
-        """The function from moments to seconds of this machine's clock; on a GPU it waits for the last operation."""
+        """Return the function from moments to seconds of this machine's clock. On a GPU it waits for the last
+        operation."""
         if not self._on_gpu:
             return float
         latest = self._now()
