@@ -76,7 +76,6 @@ KNOWN_UPWARD: set[tuple[str, str]] = set()
 
 LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
-    "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.training.loop._train": "one run from start to end",
