@@ -12,7 +12,7 @@ from unittest.mock import patch
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.processes import time_of_start
-from fourfold.training import loop
+from fourfold.training import trainer
 
 IMPORTED = time.time()
 """When this module was there: in a worker, before the fork."""
@@ -51,8 +51,8 @@ def measured(place: Place, run: RunConfig, called: float) -> dict[str, float]:
             marks.append(("first step" if steps else "weights, files of the run", time.time()))
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(loop, "begin_step", begin_step))
+        stack.enter_context(patch.object(trainer, "begin_step", begin_step))
         for name in CALLS:
-            stack.enter_context(patch.object(loop, name, marked(name, getattr(loop, name))))
-        loop.train(place, run)
+            stack.enter_context(patch.object(trainer, name, marked(name, getattr(trainer, name))))
+        trainer.train(place, run)
     return {part: end - begin for (_, begin), (part, end) in itertools.pairwise(marks)}

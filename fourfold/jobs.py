@@ -40,15 +40,12 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         load_machine(run.metrics.machine)  # errors in it are raised before any process starts
     if read_environment(os.environ) is None:  # all processes are this machine's
         check_machine_memory(run)
-    callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
-    callbacks += ["fourfold.evaluation.tasks_in_training:TasksInTraining"] if run.evaluation.interval else []
-    callbacks += ["fourfold.verification.timeline:Timeline"] if profile else []
     for restarts in itertools.count():
         began, starts = time.time(), count_starts(folder_of(run))
         try:
             outcome: Outcome = run_on_grid(
-                "fourfold.training.loop:train",
-                [run, callbacks],
+                "fourfold.train_with_callbacks:train_with_callbacks",
+                [run, profile],
                 run.parallel.world_size,
                 wanted_device=run.training.device,
                 timeout=run.fault_tolerance.group_timeout,

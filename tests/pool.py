@@ -146,7 +146,7 @@ def imported_by_bodies() -> list[str]:
     return [
         "pytest",
         "torch._dynamo",
-        "fourfold.training.loop",
+        "fourfold.training.trainer",
         *(name for name in sys.modules if name.startswith("fourfold.")),
         *(models if "transformers" in sys.modules else []),
     ]

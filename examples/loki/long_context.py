@@ -36,7 +36,7 @@ def main() -> None:
 
     steps = [] if given.steps is None else [f"training.train_steps={given.steps}"]
     run = load_run(HERE / "model.toml", [f"output_dir={given.out}", *steps])
-    if run_on_grid("fourfold.training.loop:train", [run], 1).stopped:
+    if run_on_grid("fourfold.training.trainer:train", [run], 1).stopped:
         raise SystemExit(3)
     folder = given.out / run.name
     with as_huggingface(str(folder)) as (exported, tokenizer):

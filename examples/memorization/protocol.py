@@ -146,7 +146,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
         *arm.overrides,
         *([] if steps is None else [f"training.train_steps={steps}", f"validation.interval={steps}"]),
     ]
-    outcome = run_on_grid("fourfold.training.loop:train", [load_run(arm.run_file, overrides)], 1)
+    outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
         raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.

@@ -54,8 +54,7 @@ from fourfold.config.run import CheckpointConfig
 from fourfold.data.files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
-from fourfold.parallel.grid.communicate import purpose
-from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, true_on_any_rank
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
@@ -107,10 +106,8 @@ class Checkpointer:
     def poll(self) -> None:
         """Publish an asynchronous save that has finished on all processes."""
         if self._pending is not None:
-            unfinished = torch.tensor(float(not self._pending[1].done()), device=self.job.grid.device_type)
-            with purpose("asynchronous save"):
-                dist.all_reduce(unfinished, dist.ReduceOp.MAX)
-            if not unfinished.item():
+            is_unfinished = not self._pending[1].done()
+            if not true_on_any_rank(is_unfinished, torch.device(self.job.grid.device_type), "asynchronous save"):
                 self.wait(required=False)
 
     def wait(self, required: bool = True) -> None:

@@ -17,9 +17,9 @@ from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling
 from fourfold.parallel.grid.shared_failure import failing_together
-from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import TASKS_FILE, add_record
+from fourfold.training.validation_loss import is_last_step
 
 
 class TasksInTraining:

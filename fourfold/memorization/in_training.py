@@ -16,9 +16,9 @@ from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling, TokenScores
 from fourfold.parallel.grid.shared_failure import failing_together
-from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import MEMORIZATION_FILE, add_record
+from fourfold.training.validation_loss import is_last_step
 
 
 class CanaryAudit:

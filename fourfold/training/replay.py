@@ -17,6 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.parallel.grid.checksums import CollectiveInputs, Given, checksum, first_to_differ
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.grid import Axis
+from fourfold.parallel.grid.shared_failure import true_on_any_rank
 from fourfold.parallel.state import LocalShard
 from fourfold.training.job import Job
 
@@ -40,7 +41,7 @@ class Replay:
         self._compare_replicas(step)
         _, first = self._computed(step, micro_batches, kept)
         loss, second = self._computed(step, micro_batches, kept)
-        if _on_any(first != second, self.job.device):
+        if self._on_any(first != second):
             self._blame(step, first, second, self._computed(step, micro_batches, kept)[1])
         return loss
 
@@ -74,7 +75,7 @@ class Replay:
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
         """Raise for two passes that differ. Only if the third agrees with one of them is a device at fault."""
-        is_rare = not _on_any(third != first, self.job.device) or not _on_any(third != second, self.job.device)
+        is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = _gathered((first, second))
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
         hosts = _gathered(platform.node())
@@ -102,7 +103,7 @@ class Replay:
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
             differing[places] |= largest != smallest
-        if not _on_any(bool(differing.any()), self.job.device):
+        if not self._on_any(bool(differing.any())):
             return
         values = {(name, str(shard.slices)): int(s) for (name, shard, _), s in zip(tensors, sums, strict=True)}
         everyone, hosts = _gathered(values), _gathered(platform.node())
@@ -112,6 +113,9 @@ class Replay:
             f"before step {step + 1} the copies of {name} differ: {named} {'has' if len(ranks) == 1 else 'have'} other "
             "bits than the rest; resume from the last checkpoint, without that device if it happens again"
         )
+
+    def _on_any(self, flag: bool) -> bool:
+        return true_on_any_rank(flag, self.job.device, "replayed step")
 
     def _stored(self) -> Iterator[tuple[str, LocalShard, Tensor]]:
         for shard in self.job.shards:
@@ -166,13 +170,6 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
         settings.fill_uninitialized_memory = fills
-
-
-def _on_any(flag: bool, device: torch.device) -> bool:
-    found = torch.tensor(float(flag), device=device)
-    with purpose("replayed step"):
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found.item())
 
 
 def _gathered(value: Any) -> list[Any]:

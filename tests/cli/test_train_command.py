@@ -18,7 +18,7 @@ from tiny_corpus import run_file
 
 from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 
 
 def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkey
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "begin_step", begin_step)
+        patched.setattr(trainer, "begin_step", begin_step)
         code, output, errors = cli("train", path)
     assert (code, errors) == (3, "")
     assert "a signal or the time limit, after saving" in output

@@ -16,9 +16,10 @@ from tiny_task import Uniform, make_task
 
 from fourfold.data.tokenizer import ByteTokenizer, train_bpe
 from fourfold.errors import UserError
+from fourfold.evaluation.tasks_in_training import TasksInTraining
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.metrics import add_record, read_metrics
 
 ROWS = [
@@ -149,17 +150,14 @@ def test_a_failure_of_the_model_itself_is_not_the_tasks(tmp_path: Path) -> None:
 def test_the_last_evaluation_of_a_run_that_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     losses = [5.0, 4.0, 6.0, 6.0]
-    monkeypatch.setattr(loop, "validate", lambda *_: {"validation_loss": losses.pop(0)})
+    monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": losses.pop(0)})
     early = {"validation__interval": 1, "validation__patience": 2, "training__train_steps": 30}
     run = load_run(
         evaluated(tmp_path, make_task(tmp_path, ROWS), evaluation__interval=25, evaluation__limit=2, **early)
     )
-    outcome = run_on_grid("fourfold.training.loop:train", [run, [TASKS]], 1, "cpu")
+    outcome = run_on_grid("fourfold.training.trainer:train", [run, [TasksInTraining]], 1, "cpu")
     assert outcome.steps == 4
     assert [record["step"] for record in read_metrics(tmp_path / "runs" / "run" / "tasks.jsonl")] == [4]
-
-
-TASKS = "fourfold.evaluation.tasks_in_training:TasksInTraining"
 
 
 def edit(path: Path, old: str, new: str) -> None:

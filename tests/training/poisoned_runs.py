@@ -13,7 +13,7 @@ from torch import Tensor
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.environment import Place
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.job import Job
 from fourfold.training.outcome import Outcome
 
@@ -60,7 +60,7 @@ def train_poisoned(rank: int, world_size: int, run: RunConfig, faults: Mapping[i
     """Train a run whose last rank goes bad."""
     with pytest.MonkeyPatch.context() as patched:
         poison(patched, faults, rank == world_size - 1)
-        return loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+        return trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
 
 
 def train_without(rank: int, world_size: int, run: RunConfig, left_out: set[int]) -> Outcome:
@@ -72,7 +72,7 @@ def train_without(rank: int, world_size: int, run: RunConfig, left_out: set[int]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Job, "update", update_others)
-        return loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+        return trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
 
 
 def tensors_at(run: RunConfig, step: int) -> dict[tuple[str, str], Tensor]:

@@ -17,7 +17,7 @@ from fourfold.checkpoints.find import list_checkpoints
 from fourfold.config.run import RunConfig
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.metrics import read_metrics
 from fourfold.training.outcome import Outcome
 
@@ -28,7 +28,7 @@ def make(folder: Path, prefix: str, **changes: Any) -> RunConfig:
 
 
 def train(run: RunConfig) -> Outcome:
-    return run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+    return run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
 
 
 def metrics_of(run: RunConfig) -> list[dict[str, Any]]:
@@ -49,14 +49,14 @@ def checkpoints_of(run: RunConfig) -> list[str]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Have something happen when a step (from 0) begins."""
-    original = loop.begin_step
+    original = trainer.begin_step
 
     def begin_step(number: int) -> None:
         original(number)
         if number == step:
             action()
 
-    monkeypatch.setattr(loop, "begin_step", begin_step)
+    monkeypatch.setattr(trainer, "begin_step", begin_step)
 
 
 def ask_to_stop() -> None:

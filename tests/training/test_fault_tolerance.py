@@ -66,7 +66,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: St
     (folder,) = (tmp_path / "runs" / "run" / "hangs").iterdir()
     for rank in range(2):
         report = json.loads((folder / f"rank_{rank:05}.json").read_text())
-        assert any("training/loop.py" in line for line in report["stacks"])
+        assert any("training/trainer.py" in line for line in report["stacks"])
     assert (folder / "hang.txt").read_text() in errors
 
 

@@ -16,7 +16,7 @@ from fourfold.environment import Place
 from fourfold.heartbeat import GROUPS, SIZE, Beat, Heartbeat
 from fourfold.launch.watchdog_process import HangingRank, awaited, describe
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 
 
 def report(rank: int, last_sign: float, **more: Any) -> HangingRank:
@@ -109,7 +109,7 @@ def entered(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:
     memory = heart()
     heartbeat.watched(memory)
     try:
-        loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+        trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
     finally:
         heartbeat.watched(None)
     return memory.read().entered

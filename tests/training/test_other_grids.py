@@ -23,7 +23,7 @@ from fourfold.environment import Place
 from fourfold.models.transformer import Transformer
 from fourfold.reports.run_report import write_run_report
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.metrics import EXPERTS_FILE, read_metrics
 
 CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
@@ -52,7 +52,7 @@ def on_grid(folder: Path, prefix: str, grid: dict[str, Any], **changes: Any) -> 
 
 def train_until(rank: int, world_size: int, run: RunConfig, stop: int, samples: Path | None = None) -> None:
     """Train until rank 0 is asked to stop during step ``stop``; writes the samples of each step this rank has read."""
-    begin_step, batches = loop.begin_step, Loader.step
+    begin_step, batches = trainer.begin_step, Loader.step
     read: dict[int, list[int]] = {}
 
     def begin_and_stop(step: int) -> None:
@@ -65,9 +65,9 @@ def train_until(rank: int, world_size: int, run: RunConfig, stop: int, samples: 
         return batches(loader, step)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "begin_step", begin_and_stop)
+        patched.setattr(trainer, "begin_step", begin_and_stop)
         patched.setattr(Loader, "step", noted)
-        outcome = loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+        outcome = trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
     assert outcome.steps == stop
     if samples is not None:
         (samples / f"{stop}-{rank}.json").write_text(json.dumps(read))

@@ -28,7 +28,7 @@ from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.grid.grid import Grid
 from fourfold.planning.run_workload import workload_of
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.corpora import open_corpora
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
@@ -61,7 +61,7 @@ def run_of(corpus: str, folder: Path, grid: dict[str, int] | None = None, **sect
 
 
 def train(run: RunConfig) -> list[dict[str, Any]]:
-    run_on_grid("fourfold.training.loop:train", [run], run.parallel.world_size, "cpu")
+    run_on_grid("fourfold.training.trainer:train", [run], run.parallel.world_size, "cpu")
     return read_metrics(Path(run.output_dir, run.name, "metrics.jsonl"))
 
 
@@ -187,7 +187,7 @@ def test_only_the_last_answer_of_a_longer_talk_is_trained(cli: Cli, tmp_path: Pa
 
 def unwritable_body(rank: int, world_size: int, run: RunConfig) -> str:
     with pytest.raises(UserError) as raised:
-        loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+        trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
     return str(raised.value)
 
 

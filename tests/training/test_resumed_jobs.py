@@ -19,7 +19,7 @@ from fourfold.checkpoints.saved_state import optimization_settings
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.outcome import Outcome
 from fourfold.training.resume_warnings import optimization_warnings
 
@@ -31,11 +31,11 @@ def die() -> None:
 def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | None = None) -> Outcome:
     place = Place(rank, rank, world_size, world_size, "local")
     if stop_rank is None:
-        return loop.train(place, run)
+        return trainer.train(place, run)
     with pytest.MonkeyPatch.context() as patched:
         if rank == stop_rank:
             at_step(patched, 3, ask_to_stop)
-        return loop.train(place, run)
+        return trainer.train(place, run)
 
 
 @pytest.mark.fast_cases(1)

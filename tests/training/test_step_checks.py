@@ -165,7 +165,7 @@ def test_a_run_that_was_killed_judges_as_one_that_was_not(
 
 
 def train(run: RunConfig) -> None:
-    run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+    run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
 
 
 @pytest.mark.fast_cases(1)

@@ -18,7 +18,7 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
+from fourfold.training import trainer
 from fourfold.training.metrics import read_metrics
 
 pytest.importorskip("datasets")
@@ -44,11 +44,11 @@ def make(folder: Path, dataset: str, **changes: Any) -> RunConfig:
 
 
 def train_on(rank: int, world_size: int, run: RunConfig) -> None:
-    loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+    trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
 
 
 def train(run: RunConfig) -> None:
-    run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+    run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
 
 
 def lines_of(run: RunConfig) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Pat
     changes = {"metrics__tensorboard": True, "checkpoint__interval": 2, "validation__interval": 4}
     for last in (4, 8):
         run = load_run(run_file(tmp_path, prefix, **changes), [f"training.train_steps={last}"])
-        run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+        run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
     events = accumulators.EventAccumulator(str(folder_of(run) / "tensorboard"))
     events.Reload()
     written = read_metrics(folder_of(run) / "metrics.jsonl")

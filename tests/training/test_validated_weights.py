@@ -27,17 +27,17 @@ from fourfold.launch.job_processes import run_on_grid
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import load_run
-from fourfold.training import loop
-from fourfold.training.best_validation import is_exhausted, note_validation
+from fourfold.training import trainer
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
+from fourfold.training.validation_loss import is_exhausted, note_validation
 from fourfold.verification.batches import random_micro_batches
 
 CPU = torch.device("cpu")
 
 
 def train(run: RunConfig) -> Any:
-    return run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+    return run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
 
 
 def folder_of_checkpoints(run: RunConfig) -> Path:
@@ -48,7 +48,7 @@ def folder_of_checkpoints(run: RunConfig) -> Path:
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The validation losses that a run will find; then 9."""
     planned: list[float] = []
-    monkeypatch.setattr(loop, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
+    monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
     return planned
 
 

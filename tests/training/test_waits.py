@@ -55,6 +55,6 @@ def test_a_step_reads_its_figures_once(prefix: str, tmp_path: Path, reads: Count
         folder.mkdir()
         changes = {"training__train_steps": steps, "training__precision": precision, "validation__interval": 0}
         run = load_run(run_file(folder, prefix, **changes))
-        run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+        run_on_grid("fourfold.training.trainer:train", [run], 1, "cpu")
         counts.append(Counter(reads))
     assert counts[1] - counts[0] == {"training/step_checks.py: tolist": 4}

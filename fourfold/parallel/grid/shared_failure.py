@@ -56,3 +56,11 @@ def raise_together(failure: UserError | None) -> None:
         everyone: list[UserError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, failure)
     raise next(each for each in everyone if each is not None) from failure
+
+
+def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
+    """Return True on every rank if the flag is true on at least one. Every rank calls this; ``why`` is its purpose."""
+    found = torch.tensor(float(flag), device=device)
+    with purpose(why):
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())

@@ -1,0 +1,32 @@
+"""Train on one process of a job, with the callbacks that the run file asks for."""
+
+from __future__ import annotations
+
+from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.training.outcome import Outcome
+from fourfold.training.trainer import CallbackMaker, train
+
+
+def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome:
+    """Train a run. Every process of the job calls this.
+
+    Args:
+        place: This process's place in the job.
+        run: The run.
+        profile: Record a few steps in the folder ``profile`` of the run's folder.
+    """
+    callbacks: list[CallbackMaker] = []  # each imported only if it is used
+    if run.audit.interval:
+        from fourfold.memorization.in_training import CanaryAudit
+
+        callbacks.append(CanaryAudit)
+    if run.evaluation.interval:
+        from fourfold.evaluation.tasks_in_training import TasksInTraining
+
+        callbacks.append(TasksInTraining)
+    if profile:
+        from fourfold.verification.timeline import Timeline
+
+        callbacks.append(Timeline)
+    return train(place, run, callbacks)

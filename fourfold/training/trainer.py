@@ -1,0 +1,309 @@
+"""Train a model, from the run file to the last checkpoint. Read this file from top to bottom:
+
+    prepare      open the run's folder and its data, put the model on the grid, load or initialize its weights
+    train_step   batch → loss and gradients → clip → check → update
+    after_step   validate → record → go back after a bad step → callbacks → save
+    finish       wait for the last save, sample text, write the summary
+
+Every process of a job runs this file. Only rank 0 has a ``RunRecord``, which prints and writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
+from fourfold.checkpoints.disk_space import check_room_at_start
+from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
+from fourfold.checkpoints.find import find_checkpoint
+from fourfold.checkpoints.leftover_checkpoints import tidy
+from fourfold.config.run import RunConfig
+from fourfold.data.files import writing
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.environment import Place
+from fourfold.errors import UserError
+from fourfold.heartbeat import begin_step
+from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.import_model import load_pretrained
+from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_small_files
+from fourfold.huggingface.tokenizer_file import check_same_tokenizer
+from fourfold.launch.job_processes import device_of
+from fourfold.launch.stop_signals import StopRequest
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, raise_together, true_on_any_rank
+from fourfold.parallel.tensor.float8 import require_float8
+from fourfold.training.attempts import note_end, note_start
+from fourfold.training.corpora import Corpora, micro_batches, open_corpora
+from fourfold.training.job import Job, StepResult
+from fourfold.training.outcome import Outcome
+from fourfold.training.reference_model import install_reference
+from fourfold.training.replay import Replay
+from fourfold.training.resume_warnings import warn_of_changes
+from fourfold.training.run_folder import folder_of, open_run_folder
+from fourfold.training.run_record import RunRecord
+from fourfold.training.sample import sample_text
+from fourfold.training.step_checks import LEFT_OUT, SharedFigures, StepChecks, Verdict, figures_of_all_ranks
+from fourfold.training.streaming import continue_stream, stream_position
+from fourfold.training.supervision import supervised
+from fourfold.training.validation_loss import is_exhausted, is_last_step, note_validation, validate
+
+
+class Callback(Protocol):
+    """Work that every process does after each step, such as an evaluation."""
+
+    def after_step(self, steps: int) -> None:
+        """Called after every step that is not undone. It may run collectives and forward passes.
+
+        Args:
+            steps: Number of steps taken, counted from the start of the run.
+        """
+        ...
+
+    def close(self) -> None:
+        """Called once at the end, even if training failed."""
+        ...
+
+
+CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
+"""Makes a callback from the run, its job, its tokenizer (if it has one), and its folder, before the first step."""
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """A step after the weights have moved, or after its gradients were dropped."""
+
+    number: int
+    """Counted from 0."""
+    figures: SharedFigures
+    verdict: Verdict
+    is_updated: bool
+    """False if the weights are unchanged: the step was bad, or its fp16 gradients overflowed."""
+    preferences: dict[str, float]
+    """The metrics of preference training ([dpo]); otherwise empty."""
+    seconds: float
+
+
+def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ()) -> Outcome:
+    """Train a run. Every process of the job calls this.
+
+    Args:
+        place: This process's place in the job.
+        run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
+        callbacks: Makers of the callbacks to call after each step, in this order.
+
+    Returns:
+        The outcome. Every process returns its own.
+
+    Raises:
+        UserError: The run cannot start, cannot save, or diverges.
+    """
+    if run.lora.rank and run.model.from_hf is None:
+        raise UserError("lora trains adapters for a frozen model; name that model in model.from_hf")
+    with supervised(place, run) as stop, ExitStack() as stack:
+        trainer = prepare(place, run, callbacks, stop, stack)
+        while trainer.has_next_step():
+            trainer.after_step(trainer.train_step())
+        return trainer.finish()
+
+
+def prepare(
+    place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker], stop: StopRequest, stack: ExitStack
+) -> Trainer:
+    """Build everything that the first step needs. ``stack`` closes it at the end."""
+    device = device_of(place, run.training.device)
+    if run.training.float8 != "none":
+        require_float8(device)
+    run_dir = folder_of(run)
+    is_new = not run_dir.is_dir()
+    checkpoint = decided_by_rank_0(lambda: _find_start(run, run_dir, stack))
+
+    grid = Grid(run.parallel, device.type)
+    corpora = open_corpora(run, grid.batch)
+    stack.callback(corpora.close)
+    job = Job(run, grid, device)
+    checkpoint, first_step = _fill_weights(job, corpora, checkpoint)
+    continue_stream(corpora, checkpoint, first_step)
+
+    made = [make(run, job, corpora.tokenizer, run_dir) for make in callbacks]
+    for callback in made:
+        stack.callback(callback.close)
+    record: RunRecord | None = None
+    with failing_together():
+        if dist.get_rank() == 0:
+            if is_new:
+                stack.enter_context(open_run_folder(run_dir))
+            note_start(run_dir, place.restarts, run, first_step)
+            if first_step < run.training.train_steps:
+                check_room_at_start(run_dir / CHECKPOINTS, run)
+            record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step, place))
+            if checkpoint is not None:
+                warn_of_changes(corpora, checkpoint, run)
+            _keep_source_files(run, run_dir)
+    if run.dpo.beta:
+        install_reference(job, corpora, run_dir, checkpoint if first_step else None)
+    position = partial(stream_position, corpora)
+    checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint, position, corpora.first_samples)
+    if first_step:
+        checkpointer.newest = checkpoint
+    checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
+    trainer = Trainer(run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop, first_step)
+    trainer.stopped = true_on_any_rank(stop.is_set, device, "stop signal")  # it may have come during all of this
+    return trainer
+
+
+@dataclass
+class Trainer:
+    """The parts of a run, and how far the run has come."""
+
+    run: RunConfig
+    run_dir: Path
+    job: Job
+    corpora: Corpora
+    callbacks: Sequence[Callback]
+    record: RunRecord | None
+    """What is printed and written about the run. Only rank 0 has it."""
+    checkpointer: Checkpointer
+    checks: StepChecks
+    replay: Replay
+    stop: StopRequest
+    steps: int
+    """Steps behind the current weights."""
+    stopped: bool = False
+    """A signal or the time limit asks the run to stop, on all ranks after the same step."""
+    last_loss: float | None = None
+    """The loss of the last good step of this attempt."""
+
+    def has_next_step(self) -> bool:
+        """Return False after the last step, and if the run is to stop earlier."""
+        is_done = self.steps >= self.run.training.train_steps or is_exhausted(self.job.best, self.run.validation)
+        return not is_done and not self.stopped
+
+    def train_step(self) -> TakenStep:
+        """Take the next step: batch → loss and gradients → clip → check → update."""
+        run, job, step = self.run, self.job, self.steps
+        begin_step(step)
+        started = time.perf_counter()
+        is_left_out = self.checks.leaves_out(step)  # the run went back from its batch, or kept failing in it
+        if is_left_out:
+            result = StepResult.none(job.device)
+        else:
+            batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
+            kept = job.count_kept(batches)  # over all ranks: the summed losses are divided by it
+            loss = self.replay.forward_backward(step, batches, kept)  # all micro-batches; gradients summed over ranks
+            result = StepResult(loss, job.clip(), kept)
+        failure = None if self.record is None else self.record.failure
+        figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)  # the step's one wait for a GPU
+        if figures.failed:
+            raise_together(failure)
+        self.stopped = figures.stopped
+        verdict = LEFT_OUT if is_left_out else self.checks.judge(step, figures)
+        if verdict.action == "update":
+            is_updated = job.update(step, figures.grad_norm)  # the optimizer's step, unless fp16 gradients overflowed
+            self.last_loss = figures.loss
+        else:
+            is_updated = job.skip_update()
+        preferences = job.take_preferences()
+        self.steps = step + 1
+        return TakenStep(step, figures, verdict, is_updated, preferences, time.perf_counter() - started)
+
+    def after_step(self, taken: TakenStep) -> None:
+        """Validate and record the step, go back if it was bad, call the callbacks, and save if a checkpoint is due.
+
+        Raises:
+            UserError: The step was bad and the run file says to stop, or a required save failed.
+        """
+        run, job, steps = self.run, self.job, self.steps
+        validation = validate(job, self.corpora) if _is_due(steps, run.validation.interval) else {}
+        judged = validation.get("ema_validation_loss", validation.get("validation_loss"))
+        is_best = judged is not None and note_validation(job.best, run.validation, steps, judged)
+        if self.record is not None:
+            more = {**taken.preferences, **validation}
+            self.record.step(taken.number, taken.figures, taken.seconds, more, skipped=not taken.is_updated)
+        taken.verdict.raise_stop()
+        if taken.verdict.action == "roll_back":
+            self._roll_back()
+            return
+        for callback in self.callbacks:
+            callback.after_step(steps)
+        ends = self.stopped or (is_last_step(job.best, run, steps) and run.checkpoint.save_last)
+        if _is_due(steps, run.checkpoint.interval) or ends or (is_best and run.validation.keep_best):
+            self.checkpointer.save(steps, required=ends, prune=taken.verdict.action == "update")
+        self.checkpointer.poll()
+
+    def finish(self) -> Outcome:
+        """Wait for the last save, sample text if the run file asks for it, and write the summary."""
+        run, tokenizer = self.run, self.corpora.tokenizer
+        self.checkpointer.wait()
+        sample = None
+        if run.sample.prompt is not None and tokenizer is not None and not self.stopped:
+            sample = sample_text(self.job, run.sample.prompt, tokenizer)
+        saved = find_checkpoint("auto", self.run_dir / CHECKPOINTS)
+        outcome = Outcome(
+            run_dir=str(self.run_dir),
+            steps=self.steps,
+            loss=self.last_loss,
+            checkpoint=str(saved) if saved is not None else None,
+            sample=sample,
+            stopped=self.stopped,
+            is_first_process=self.record is not None,
+        )
+        with failing_together():
+            if self.record is not None:
+                self.record.end(outcome)
+                note_end(self.run_dir)
+        return outcome
+
+    def _roll_back(self) -> None:
+        """Continue from the newest checkpoint. The record and the data go back with the weights."""
+        self.steps = self.checks.roll_back()
+        continue_stream(self.corpora, self.checkpointer.newest, self.steps)
+        with failing_together():
+            if self.record is not None:
+                self.record.go_back(self.steps)
+
+
+def _find_start(run: RunConfig, run_dir: Path, stack: ExitStack) -> Path | None:
+    """Lock an existing run folder until ``stack`` is closed, and return the checkpoint to resume from, if any."""
+    if run_dir.is_dir():
+        stack.enter_context(open_run_folder(run_dir))
+        with writing(run_dir / CHECKPOINTS):
+            tidy(run_dir / CHECKPOINTS)
+    return find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
+
+
+def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[Path | None, int]:
+    """Fill the weights from the checkpoint, from a pretrained model, or from the seed.
+
+    Returns:
+        The checkpoint that was loaded, which is an earlier one if the given one was damaged, and its number of steps.
+    """
+    run = job.run
+    if run.model.from_hf is not None:
+        check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
+    if checkpoint is None or run.lora.rank:  # a checkpoint of LoRA has only the adapters
+        if run.model.from_hf is not None:
+            load_pretrained(job, run.model.from_hf)
+        else:
+            job.initialize(run.training.seed)
+    if checkpoint is None:
+        return None, 0
+    return load_newest(checkpoint, job, run.checkpoint.resume == "auto")
+
+
+def _keep_source_files(run: RunConfig, run_dir: Path) -> None:
+    """Copy the pretrained model's tokenizer and configuration, which ``export-hf`` writes with the trained weights."""
+    if run.model.from_hf is not None:
+        with writing(run_dir / SOURCE_FOLDER):
+            keep_small_files(local_folder(run.model.from_hf, SMALL_FILES), run_dir / SOURCE_FOLDER)
+
+
+def _is_due(steps: int, interval: int) -> bool:
+    return interval > 0 and steps % interval == 0

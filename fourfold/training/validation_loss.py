@@ -1,0 +1,50 @@
+"""Validate a model, remember the lowest loss, and decide when training ends because the loss no longer improves."""
+
+from __future__ import annotations
+
+import math
+
+from fourfold.checkpoints.saved_state import BestValidation
+from fourfold.config.during_training import ValidationConfig
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0
+from fourfold.training.corpora import Corpora, micro_batches
+from fourfold.training.job import Job
+
+
+def validate(job: Job, corpora: Corpora) -> dict[str, float]:
+    """Compute the mean loss of the validation batches, which are the same every time. Every process calls this.
+
+    Returns:
+        ``validation_loss``, and for a run with an average of its weights ``ema_validation_loss``. [dpo] adds the
+        metrics of ``Job.take_preferences``, prefixed with ``validation_``.
+    """
+    assert corpora.validation is not None, "open_corpora has made one"
+    batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]
+    mine = micro_batches(batches, job.run, job.grid.cp, job.device)
+    found = {"validation_loss": job.evaluate(mine).item()}
+    found = {**{f"validation_{name}": value for name, value in job.take_preferences().items()}, **found}
+    if job.average is not None and job.average.has_begun:
+        with job.averaged():
+            found["ema_validation_loss"] = job.evaluate(mine).item()
+            job.take_preferences()  # the averaged weights' metrics are not reported
+    return decided_by_rank_0(lambda: found)  # all ranks must judge by the same bits
+
+
+def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
+    """Note the loss of a validation after ``step`` steps, and return True if it is the lowest so far."""
+    if not math.isfinite(loss) or (best.loss is not None and not loss < best.loss - config.min_improvement):
+        best.since += 1
+        return False
+    best.loss, best.step, best.since = loss, step, 0
+    return True
+
+
+def is_exhausted(best: BestValidation, config: ValidationConfig) -> bool:
+    """Return True if the last ``validation.patience`` validations brought no improvement."""
+    return bool(config.patience) and best.since >= config.patience
+
+
+def is_last_step(best: BestValidation, run: RunConfig, steps: int) -> bool:
+    """Return True if training ends after ``steps`` steps: it was the run's last step, or the loss stopped improving."""
+    return steps == run.training.train_steps or is_exhausted(best, run.validation)
