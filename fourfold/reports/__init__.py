@@ -1,1 +1,1 @@
-"""HTML pages, charts and terminal tables made from records; nothing is computed here."""
+"""Turn records into HTML pages, charts, and terminal tables. Nothing is computed here."""

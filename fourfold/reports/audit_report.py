@@ -1,4 +1,4 @@
-"""The page of one audit, and the rows that it shares with the tables of the terminal."""
+"""The page of one audit, and the rows that it shares with the terminal's tables."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1
 def write_audit_report(record: Record, folder: Path) -> Path:
     """Write FOLDER/audit.json and FOLDER/audit.html, and return the page's path.
 
-    Raises UserError if the folder cannot be created.
+    Raises:
+        UserError: The folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def count_rows(record: Record) -> Rows:
-    """Return a row for each number of times that documents were trained on, and one for all."""
+    """Return a row for each number of times that documents were trained on, and one for all documents."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -59,7 +60,7 @@ def count_rows(record: Record) -> Rows:
 
 
 def attack_rows(record: Record) -> Rows:
-    """Return a row for each membership attack; none without enough documents."""
+    """Return a row for each membership attack, or no rows if there are too few documents."""
     membership = record["membership"]
     return [
         [
@@ -74,7 +75,7 @@ def attack_rows(record: Record) -> Rows:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Return the effect of the goldfish mask as labels and values; empty if no mask was replayed."""
+    """Return the effect of the goldfish mask as labels and values. Empty if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -147,7 +148,7 @@ def _position_chart(record: Record) -> str:
 
 def _count_chart(record: Record) -> list[str]:
     groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # the table is enough for two points
+    if len(groups) < 3:  # a table is enough for two points
         return []
     counts = [count for count, _ in groups]
     exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)

@@ -1,4 +1,4 @@
-"""Charts of records: lines, stacked bars and scatters, as options of ECharts (see chart.py)."""
+"""Draw records as lines, stacked bars, and scatters, in the form of ECharts options (see chart.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fourfold.reports.numbers import downsample, format_number
 BUCKETS = 1000
 """A line has at most twice as many points."""
 LABELED = 12
-"""Points of a line of dots that have their values written beside them, where there is room."""
+"""Number of points up to which a line of dots shows their values, if there is room."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 
@@ -40,7 +40,7 @@ def line_chart(
 ) -> str:
     """Draw a line per series.
 
-    `log_y` makes the y axis logarithmic, unless some value is not positive; `from_zero` makes a linear axis begin at 0.
+    ``log_y`` makes the y axis logarithmic unless some value is not positive. ``from_zero`` starts a linear axis at 0.
     Long series are thinned (see ``downsample``).
     """
     values = [y for each in series for y in each.y if y is not None]
@@ -73,9 +73,9 @@ def _line(series: Series) -> dict[str, Any]:
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Draw a horizontal bar for each entry of `bars`, label to (part to value, none negative), the first on top.
+    """Draw a horizontal bar for each entry of ``bars``, with the first on top. An entry maps parts to values ≥ 0.
 
-    A part has one color in all bars. The sum is written at the end of its bar.
+    A part has the same color in all bars. The sum is written at the end of its bar.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = [sum(bar.values()) for bar in bars.values()]

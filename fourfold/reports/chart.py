@@ -1,7 +1,7 @@
-"""Charts of Apache ECharts: an option in plain Python, drawn by the page's script (assets/charts.js).
+"""Draw charts with Apache ECharts: an option in plain Python, drawn by the page's script (assets/charts.js).
 
-An option is what https://echarts.apache.org/en/option.html describes, with two additions: a color such as `"--s1"` is
-the page's, light or dark (assets/page.css), and a data item's `"text"` is what appears under the pointer.
+An option is what https://echarts.apache.org/en/option.html describes, with two additions. A color such as ``"--s1"`` is
+the page's color, light or dark (assets/page.css). A data item's ``"text"`` appears under the pointer.
 """
 
 import json
@@ -17,15 +17,15 @@ NOTHING = "nothing recorded"
 
 
 def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return an HTML figure: a caption with a legend, and the chart that `option` describes, `height` pixels high.
+    """Return an HTML figure with a caption, a legend, and the chart that ``option`` describes, ``height`` pixels high.
 
-    `zoom` names the directions in which dragging a box zooms. Numbers that are not finite become gaps.
+    ``zoom`` names the directions in which dragging a box zooms. Numbers that are not finite become gaps.
     """
     return figure(title, {"option": option}, height, zoom)
 
 
 def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
-    """Return the HTML figure of what the page's script draws from `spec`."""
+    """Return the HTML figure that the page's script draws from ``spec``."""
     reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
@@ -41,14 +41,14 @@ def empty_chart(title: str, text: str = NOTHING) -> str:
 
 
 def to_json(value: object) -> str:
-    """Return JSON that may stand in a script element: no `<`, and null for numbers that are not finite."""
+    """Return JSON that is safe in a script element: without ``<``, and with null for numbers that are not finite."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 @cache
 def asset(name: str) -> str:
-    """Read a file of the folder assets."""
+    """Read a file from the assets folder."""
     return files("fourfold.reports").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Curves of training runs: against tokens, steps or time, smoothed or not, as the page's reader chooses."""
+"""Draw curves of training runs against tokens, steps, or time, smoothed or not. The reader of the page chooses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepPositions(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve; None is a gap. ``marked`` are few points, such as evaluations, which are never smoothed."""
+    """One curve. None is a gap. ``marked`` curves have few points, such as evaluations, and are never smoothed."""
 
     name: str
     points: Sequence[tuple[StepPositions, float | None]]
@@ -64,10 +64,18 @@ def curve_chart(
     from_zero: bool = False,
     height: int = 260,
 ) -> str:
-    """Draw curves that follow the page's ``CONTROLS``.
+    """Draw curves that follow the page's ``CONTROLS``. Dragging zooms all curves of the page to the same part of the
+    run.
 
-    ``is_loss``: in nats, so that its exponential is a perplexity. ``smooth``: follow the slider. ``from_zero``: the
-    linear axis begins at 0. Dragging zooms all curves of the page to the same part of the run.
+    Args:
+        title: The chart's title.
+        curves: The curves.
+        unit: The unit of the values.
+        marks: Steps to mark.
+        is_loss: The values are in nats, so their exponential is a perplexity.
+        smooth: Follow the smoothing slider.
+        from_zero: Start the linear axis at 0.
+        height: Height in pixels.
     """
     shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]
     if not shown:
@@ -83,7 +91,7 @@ def curve_chart(
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:
-    """Return points as [step, tokens, seconds, value], thinned to extremes, and the means that are smoothed instead."""
+    """Return points as [step, tokens, seconds, value], thinned to extremes, and the means to smooth instead."""
     order, values = range(len(curve.points)), [value for _, value in curve.points]
     kept, _ = downsample(order, values, BUCKETS)
     is_thinned = len(kept) < len(order)

@@ -1,4 +1,4 @@
-"""Heat maps of the experts of a run over its steps, from the run's experts.jsonl."""
+"""Draw heat maps of a run's experts over its steps, from the run's experts.jsonl."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ COLUMNS, CELLS = 60, 4096
 
 
 def expert_maps(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the load of each expert of the least even layer, and of each layer its busiest expert's load, the entropy
-    of its router, and the share of its rows that were dropped, if any were.
+    """Draw the load of each expert in the least even layer. Then draw, for each layer, its busiest expert's load, its
+    router's entropy, and the fraction of its rows that were dropped, if any.
 
-    A load is relative to the mean of the layer: 1 where all experts have as many tokens.
+    A load is relative to the layer's mean. It is 1 if all experts have equally many tokens.
     """
     loads = [[_relative(rows) for rows in record["tokens_per_expert"]] for record in records]  # step, layer, expert
     busiest = [list(map(max, of_step)) for of_step in loads]
@@ -39,7 +39,7 @@ def expert_maps(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _relative(rows: Sequence[int]) -> list[float]:
-    """Rows of every expert over their mean; 1 where there are none."""
+    """Return each expert's rows divided by their mean, or 1 without rows."""
     mean = sum(rows) / len(rows)
     return [each / mean if mean else 1.0 for each in rows]
 
@@ -52,9 +52,9 @@ def _map(
     row_names: Sequence[str] | None = None,
     least: float = 2.0,
 ) -> str:
-    """Draw values by step, then row; least: of the value of the darkest cell."""
+    """Draw values by step, then row. The darkest cell stands for at least ``least``."""
     stride = -(-len(steps) // max(8, min(COLUMNS, CELLS // len(by_step[0]))))
-    shown = range((len(steps) - 1) % stride, len(steps), stride)  # the last step always
+    shown = range((len(steps) - 1) % stride, len(steps), stride)  # always with the last step
     values = [[by_step[column][row] for column in shown] for row in range(len(by_step[0]))]
     limits = (0.0, max(least, *(max(row) for row in values)))
     names = [steps[column] for column in shown]

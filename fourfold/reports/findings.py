@@ -1,4 +1,4 @@
-"""Lines of `fourfold machine doctor` for the terminal."""
+"""Print lines of ``fourfold machine doctor`` to the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
-    """Print a finding, of another machine with its name, and below it what to do."""
+    """Print a finding, with another machine's name, and below it what to do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)

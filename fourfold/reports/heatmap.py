@@ -1,4 +1,4 @@
-"""Heat maps: one cell per row and column, darker where the value is larger, with its number where there is room."""
+"""Draw heat maps: one cell per row and column, darker for larger values, with its number if there is room."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def heat_map(
     row_names: Sequence[str] | None = None,
     column_names: Sequence[str] | None = None,
 ) -> str:
-    """Draw an HTML figure of a matrix; `limits` are the values of the palest and the darkest cell.
+    """Draw an HTML figure of a matrix. ``limits`` are the values of the palest and the darkest cell.
 
-    Give maps that are to be compared the same limits. Rows and columns without names are numbered from 0.
+    Give maps the same limits if readers should compare them. Rows and columns without names are numbered from 0.
     """
     rows, columns = len(values), len(values[0])
     names = {

@@ -1,4 +1,4 @@
-"""The skeleton of a report page: one file, everything inline, nothing fetched."""
+"""The skeleton of a report page: one file with everything inline, which fetches nothing."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -10,15 +10,17 @@ from fourfold.training.console import format_fact
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40
-"""Letters of a fact that needs a wide card."""
+"""Number of characters above which a fact gets a wide card."""
 
 
 def page(
     title: str, subtitle: str, sections: Sequence[str], *, has_timeline: bool = False, has_search: bool = False
 ) -> str:
-    """Return a whole HTML document with charts around sections that are HTML; title and subtitle are plain text.
+    """Return a whole HTML document with charts, around sections that are HTML. Title and subtitle are plain text.
 
-    has_timeline: a section has a ``step_timeline``. has_search: a section has a ``search_table``.
+    Args:
+        has_timeline: Whether a section has a ``step_timeline``.
+        has_search: Whether a section has a ``search_table``.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "timeline.js": has_timeline, "charts.js": True, "table.js": has_search}
@@ -43,7 +45,7 @@ def page(
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Show labels and values as cards, wide ones for long texts."""
+    """Show labels and values as cards, with wide cards for long texts."""
     cards = []
     for label, value in values.items():
         text = format_fact(value)
@@ -53,9 +55,9 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of text, which scrolls where the page is narrow.
+    """Return a table of text, which scrolls if the page is narrow.
 
-    All columns but the first are right-aligned, unless they hold `words`.
+    All columns but the first are right-aligned, unless they hold ``words``.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -66,19 +68,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
 
 def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose rows can be sorted and filtered by every column."""
+    """Return a table that the reader can sort and filter by every column."""
     whole = table(header, rows).replace('class="scroll"', 'class="scroll tall"', 1)
     return '<p class="subtitle"></p>' + whole.replace('class="rows"', 'class="rows search"', 1)
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
-    """Arrange figures in two columns, below those of `wide`, which span both."""
+    """Arrange figures in two columns below the figures of ``wide``, which span both columns."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
 def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """Show a text verbatim under a heading; `wrap` breaks long lines, for prose."""
+    """Show a text verbatim under a heading. ``wrap`` breaks long lines, for prose."""
     kind = ' class="wrap"' if wrap else ""
     return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
 

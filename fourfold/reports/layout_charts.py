@@ -1,4 +1,4 @@
-"""Charts of a plan's layouts: step time against memory, and lines over what they choose."""
+"""Chart a plan's layouts: step time against memory, and one line per layout over its choices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ OWN_COLORS = {FITS: "--s0", "best": "--s1", "yours": "--s3"}
 
 
 def memory_chart(layouts: Sequence[Shown], machine: Machine, rejected: Mapping[str, int], fitting: int) -> str:
-    """Draw step time against memory, with a color for the layouts that fit and for each reason of a refusal.
+    """Draw step time against memory, with one color for layouts that fit and one for each reason of refusal.
 
-    rejected: how many layouts each reason refuses. fitting: how many fit.
+    Args:
+        layouts: The layouts to show.
+        machine: The machine.
+        rejected: Number of layouts that each reason refuses.
+        fitting: Number of layouts that fit.
     """
     dots: dict[str, list[Dot]] = {**{reason: [] for reason in rejected}, FITS: [], "yours": [], "best": []}
     for layout in layouts:
@@ -57,7 +61,7 @@ def _text(layout: Shown) -> str:
 
 
 def choice_lines(layouts: Sequence[Shown]) -> str:
-    """Draw a line for each layout that fits over all that layouts choose, colored by its step time.
+    """Draw a line through all choices of each layout that fits, colored by its step time.
 
     A brush along an axis shows only the layouts that pass through it, in the table too.
     """

@@ -1,4 +1,4 @@
-"""The columns of a plan's layouts, for the terminal's table and the page's."""
+"""The columns of a plan's layouts, for the terminal's table and the page's table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
-"""Headers of what a layout chooses; ``also`` has what few layouts do."""
+"""Headers of a layout's choices. ``also`` holds choices that few layouts make."""
 SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
 """Names of schedules that would widen a column."""
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Describe a layout, by header of ``CHOICES``; ``ep`` only for a mixture of experts."""
+    """Describe a layout by the headers of ``CHOICES``. Only a mixture of experts has ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -33,7 +33,7 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """The schedule of a pipeline, with the stages of a rank; empty without a pipeline."""
+    """Return a pipeline's schedule with the stages per rank. Empty without a pipeline."""
     layout = work.layout
     if layout.pp == 1:
         return ""
@@ -42,7 +42,7 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Describe a prediction; ``factors`` on its seconds bound what is measured with a probability of 90 %."""
+    """Describe a prediction. ``factors`` on its seconds bound the measured time with a probability of 90 %."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
@@ -54,7 +54,16 @@ def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
 def figures(
     machine: Machine, seconds: float, memory: float, p_oom: float, mfu: float, factors: Sequence[float] | None
 ) -> dict[str, str]:
-    """The figures of a layout that every table has; memory: bytes of the fullest rank; factors: see ``predicted``."""
+    """Return the figures of a layout that every table shows.
+
+    Args:
+        machine: The machine.
+        seconds: Seconds per step.
+        memory: Bytes of the fullest rank.
+        p_oom: Probability of running out of memory.
+        mfu: Model FLOPs utilization.
+        factors: See ``predicted``.
+    """
     interval = {} if factors is None else {"90 % interval": "–".join(_digits(seconds * f, 3) for f in factors)}
     return {
         "s/step": _digits(seconds, 4),
@@ -67,7 +76,7 @@ def figures(
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in GB, with three significant digits."""
+    """Format bytes in GB with three significant digits."""
     return _digits(size / 1e9, 3) if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The layouts that a plan's page shows: the fastest, and even samples of the slower and of the refused ones."""
+"""Choose the layouts for a plan's page: the fastest ones, and even samples of slower and refused layouts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
     from fourfold.planning.workload import Workload
 
 FASTEST, SLOWER, OUT = 200, 200, 60
-"""Shown layouts that fit: so many of the fastest, and of all others; and so many of those that may not fit."""
+"""Number of shown layouts: the fastest that fit, slower ones that fit, and ones that may not fit."""
 
 WIDEST = 2.0
-"""Layouts that hold more than so many times a device's memory are not drawn, nor in the sample of those."""
+"""Layouts that hold more than this many times a device's memory are neither drawn nor sampled."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One layout of the page. seconds, memory (bytes): as predicted; for a refused layout, as the formulas would put
-    it. refused: the reason; empty for a layout that fits."""
+    """One layout of the page.
+
+    ``seconds`` and ``memory`` (bytes) are predicted. For a refused layout, they are what the formulas would give.
+    ``refused`` is the reason, and is empty for a layout that fits.
+    """
 
     label: str
-    """Its rank, or ``PlanRecord.own_label``; empty for a refused one."""
+    """Its rank, or ``PlanRecord.own_label``. Empty for a refused layout."""
     work: Workload
     seconds: float
     memory: float
@@ -41,7 +44,7 @@ class Shown:
         return self.refused in ("", REASONS[OUT_OF_MEMORY])
 
     def cells(self, result: PlanRecord) -> dict[str, str]:
-        """Its row of the table, by header; without figures where it is illegal."""
+        """Return its table row by header. An illegal layout has no figures."""
         machine = result.plan.machine
         mfu = float(self.work.model_flops() / (self.seconds * self.work.layout.gpus * machine.peak))
         numbers = figures(machine, self.seconds, self.memory, self.p_oom, mfu, result.interval_factors)
@@ -52,7 +55,7 @@ class Shown:
 
 
 def shown_layouts(result: PlanRecord) -> list[Shown]:
-    """The fastest layouts first, then those of the run file, of the samples, and the refused."""
+    """Return the fastest layouts, then the run file's layout, the samples, and the refused ones."""
     found, order = result.plan.found, result.plan.found.order
     ranks = np.unique(np.concatenate([np.arange(min(FASTEST, len(order))), even(np.arange(len(order)), SLOWER)]))
     near = found.memory < WIDEST * result.plan.machine.memory

@@ -1,4 +1,4 @@
-"""Rows of the terminal's tables of Loki's calibration and evaluation."""
+"""Rows of the terminal's tables for Loki's calibration and evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity
 
 
 def perplexity_rows(record: Record) -> Rows:
-    """Return a row each for dense attention, Loki, the oracle and the control."""
+    """Return one row each for dense attention, Loki, the oracle, and the control."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
@@ -57,7 +57,7 @@ LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 
 
 
 def layer_rows(record: Record) -> Rows:
-    """Return recall and captured mass of every sparse layer, beside the oracle's and the control's."""
+    """Return recall and captured mass of every sparse layer, with the oracle's and the control's values."""
     rows = []
     for layer in record["layers"]:
         if layer["loki"] is None:

@@ -1,4 +1,4 @@
-"""Numbers for charts: short texts, and thinning of long series that keeps their extremes."""
+"""Format numbers for charts, and thin long series without losing their extremes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,8 +8,8 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number in at most `digits` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
-    rounded = float(f"{value:.{digits}g}")  # first, so that 999,999 becomes 1M and not 1000k
+    """Format a number with at most ``digits`` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
+    rounded = float(f"{value:.{digits}g}")  # round first, so that 999,999 becomes 1M and not 1000k
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
@@ -27,10 +27,10 @@ def counted(number: int, noun: str) -> str:
 def downsample(
     x: Sequence[float], y: Sequence[float | None], buckets: int
 ) -> tuple[Sequence[float], Sequence[float | None]]:
-    """Thin a series to the lowest and the highest point of each of `buckets` runs of neighbors.
+    """Thin a series to the lowest and the highest point of each of ``buckets`` runs of neighbors.
 
-    Points keep their order; the first and the last point stay. A bucket without any number keeps one None, which a
-    chart draws as a gap. A series of at most 2·`buckets` points is returned unchanged.
+    Points keep their order, and the first and last point stay. A bucket without any number keeps one None, which a
+    chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
     """
     count = len(x)
     if count <= 2 * buckets:
@@ -46,7 +46,8 @@ def downsample(
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Return the last index and the mean of each of `buckets` runs of neighbors; None for one without any number."""
+    """Return the last index and the mean of each of ``buckets`` runs of neighbors. The mean is None without any
+    number."""
     ends = [(bucket + 1) * len(y) // buckets for bucket in range(buckets)]
     means = []
     for begin, end in pairwise([0, *ends]):

@@ -1,4 +1,4 @@
-"""Plans and scaling curves as HTML pages: one file each, which needs no network."""
+"""Write plans and scaling curves as HTML pages, one self-contained file each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write a plan's page: layouts, charts of them, waterfall, timeline, memory by stage, scaling."""
+    """Write a plan's page: layouts, their charts, the waterfall, the timeline, memory by stage, and scaling."""
     plan, best = result.plan, result.plan.best
     layouts = shown_layouts(result)
     rejected = plan.found.rejected()

@@ -1,4 +1,4 @@
-"""Plans as tables for the terminal."""
+"""Print plans as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that follow the errors of a validation: the key of its record, and by header a key there and its format."""
+"""Tables that follow a validation's errors: the key of its record, and for each header a key there and its format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Names of the explained layouts."""
 WORDS = ("", "recompute", "also")
-"""Headers of a plan's columns that are words, and may wrap."""
+"""Headers of a plan's columns that hold words and may wrap."""
 PARTS_NAMED = 7
 """The most parts of the waterfall."""
 MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Numbers of a scaling curve, whose other columns need the room of 80 characters."""
+"""Numbers of a scaling curve. Its remaining columns need the room of 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Print the ranked layouts; with ``explained`` what a step is spent on, and what would change the order."""
+    """Print the ranked layouts. With ``explained``, also print where a step's time goes, and what would change the
+    order."""
     request, plan, console = result.request, result.plan, Console()
     title = (
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.step.batch):,} sequences of "
@@ -80,10 +81,10 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
-    """The columns of the ranked layouts and the run file's own, by header; and what is the same in every row.
+    """Return the columns of the ranked layouts and the run file's own layout by header, and what all rows share.
 
-    A terminal too narrow for all columns loses the choices that all rows share, which are named below the table, then
-    some numbers, but never P(OOM).
+    If a terminal is too narrow, the table drops the choices that all rows share, which are named below the table, and
+    then some numbers, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -93,7 +94,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(result.plan.machine.memory)}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # The last three cost more than a second line in a cell of words.
+        # Dropping one of the last three costs more than a second line in a cell of words.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)
@@ -102,7 +103,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
 
 
 def doubts(result: PlanRecord) -> list[str]:
-    """Sentences on the error of the best layout's time, and on the layouts that it cannot be told apart from."""
+    """Return sentences on the error of the best layout's time, and on layouts that are too close to call."""
     sentences, found = [], result.indistinct
     if result.interval is not None:
         low, high = result.interval
@@ -123,14 +124,14 @@ def doubts(result: PlanRecord) -> list[str]:
 
 
 def tune_command(result: PlanRecord) -> str:
-    """The search by trials among the layouts that cannot be told apart; empty where there is only one."""
+    """Return the command that searches the closest layouts by trials. Empty if there is only one."""
     found = result.indistinct
     space = " ".join(f"--space {limit}" for limit in found.space)
     return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
 
 
 def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
-    """The seconds of each part by column; those beyond the largest are one, so that ``PARTS_NAMED`` have names."""
+    """Return each part's seconds by column. Parts beyond the ``PARTS_NAMED`` largest are joined into one."""
     seconds: dict[str, list[float]] = dict(waterfall["seconds"])
     small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
     if not small:
@@ -140,7 +141,7 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Say how much slower or faster a neighbor is, or the reason why it is refused."""
+    """Say how much slower or faster a neighbor is, or why it is refused."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"
@@ -187,7 +188,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
-    """Print a row per size, and the layout at each."""
+    """Print a row per size, with the layout for each size."""
     published = any(point.published_pflops is not None for point in points)
     rows, layouts = [], []
     for point in points:
@@ -209,7 +210,7 @@ def flop_headers(published: bool) -> list[str]:
 
 
 def flop_rates(point: ScalingPoint, published: bool) -> list[str]:
-    """Format the PFLOP/s of a size; if a curve has published figures, also in their convention."""
+    """Format a size's PFLOP/s, and if a curve has published figures, also the PFLOP/s in their convention."""
     model, megatron = point.pflops
     figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
     return [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
@@ -222,7 +223,7 @@ def flop_note(published: bool) -> str:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print errors by source, or published figures beside predictions."""
+    """Print errors by source, or published figures next to predictions."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     if "figures" in record:
@@ -271,7 +272,7 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
 
 
 def _amount(value: float) -> str:
-    """A whole number; a small one with two significant digits."""
+    """Format a whole number, or a small one with two significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""The table of tuned products, as `fourfold machine tune-matmul` prints it."""
+"""The table of tuned matmuls, as ``fourfold machine tune-matmul`` prints it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain
 
 
 def product_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The records of layers, a row for each product: its rate as stored, and the gain of another layout.
+    """Return one row per matmul from the records of layers: its rate as stored, and another layout's gain.
 
-    other order: the gain of the whole layer, had its weight been stored in the other order.
+    "other order" is the gain of the whole layer if its weight had been stored in the other order.
     """
     rows = []
     for layer in layers:

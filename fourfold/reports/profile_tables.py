@@ -1,4 +1,4 @@
-"""Tables of the steps that ``fourfold train --profile`` has recorded."""
+"""Print the steps that ``fourfold train --profile`` has recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.training.console import byte_unit
 
 
 def profile_tables(path: Path) -> None:
-    """Print where the time of a step went: by axis as a mean over the processes, and as a whole."""
+    """Print where a step's time went: by axis, as a mean over the processes, and in total."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return
@@ -38,7 +38,8 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Calls, bytes, and seconds issued, hidden and exposed; zeros on a rank that has no such collective."""
+    """Return calls, bytes, and seconds issued, hidden, and exposed. All are zero on a rank without such a
+    collective."""
     lines = [line for line in rank["collectives"] if line["axis"] == axis]
     times = rank["axes"].get(axis, {})
     sent = [sum(line[key] for line in lines) for key in ("count", "bytes")]

@@ -1,4 +1,4 @@
-"""A run as its folder records it: what its page and a comparison of runs show."""
+"""A run as its folder records it, for its page and for a comparison of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The steps of a run; ``name`` is what its curves are called."""
+    """The steps of a run. ``name`` labels its curves."""
 
     folder: Path
     name: str
@@ -36,7 +36,7 @@ class RecordedRun:
 
     @cached_property
     def places(self) -> dict[int, StepPositions]:
-        """The steps, with the tokens read and the seconds trained until their ends."""
+        """Return each step with the tokens read and the seconds trained until its end."""
         seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
         return {
             record["step"]: StepPositions(record["step"], number_of(record, "tokens") or 0, until)
@@ -44,7 +44,7 @@ class RecordedRun:
         }
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
-        """Return the values of one key in a unit; null is a gap, a line without the key no point."""
+        """Return the values of one key in a unit. A null is a gap, and a line without the key is no point."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]
 
@@ -57,9 +57,9 @@ class RecordedRun:
         return {record["step"] for record in self.records if number_of(record, key) is not None}
 
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
-        """Return the most important numbers; None if nothing was recorded.
+        """Return the most important numbers. None marks numbers that were not recorded.
 
-        Losses are the last ones, or those at ``step`` and at the validation after step ``validated``.
+        Losses are the last ones, or the losses at ``step`` and at the validation after step ``validated``.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")
@@ -81,7 +81,11 @@ class RecordedRun:
 
 
 def read_run(folder: Path, name: str) -> RecordedRun:
-    """Read the record of a run. Raises ``UserError`` where there is none, or no step in it."""
+    """Read a run's record.
+
+    Raises:
+        UserError: There is no record, or it has no step.
+    """
     if not folder.is_dir():
         raise UserError(f"the folder {folder} does not exist: give the folder of a run, runs/NAME.")
     records = read_metrics(folder / METRICS_FILE)
@@ -106,7 +110,7 @@ def number_of(record: Record, key: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit that has at least one: 42 s, 3.5 min, 12.3 h."""
+    """Format seconds in the largest unit with a value of at least one: 42 s, 3.5 min, 12.3 h."""
     name, size = next(((n, s) for n, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
     return f"{seconds / size:,.3g} {name}" if seconds / size < 1000 else f"{seconds / size:,.0f} {name}"
 
@@ -117,12 +121,16 @@ def steps_of(count: int) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text, with � for what is not UTF-8."""
+    """Read a text, with � for bytes that are not UTF-8."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read an object of label to text or number; empty where there is no file. Raises ``UserError`` for others."""
+    """Read an object that maps labels to text or numbers. Empty without a file.
+
+    Raises:
+        UserError: The file holds something else.
+    """
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The pages of training runs, made from the files in their folders: one run, or several compared."""
+"""Write the pages of training runs from the files in their folders: one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
 def write_run_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html, one file without network access, and return its path.
+    """Write ``run_dir``/report.html, one file that needs no network, and return its path.
 
-    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl, memorization.jsonl,
-    tasks.jsonl and summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl
-    is missing, no step is recorded, or one of the records or summary.json cannot be read.
+    It reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl,
+    memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+
+    Raises:
+        UserError: run.toml or metrics.jsonl is missing, no step is recorded, or a record or summary.json cannot be
+            read.
     """
     run = read_run(Path(run_dir), Path(run_dir).resolve().name)
     facts = {label: value for label, value in run.headline().items() if value is not None}
@@ -55,10 +58,12 @@ def write_run_report(run_dir: Path) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Write a page that lays the curves of several runs over each other, beside what differs in their run files.
+    """Write a page that overlays the curves of several runs and lists the differences between their run files.
 
-    Losses are compared at the last step that all runs recorded. A folder that is given twice is one run. Raises
-    UserError as ``write_run_report`` does.
+    Losses are compared at the last step that all runs recorded. A folder given twice counts as one run.
+
+    Raises:
+        UserError: As in ``write_run_report``.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     names = [folder.name for folder in folders]
@@ -82,7 +87,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 
 def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
-    """Say at which steps the losses of the table are, or that they are at different ones."""
+    """Say at which steps the table's losses are, or that they are at different steps."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
         f"The {what} of the table are {'the last ones, at different steps' if step is None else f'at step {step:,}'}: "
@@ -94,7 +99,7 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Note steps whose loss was not a number: in the curves they are gaps, which may be too thin to see."""
+    """Note steps whose loss was not a number. In the curves they are gaps, which can be too thin to see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
@@ -103,7 +108,7 @@ def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
 
 
 def _curves(runs: Sequence[RecordedRun]) -> str:
-    """Chart every step's numbers: one run's losses in two colors, or each run in its own."""
+    """Chart the numbers of every step: one run's losses in two colors, or each run in its own color."""
     unit_name, unit = byte_unit(largest(runs, "peak_memory_bytes"))
     is_one = len(runs) == 1
     losses, marks = [], []
@@ -132,7 +137,7 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 
 def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """Name the curve of a run's validations as no run is named: a name is a button of the legend."""
+    """Name the curve of a run's validations unlike any run, because a name is a button of the legend."""
     name = f"{run.name}, validation"
     while name in {other.name for other in runs}:
         name += " loss"
@@ -140,7 +145,7 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _tasks(run: RecordedRun) -> list[str]:
-    """Chart the tasks that were run during training, a chart for each of their metrics, and say which failed."""
+    """Chart the tasks that were run during training, one chart per metric, and say which tasks failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
     for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
@@ -159,13 +164,13 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _experts(run: RecordedRun) -> list[str]:
-    """Draw heat maps of the experts of a mixture; nothing for dense models."""
+    """Draw heat maps of a mixture's experts, and nothing for dense models."""
     shown = read_short_record(run.folder / EXPERTS_FILE, ExpertRecord)
     return ["<h2>Experts</h2>", html.charts(expert_maps(shown))] if shown else []
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Chart the canaries during training by their number of repeats; nothing without [audit]."""
+    """Chart the canaries during training by their number of repeats, and nothing without [audit]."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:
@@ -192,7 +197,7 @@ def _memorization(run: RecordedRun) -> list[str]:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Show the keys of the run files that are not alike."""
+    """Show the run-file keys that differ."""
     keys = [_flat(run) for run in runs]
     names = sorted(set().union(*keys) - {"name"})
     rows = [[name, *(each.get(name, "") for each in keys)] for name in names if len({k.get(name) for k in keys}) > 1]
@@ -203,7 +208,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _flat(run: RecordedRun) -> dict[str, str]:
-    """Return a run file's keys, table.key, and their values as text."""
+    """Return a run file's keys as table.key with their values as text."""
     try:
         tables = parse_toml(run.run_file)
     except ValueError as error:

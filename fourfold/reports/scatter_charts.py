@@ -1,4 +1,4 @@
-"""A scatter chart of many layouts."""
+"""Draw a scatter chart of many layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fourfold.reports.chart import chart, empty_chart
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a scatter; `text` appears under the pointer."""
+    """A point of a scatter. ``text`` appears under the pointer."""
 
     x: float
     y: float
@@ -18,7 +18,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points of one color of the page, `size` pixels wide; those of later groups are drawn on top."""
+    """Points in one color of the page, ``size`` pixels wide. Later groups are drawn on top."""
 
     name: str
     dots: Sequence[Dot]
@@ -37,7 +37,7 @@ def scatter(
     limit_label: str = "",
     height: int = 400,
 ) -> str:
-    """Draw points on a linear x and a logarithmic y axis, with a vertical line at `limit`."""
+    """Draw points on a linear x axis and a logarithmic y axis, with a vertical line at ``limit``."""
     series: list[dict[str, Any]] = [
         {
             "type": "scatter",

@@ -1,4 +1,4 @@
-"""The short records beside a run's metrics.jsonl, as its page reads them."""
+"""Read the short records that accompany a run's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl: task, metric, value; and why others failed."""
+    """A line of tasks.jsonl: task, metric, value, and why other tasks failed."""
 
     tasks: dict[str, dict[str, float | None]]
     failed: dict[str, str] = {}
@@ -26,7 +26,7 @@ class CanaryGroup(BaseModel):
 
 
 class MemorizationRecord(BaseModel):
-    """A line of memorization.jsonl: canaries by the times that they were trained on, or "all"."""
+    """A line of memorization.jsonl: canaries by the number of times they were trained on, or "all"."""
 
     by_count: dict[str, CanaryGroup]
 
@@ -41,7 +41,11 @@ class ExpertRecord(BaseModel):
 
 
 def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
-    """Read the lines of a record; none where there is no file. Raises ``UserError`` for a line of another shape."""
+    """Read the lines of a record, or none if there is no file.
+
+    Raises:
+        UserError: A line has another shape.
+    """
     return read_metrics(path, partial(_check, shape)) if path.is_file() else []
 
 

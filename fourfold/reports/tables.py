@@ -1,4 +1,4 @@
-"""Tables for the terminal that stay readable where it is narrow."""
+"""Print tables that stay readable in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LONGEST_WORD = 24
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
     """Print a table that fits the terminal's width.
 
-    Text columns are the first one, those without a name, and those named in ``words``; the others are numbers, aligned
-    right. Text wraps between words, a number never wraps. In a terminal too narrow for that, columns lose their lines
-    and padding, then the table is printed in several parts, each with the first column.
+    The first column, columns without a name, and columns named in ``words`` are text. All remaining columns are
+    numbers, aligned right. Text wraps between words, and a number never wraps. In a terminal that is too narrow,
+    columns lose their lines and padding. If that does not suffice, the table is printed in several parts, each with the
+    first column.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
@@ -31,7 +32,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         others = [[row[0], *row[count:]] for row in rows]
         print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
         return
-    room = console.width - len(header) + 1  # without what is between columns
+    room = console.width - len(header) + 1  # without the space between columns
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
     widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))
@@ -51,13 +52,14 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the width of a table, by header, in which only headers wrap, and cells of the columns in ``words``."""
+    """Return a table's width if only headers and cells of the columns in ``words`` wrap."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
-    """Format bytes for a column of one unit: three decimals, or three significant digits where those would be zeros."""
+    """Format bytes for a column of one unit: three decimals, or three significant digits if the decimals would be
+    zeros."""
     if size == 0:
         return "0"
     return f"{size / unit:,.3f}" if size / unit >= 0.1 else f"{size / unit:.3g}"
@@ -68,7 +70,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the width in which only the header, which is first, wraps, and text that is longer than any number."""
+    """Return the width at which only the header (the first cell) wraps, and text that is longer than any number."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),
@@ -81,7 +83,7 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all fit: down to the widths of each stage, then if need be to one character."""
+    """Shrink the widest columns until all fit: down to the widths of each stage, then if necessary to one character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

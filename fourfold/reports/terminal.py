@@ -1,4 +1,4 @@
-"""Tables for the terminal, made from reports."""
+"""Print reports as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """Print for each quantity the tensor that deviates most from float64, beside one process in float32."""
+    """Print, for each quantity, the tensor that deviates most from float64, next to one process in float32."""
     rows = []
     for quantity in report.deviations:
         worst = report.worst(quantity)
@@ -56,7 +56,7 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print memory by kind and collectives by axis and purpose: of one rank, or of each pipeline rank."""
+    """Print memory by kind and collectives by axis and purpose, for one rank or for each pipeline rank."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
@@ -80,7 +80,7 @@ def trace_tables(report: TraceReport) -> None:
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the share of each axis's bytes that no matrix product hides, and of its seconds on a machine."""
+    """Print the fraction of each axis's bytes that no matmul hides, and with a machine the fraction of its seconds."""
     sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
@@ -138,8 +138,8 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences with trained tokens in green, those the goldfish mask drops in red brackets, all others dimmed;
-    then statistics of the masks."""
+    """Print sequences with trained tokens in green, tokens that the goldfish mask drops in red brackets, and all
+    further tokens dimmed. Then print statistics of the masks."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -168,7 +168,7 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
 
 
 def evaluation_tables(record: Mapping[str, Any]) -> None:
-    """Print the loss on each text, and the metrics of each task."""
+    """Print the loss on each text and the metrics of each task."""
     rows = [
         [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
         for name, t in record["texts"].items()
@@ -198,7 +198,7 @@ def rank_table(record: Mapping[str, Any]) -> None:
 
 
 def loki_tables(record: Mapping[str, Any]) -> None:
-    """Print Loki's loss of quality on a text and in tasks."""
+    """Print the quality that Loki loses on a text and in tasks."""
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
         print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))
@@ -208,7 +208,7 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Describe how tokens were chosen, the speed, the cache, and with Loki the share of the cache that it reads."""
+    """Describe how tokens were chosen, the speed, the cache, and with Loki the fraction of the cache that it reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     read = ""

@@ -1,4 +1,4 @@
-"""The timeline of a predicted step: every forward and backward of each rank of pp, and what follows them."""
+"""Draw the timeline of a predicted step: every forward and backward of each pp rank, and what follows them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 STAGES, OPERATIONS = 16, 4000
-"""Largest timeline; of a larger pipeline it shows the first part."""
+"""The largest timeline. A larger pipeline is shown in part."""
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 REST = "rest of the step"
 
 
 class Bar(NamedTuple):
-    """An operation: its rank of pp, its seconds, and for which micro-batch and stage it runs (-1: for all)."""
+    """An operation: its pp rank, its seconds, and the micro-batch and stage that it runs for (-1: for all)."""
 
     rank: int
     begin: float
@@ -29,7 +29,8 @@ class Bar(NamedTuple):
 
 
 def step_timeline(best: Prediction) -> str:
-    """Draw the step with equal stages, zoomable, with a button that saves it for Perfetto and chrome://tracing."""
+    """Draw the step with equal stages. The chart can zoom and has a button that saves it for Perfetto and
+    chrome://tracing."""
     bars, cut = timeline_bars(best)
     ranks = 1 + max(bar.rank for bar in bars)
     kinds = [kind for kind in (*KINDS.values(), REST) if any(bar.kind == kind for bar in bars)]
@@ -56,10 +57,10 @@ def step_timeline(best: Prediction) -> str:
 
 
 def timeline_bars(best: Prediction) -> tuple[list[Bar], str]:
-    """The operations of the step, and a note on what is left out.
+    """Return the operations of the step, and a note on what is left out.
 
-    Every stage takes as long as the average one. What does not run once for each micro-batch (the logits, what is left
-    of the gradient sum, the optimizer) is one operation at the end, so that a whole step ends when the prediction does.
+    Every stage takes as long as the average stage. Work that does not run once per micro-batch (the logits, the end of
+    the gradient sum, the optimizer) is one operation at the end, so the whole step ends when the prediction does.
     """
     work = best.work
     pp, count, chunks = int(work.layout.pp), int(work.micro_batches), max(int(work.layout.interleave), 1)

@@ -28,7 +28,7 @@ def tune_tables(result: TuneRecord) -> None:
 
 
 def summary_of(result: TuneRecord) -> str:
-    """Return one paragraph: what was tried, what is best and by how much, how sure that is, and what failed."""
+    """Return one paragraph: what was tried, what is best and by how much, how certain that is, and what failed."""
     counts = Counter(trial.result.outcome for trial in result.trials)
     sentences = [
         f"Of {counted(result.layouts, 'legal layout')}, {counted(len(result.trials), 'trial')} "
