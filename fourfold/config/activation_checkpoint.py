@@ -1,4 +1,4 @@
-"""The section of the run file that says what is recomputed in the backward, or kept on the CPU."""
+"""The section of the run file that says what is recomputed in the backward or kept on the CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fourfold.config.strict import Strict
 
 class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = Field(
-        "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
+        "none",
+        description="Recompute whole blocks in the backward (full), or only the listed modules (selective). full "
+        "saves the most memory and costs about a third more computation.",
     )
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
         ["mlp", "norms", "gathers"],
-        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
-        "their own part of an input that the ranks of x or y share, and gather it again. All but attention cost "
-        "next to nothing.",
+        description="selective: what to recompute. Choose the attention core, the MLP's activation (mlp), and the "
+        "norms. With gathers, linear layers keep only their own part of an input that x or y ranks share, and gather "
+        "it again. All but attention cost next to nothing.",
     )
-    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
-    offload: bool = Field(
-        False, description="full: the inputs of blocks are offloaded to the CPU's memory until the backward."
-    )
+    every: int = Field(1, ge=1, description="Recompute only every n-th block. The remaining blocks keep everything.")
+    offload: bool = Field(False, description="full: move the inputs of blocks to the CPU's memory until the backward.")
 
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:

@@ -1,4 +1,4 @@
-"""The sections of the run file that say what else happens while a run trains, and when it ends."""
+"""The sections of the run file for work that accompanies training and for ending a run early."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from fourfold.config.strict import PathText, Strict
 
 
 class ValidationConfig(Strict):
-    """Its loss also decides which checkpoint is the best, and may end the run: that of the moving average of the
-    weights where [ema] keeps one."""
+    """Validation during training. The validation loss decides which checkpoint is the best, and can end the run. If
+    [ema] keeps a moving average of the weights, the average's loss decides."""
 
-    interval: int = Field(0, ge=0, description="Steps between validations; 0 never validates.")
-    steps: int = Field(8, gt=0, description="Global batches of one validation.")
+    interval: int = Field(0, ge=0, description="Number of steps between validations. 0 disables validation.")
+    steps: int = Field(8, gt=0, description="Number of global batches in one validation.")
     keep_best: bool = Field(
         False,
-        description="Save after a validation whose loss is the lowest so far, and keep that checkpoint until a better "
-        "one is there; the link checkpoints/best leads to it.",
+        description="Save after each validation with a new lowest loss, and keep that checkpoint until a better "
+        "one exists. The link checkpoints/best points to it.",
     )
-    patience: int = Field(0, ge=0, description="End the run after so many validations in a row without a new lowest "
-                          "loss; 0 never does.")  # fmt: skip
+    patience: int = Field(
+        0,
+        ge=0,
+        description="End the run after this many consecutive validations without a new lowest loss. 0 disables this.",
+    )
     min_improvement: float = Field(
-        0.0, ge=0, description="A loss counts as lower only if it is so much below the lowest before it."
+        0.0, ge=0, description="A loss counts as lower only if it is at least this much below the lowest so far."
     )
 
     @model_validator(mode="after")
@@ -37,35 +40,37 @@ class ValidationConfig(Strict):
 
 
 class EMAConfig(Strict):
-    """An exponential moving average of the trained weights (arXiv 1703.01780): float32, cut over the grid as they are.
+    """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    It is saved with them, validated beside them, and written by `fourfold checkpoint export-hf --ema`
+    It is saved and validated together with the weights, and `fourfold checkpoint export-hf --ema` writes it
     ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(
-        0.0, ge=0, lt=1, description="Share of the average that a step keeps, such as 0.999; 0 keeps no average."
+        0.0, ge=0, lt=1, description="Fraction of the average that a step keeps, such as 0.999. 0 keeps no average."
     )
 
 
 class DPOConfig(Strict):
-    """Direct preference optimization (arXiv 2305.18290) on pairs of answers, of which one was preferred.
+    """Direct preference optimization (arXiv 2305.18290) on pairs of answers, one of them preferred.
 
-    The reference is the model with which training begins; its log-probabilities of all answers are computed once, on
-    the same grid ([preferences.md](preferences.md)). Batch sizes count answers: two for each pair.
+    The reference is the model at the start of training. Its log-probabilities of all answers are computed once, on the
+    same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
     """
 
     beta: float = Field(
-        0.0, ge=0, description="Strength of the pull to the reference, such as 0.1; 0 trains by next tokens."
+        0.0, ge=0, description="Strength of the pull towards the reference, such as 0.1. 0 trains on next tokens."
     )
 
 
 class AuditConfig(Strict):
-    """Audits of canaries during training, written to memorization.jsonl; `fourfold audit` measures more."""
+    """Audits of canaries during training, written to memorization.jsonl. `fourfold audit` measures more."""
 
-    interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
-    documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
-    suffix: int = Field(50, ge=1, description="Tokens at the end of a document that must be repeated.")
+    interval: int = Field(
+        0, ge=0, description="Number of steps between audits. 0 disables audits. The last step is audited too."
+    )
+    documents: PathText | None = Field(None, description="A .jsonl file with a ledger of canaries or any documents.")
+    suffix: int = Field(50, ge=1, description="Number of tokens at a document's end that the model must reproduce.")
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:
@@ -78,13 +83,17 @@ class AuditConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Tasks of lm-eval during training, on its own grid, written to tasks.jsonl (needs the extra `evaluate`)."""
+    """lm-eval tasks during training, on the training grid, written to tasks.jsonl (needs the extra `evaluate`)."""
 
-    interval: int = Field(0, ge=0, description="Steps between evaluations; 0: none. The last step is evaluated too.")
+    interval: int = Field(
+        0, ge=0, description="Number of steps between evaluations. 0 disables them. The last step is evaluated too."
+    )
     tasks: list[str] = Field([], description="Tasks by lm-eval's names.")
-    include_path: PathText | None = Field(None, description="A folder with tasks of your own.")
-    limit: int | None = Field(None, gt=0, description="Documents per task. Default: all.")
-    num_fewshot: int | None = Field(None, ge=0, description="Examples in a task's prompt. Default: the task's.")
+    include_path: PathText | None = Field(None, description="A folder with your own tasks.")
+    limit: int | None = Field(None, gt=0, description="Number of documents per task. Default: all.")
+    num_fewshot: int | None = Field(
+        None, ge=0, description="Number of examples in a task's prompt. Default: the task's."
+    )
 
     @model_validator(mode="after")
     def _tasks_given(self) -> EvaluationConfig:
@@ -98,5 +107,7 @@ class EvaluationConfig(Strict):
 
 class SampleConfig(Strict):
     prompt: str | None = Field(None, description="Text to continue when training ends. Default: no sample.")
-    max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
-    temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
+    max_new_tokens: int = Field(200, gt=0, description="Largest number of tokens in the sample.")
+    temperature: float = Field(
+        0.8, ge=0, description="0 always takes the most likely token. Higher values draw more varied text."
+    )

@@ -1,4 +1,4 @@
-"""What each key of a schema takes, in words, and turning pydantic's errors into sentences that say it."""
+"""Say what each key of a schema accepts, and turn pydantic's errors into sentences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 SIMPLE: tuple[Any, ...] = (1, 0.5, 2.0, "name", ["name"], [1], [])
 """Values to suggest for keys that have neither an example nor a default."""
 PATTERN = "string_pattern_mismatch"
-"""The error of a name that no folder should have; only names of runs have a pattern."""
+"""The error of a name that no folder should have. Only names of runs have a pattern."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Key:
     annotation: Any
     metadata: list[Any]
     samples: list[Any]
-    """Its examples, which the schema accepts, and its default, which stands for "unset" if the schema refuses it."""
+    """Its examples, which the schema accepts, and its default, which means "unset" if the schema refuses it."""
 
     def example(self, given: Any) -> Any:
-        """Return a value that the schema accepts, as near to the given one as it gets; None if it knows none."""
+        """Return a value that the schema accepts, as close to the given one as possible, or None if none is known."""
         annotated: Any = Annotated[self.annotation, Field(), *self.metadata]
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
@@ -55,7 +55,7 @@ class Key:
 
 
 def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
-    """Return the key at a location of pydantic's, without the alternatives of a union that pydantic adds."""
+    """Return the key at one of pydantic's locations, without the union alternatives that pydantic adds."""
     annotation: Any = schema
     key = Key("", schema, [], [])
     for part in location:
@@ -77,7 +77,7 @@ def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
 
 
 def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
-    """Say in one sentence which key is wrong, what it is, what it must be, and a value that works."""
+    """Say in one sentence which key is wrong, its value, what it must be, and a value that works."""
     key = key_at(schema, error["loc"])
     reason = f"must be {_with_article(type_name(key.annotation, key.metadata))}".replace("`", "").replace('"', "'")
     if error["type"] == "value_error":
@@ -96,7 +96,7 @@ def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section behind an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
+    """Return the section behind an annotation such as ``Section``, ``Section | None``, or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)
@@ -124,7 +124,7 @@ _TOML.maxstring = _TOML.maxother = 60
 
 
 def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
-    """Yield what may have been meant: a number without its quotes, a list around its only item."""
+    """Yield what the user may have meant: a number without its quotes, or a list around its only item."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             yield parse_toml(f"value = {given}")["value"]

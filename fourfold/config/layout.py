@@ -1,4 +1,4 @@
-"""Checks a run's layout, and determines how it divides the attention."""
+"""Check a run's layout, and determine how it divides the attention."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Logits that one rank makes at once: as many as fit a CPU's cache; enough rows for a GPU's matrix units."""
+"""Number of logits that one rank makes at once: what fits a CPU's cache, and enough rows for a GPU's matrix units."""
 
 
 class ProductSizes(NamedTuple):
-    """Sizes of the products of one linear layer on one rank."""
+    """Sizes of one linear layer's matmuls on one rank."""
 
     tokens: int
-    """Rows of its input, which it multiplies at once."""
+    """Rows of its input that it multiplies at once."""
     outputs: int
     inputs: int
 
 
 def product_sizes(run: RunConfig) -> dict[str, ProductSizes]:
-    """The sizes of the linear layers of a block, by name."""
+    """Return the sizes of a block's linear layers by name."""
     model, grid, training = run.model, run.parallel, run.training
     parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
     tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
@@ -42,7 +42,7 @@ def product_sizes(run: RunConfig) -> dict[str, ProductSizes]:
 
 
 def check_layout(run: RunConfig) -> None:
-    """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""
+    """Raise ``UserError`` if the model, the batch, or the sequence does not divide over the grid."""
     sizes = Sizes.of(run)
     for rule in RULES:
         if rule.broken(sizes):
@@ -69,13 +69,13 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """The dimension along which the y ranks share the attention: heads where they divide, else batch, else queries."""
+    """Return the dimension along which the y ranks share attention: heads if they divide, else batch, else queries."""
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """The way in which the ranks of cp attend; auto: "ulysses" where the heads divide."""
+    """Return how the ranks of cp attend. auto is "ulysses" if the heads divide."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

@@ -10,10 +10,10 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, stages_per_rank
 
 FLOAT8_MULTIPLE = 16
-"""Every size of a float8 matrix product is a multiple of this (torch._scaled_mm)."""
+"""Every size of a float8 matmul is a multiple of this (torch._scaled_mm)."""
 
 Number = Any
-"""An int or a bool, or a NumPy array of them with one entry for each layout."""
+"""An int or a bool, or a NumPy array of them with one entry per layout."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Sizes:
     kv_heads: int
     head_dim: int
     inner: int
-    """Width of the dense MLPs; 0: there are none."""
+    """Width of the dense MLPs. 0 if there are none."""
     vocab: int
     positions: int
-    """Rows of a learned position table; 0: none."""
+    """Rows of a learned position table. 0 if there is none."""
     seq: int
     batch: int
     float8: bool
@@ -45,19 +45,19 @@ class Sizes:
     shards_per_node: Number
     stages: Number
     in_rounds: Number
-    """A pipeline with one of the schedules ``IN_ROUNDS``."""
+    """Whether a pipeline has one of the schedules ``IN_ROUNDS``."""
     split_backward: Number
-    """A pipeline with one of the schedules ``SPLIT_BACKWARD``."""
+    """Whether a pipeline has one of the schedules ``SPLIT_BACKWARD``."""
     dual_pipe_v: Number
     ulysses: Number
     layers_per_stage: tuple[int, ...] | None = None
     vocab_multiple: int = 1
     experts: int = 0
-    """0: dense MLPs."""
+    """0 for dense MLPs."""
     expert_inner: int = 0
     """Width of one expert."""
     shared_inner: int = 0
-    """Width of the shared expert; 0: none."""
+    """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
 
     @classmethod
@@ -94,65 +94,65 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Features of all key heads."""
+        """Return the features of all key heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a micro-batch on all ranks of cp."""
+        """Return the tokens of a micro-batch on all ranks of cp."""
         return self.micro_batch * self.seq
 
     @cached_property
     def together(self) -> Number:
-        """Sequences that one matrix product of a rank computes: a micro-batch, or its part where parts take turns and
-        are sequences."""
+        """Return the number of sequences in one matmul of a rank: a micro-batch, or a part of it if parts are
+        sequences."""
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 
     @cached_property
     def at_once(self) -> Number:
-        """Sequences that all ranks together run at once."""
+        """Return the number of sequences that all ranks together run at once."""
         return self.micro_batch * self.dp * self.z
 
     @cached_property
     def micro_batches(self) -> Number:
-        """Micro-batches that each rank runs in a step."""
+        """Return the number of micro-batches that each rank runs in a step."""
         return self.batch // self.at_once
 
     @property
     def rounds(self) -> Number:
-        """Rounds, of at least pp micro-batches each, in which schedules ``IN_ROUNDS`` run them; at least one."""
+        """Return the number of rounds (at least one) of schedules ``IN_ROUNDS``. Each has at least pp micro-batches."""
         whole = self.micro_batches // self.pp
         return whole + (whole == 0)
 
     @cached_property
     def whole_heads(self) -> Number:
-        """The heads divide over x and y."""
+        """Return whether the heads divide over x and y."""
         return self.heads % (self.x * self.y) == 0
 
     @cached_property
     def splits_queries(self) -> Number:
-        """y shares the attention by queries, as it divides neither the heads nor the sequences."""
+        """Return whether y shares the attention by queries, because it divides neither the heads nor the sequences."""
         return (self.heads % (self.x * self.y) != 0) & (self.together % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
-        """Features of keys and values that x and y divide together: all if the heads do, else none."""
+        """Return the features of keys and values that x and y divide together: all if the heads divide, else none."""
         return self.keys * self.whole_heads
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Ranks that share the heads where cp exchanges heads for tokens."""
+        """Return the number of ranks that share the heads if cp exchanges heads for tokens."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property
     def uneven_heads(self) -> Number:
-        """True where these ranks cannot all have the same number of whole heads of queries and of keys."""
+        """Return whether these ranks cannot all have the same number of whole query heads and key heads."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property
     def uneven_nodes(self) -> Number:
-        """True where a shard group is neither a multiple of a node nor a divisor of one."""
+        """Return whether a shard group is neither a multiple of a node nor a divisor of one."""
         over_z, over_all = self.zero < 3, self.zero > 0
         everyone = self.dp * self.cp * self.z
         return (over_z & _is_uneven(self.z, self.shards_per_node)) | (
@@ -161,12 +161,12 @@ class Sizes:
 
     @cached_property
     def token_ranks(self) -> Number:
-        """Ranks that split the tokens; ``ep`` neighbors among them share a copy of the experts."""
+        """Return the number of ranks that split the tokens. ``ep`` neighbors among them share a copy of the experts."""
         return self.dp * self.cp * self.z
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
-        """Sizes of a rank's matrix products."""
+        """Return the sizes of a rank's matmuls."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
             "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,
@@ -177,7 +177,7 @@ class Sizes:
 
     @property
     def uneven_float8(self) -> Number:
-        """A float8 product has a size that its kernel does not take."""
+        """Return whether a float8 matmul has a size that its kernel does not take."""
         return self.float8 and sum(size % FLOAT8_MULTIPLE for size in self.float8_sizes.values()) != 0
 
 

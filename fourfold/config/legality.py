@@ -1,6 +1,6 @@
-"""Which layouts are legal: one table of rules, for the run file and for the planner's search.
+"""Decide which layouts are legal, with one table of rules for the run file and for the planner's search.
 
-Conditions are arithmetic on ``Sizes``: those of one layout are ints, those of many are NumPy arrays.
+Conditions are arithmetic on ``Sizes``. For one layout they are ints, for many layouts NumPy arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fourfold.config.stages import balanced
 
 
 class Rule(NamedTuple):
-    """Something that makes a layout illegal."""
+    """A reason that makes a layout illegal."""
 
     reason: str
     """The reason for refusing many layouts, without numbers."""
@@ -30,19 +30,20 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Divides:
-    """The rule that axes, together, divide a number; it has the attributes of a ``Rule``."""
+    """The rule that axes together divide a number. It has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
     number: str
-    """Name in ``Sizes``."""
+    """The number's name in ``Sizes``."""
     layer: str
     key: str
-    """Key of the run file that another value of would be proposed for."""
+    """The run-file key for which to propose another value."""
     product: str = ""
-    """Keys whose product the number is, and their values by names in ``Sizes``, if it is not the key's own value."""
+    """Keys whose product is the number, and their values by names in ``Sizes``, if the number is not the key's own
+    value."""
     unit: str = ""
-    """Name in ``Sizes`` of the unit, of which the number is always a multiple."""
+    """Name in ``Sizes`` of a unit that always divides the number."""
 
     @property
     def reason(self) -> str:
@@ -72,7 +73,7 @@ class Divides:
         return f"{axis} = {most} works here, and other rules are broken too"
 
     def _other_sizes(self, run: RunConfig, sizes: Sizes, axis: str) -> str:
-        """The nearest sizes of an axis with which the run is legal."""
+        """Return the nearest sizes of an axis that make the run legal."""
         now, number = getattr(sizes, axis), getattr(sizes, self.number)
         whole = [n for n in range(1, 4 * now + 1) if number % (self._ranks(sizes) // now * n) == 0]
         below = next((n for n in reversed(whole) if n < now and accepts(run, f"parallel.{axis}", n)), None)
@@ -81,7 +82,7 @@ class Divides:
         return f"{axis} = {' or '.join(found)}" if found else ""
 
     def _other_values(self, run: RunConfig, sizes: Sizes) -> list[int]:
-        """Values of the key that the axes divide, nearest first."""
+        """Return values of the key that the axes divide, nearest first."""
         ranks, section = self._ranks(sizes), self.key.partition(".")
         now = int(getattr(getattr(run, section[0]), section[2]))
         if self.key == "model.num_key_value_heads":
@@ -298,7 +299,8 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Whether a run is legal with another value of one key, whether or not its file gives the sizes that follow."""
+    """Return whether a run is legal with another value of one key, whether or not its file gives the sizes that
+    follow."""
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value
@@ -317,7 +319,7 @@ def accepts(run: RunConfig, key: str, value: int) -> bool:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor that is at most ``most``."""
+    """Return the largest divisor that is at most ``most``."""
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 

@@ -12,47 +12,55 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss: about 1 in k tokens is never trained on, so that no long passage is learned verbatim.
+    """The goldfish loss: about 1 in k tokens is never trained on, so the model learns no long passage verbatim.
 
     Validation is never masked. See [memorization.md](memorization.md) for how to choose k and h.
     """
 
     strategy: Strategy = Field(
         "none",
-        description="hash: by the h tokens before, so that every copy of a passage has the same mask; hash-table: the "
-        "bits of the published code; static: every k-th token of a sequence; random: a new mask at every reading, "
-        "which protects nothing (for comparison).",
+        description="How to choose the masked tokens. hash decides by the h preceding tokens, so every copy of a "
+        "passage has the same mask. hash-table reproduces the published code bit for bit. static masks every k-th "
+        "token of a sequence. random draws a new mask at every reading, which protects nothing (for comparison).",
     )
-    k: int = Field(4, ge=2, description="One token in k is left out.")
+    k: int = Field(
+        4, ge=2, description="One token in k is left out. A smaller k protects more and trains on fewer tokens."
+    )
     h: int = Field(
-        13, ge=1, le=2**20, description="Preceding tokens that decide whether a token is masked (hash, hash-table)."
+        13,
+        ge=1,
+        le=2**20,
+        description="Number of preceding tokens that decide whether a token is masked (hash, hash-table).",
     )
     start_step: int = Field(0, ge=0, description="The first optimizer step that is masked.")
     include_target: bool = Field(
-        True, description="hash-table: the h tokens end with the target, as published; false: they precede it."
+        True,
+        description="hash-table: whether the h tokens include the target, as published. With false they precede it.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Selects the mask (hash, random).")
     exempt: list[int] = Field(
-        [], description="Token ids that are never left out, besides the tokenizer's special tokens."
+        [], description="Token ids that are never left out, in addition to the tokenizer's special tokens."
     )
 
     @property
     def preceding(self) -> int:
-        """Tokens before a target that decide whether it is masked."""
+        """Return the number of tokens before a target that decide whether it is masked."""
         return self.h - 1 if self.strategy == "hash-table" and self.include_target else self.h
 
 
 class ResponsesConfig(Strict):
     """Fine-tuning on responses: only the tokens between the markers, and the closing marker, are trained on.
 
-    A response lasts until the closing marker or the end of its document. One whose opening marker is before the
-    sequence is left out.
+    A response lasts until the closing marker or the end of its document. A response whose opening marker comes before
+    the sequence is left out.
     """
 
     start: str | list[int] | None = Field(
-        None, description="Opens a response: text, or token ids. Default: no such mask."
+        None, description="Text or token ids that open a response. By default there is no such mask."
     )
-    end: str | list[int] | None = Field(None, description="Closes it: text, or token ids. Default: the document's end.")
+    end: str | list[int] | None = Field(
+        None, description="Text or token ids that close a response. Default: the document's end."
+    )
 
     @model_validator(mode="after")
     def _markers(self) -> ResponsesConfig:
@@ -70,10 +78,12 @@ class ResponsesConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """A token is trained on where every mask keeps it; the first token of a document never is."""
+    """A token is trained on if every mask keeps it. The first token of a document never is."""
 
-    goldfish: GoldfishConfig = Field(GoldfishConfig(), description="Against memorization; below.")
-    responses: ResponsesConfig = Field(ResponsesConfig(), description="For fine-tuning on responses; below.")
+    goldfish: GoldfishConfig = Field(
+        GoldfishConfig(), description="The goldfish loss against memorization, described below."
+    )
+    responses: ResponsesConfig = Field(ResponsesConfig(), description="Training on responses only, described below.")
     functions: list[str] = Field(
-        [], description="Masks of your own, as 'module:function', from sequences to true where a token is kept."
+        [], description="Your own masks as 'module:function'. Each maps sequences to true for tokens to keep."
     )

@@ -10,17 +10,17 @@ from fourfold.config.strict import Strict
 
 
 class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's type, without optimizer states.
+    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's dtype, without optimizer states.
 
-    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold checkpoint export-hf` writes
-    them as peft reads them, or merged into the model ([huggingface.md](huggingface.md#lora)).
+    It needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes them in peft's
+    format, or merged into the model ([huggingface.md](huggingface.md#lora)).
     """
 
-    rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")
+    rank: int = Field(0, ge=0, description="Rank r of the adapters. 0 trains the whole model.")
     alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
     targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
         None,
         min_length=1,
         examples=[["q_proj", "v_proj"]],
-        description="Linear layers that have an adapter. Default: all of a block's.",
+        description="Linear layers with an adapter. Default: all linear layers of a block.",
     )

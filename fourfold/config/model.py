@@ -13,7 +13,7 @@ from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
 
 IGNORE_INDEX = -100
-"""Label of a position that the loss leaves out: data writes it, the model reads it."""
+"""Label of a position that the loss leaves out. The data writes it, and the model reads it."""
 
 MOST_LAYERS = 100_000
 
@@ -21,7 +21,7 @@ MOST_PARAMETERS = 2**58
 """With more parameters, sizes in bytes overflow 64 bits."""
 
 UNSET = 0
-"""Default of a size that ``ModelConfig`` derives from the others."""
+"""Default of a size that ``ModelConfig`` derives from other sizes."""
 
 OF_EXPERTS = {
     "router_score": "softmax",
@@ -39,121 +39,145 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class ModelConfig(Strict):
-    """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / OLMo / Gemma shapes are settings of the same keys."""
+    """One decoder. GPT-2/3, GPT-NeoX, Llama, Mistral, Qwen, OLMo, and Gemma shapes are settings of the same keys."""
 
     preset: str | None = Field(
-        None, examples=["gpt2"], description="Start from a preset's sizes; any other key overrides it."
+        None, examples=["gpt2"], description="Start from a preset's sizes. Any other key overrides the preset."
     )
     from_hf: PathText | None = Field(
         None,
-        description="Start from the sizes and the weights of a Hugging Face model: its folder, or its id on the Hub; "
-        "any other key overrides its config.json.",
+        description="Start from the sizes and weights of a Hugging Face model, given as a folder or an id on the "
+        "Hub. Any other key overrides its config.json.",
     )
-    vocab_size: Size = Field(examples=[50257], description="Tokens that the tokenizer knows.")
+    vocab_size: Size = Field(examples=[50257], description="Number of tokens in the tokenizer's vocabulary.")
     hidden_size: Size = Field(examples=[768], description="Width of the residual stream.")
     num_hidden_layers: int = Field(
-        examples=[12], gt=0, le=MOST_LAYERS, description="Blocks, each of attention and MLP."
+        examples=[12], gt=0, le=MOST_LAYERS, description="Number of blocks. Each has attention and an MLP."
     )
-    num_attention_heads: Size = Field(examples=[12], description="Query heads.")
+    num_attention_heads: Size = Field(examples=[12], description="Number of query heads.")
     num_key_value_heads: Size = Field(
         UNSET,
-        description="Heads of keys and values; must divide num_attention_heads, which is the default.",
+        description="Number of key and value heads. Must divide num_attention_heads, which is the default. Fewer "
+        "heads (GQA) make the KV cache smaller.",
     )
-    head_dim: Size = Field(UNSET, description="Channels of a head. Default: hidden_size / num_attention_heads.")
+    head_dim: Size = Field(UNSET, description="Width of one head. Default: hidden_size / num_attention_heads.")
     intermediate_size: int = Field(UNSET, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
-    max_position_embeddings: Size = Field(2048, description="Longest sequence; rows of a learned position table.")
+    max_position_embeddings: Size = Field(
+        2048, description="Length of the longest sequence, and number of rows in a learned position table."
+    )
     mlp: Literal["swiglu", "geglu", "gelu"] = Field(
-        "swiglu", description="swiglu, geglu: gated by SiLU or GELU, three matrices; gelu: two."
+        "swiglu",
+        description="Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU "
+        "(gelu) with two.",
     )
     gelu_approximation: Literal["tanh", "none"] = Field(
-        "tanh", description="Approximation of GELU in geglu and gelu; none: exact, by the error function."
+        "tanh",
+        description="Approximation of GELU in geglu and gelu. none computes it exactly, with the error function.",
     )
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization of attention and MLP.")
     norm_placement: Literal["before", "after", "around"] = Field(
         "before",
-        description="Attention and MLP have a norm of their input, of their output (OLMo 2), or both (Gemma 2).",
+        description="Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both "
+        "(around, Gemma 2).",
     )
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
-    zero_centered_norm: bool = Field(False, description="RMSNorms multiply by 1 + weight (Gemma).")
+    norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or to the mean square, inside a norm.")
+    zero_centered_norm: bool = Field(False, description="RMSNorms multiply by 1 + weight instead of weight (Gemma).")
     parallel_residual: bool = Field(
-        False, description="Attention and MLP of a block run in parallel on its input (GPT-NeoX)."
+        False, description="Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."
     )
     position_embedding: Literal["rope", "learned"] = Field(
-        "rope", description="rope rotates queries and keys; learned adds a row of a table to the embedding."
+        "rope", description="rope rotates queries and keys. learned adds a row of a table to the embedding."
     )
     rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
     partial_rotary_factor: float = Field(
-        1.0, gt=0, le=1, description="Share of a head's channels, from the first on, that are rotated (GPT-NeoX)."
+        1.0,
+        gt=0,
+        le=1,
+        description="Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX).",
     )
     rope_scaling: RopeScaling | None = Field(
         None,
         examples=[{"rope_type": "linear", "factor": 2.0}],
-        description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained.",
+        description="Stretch the rotary frequencies for longer contexts. By default, and with rope_type = "
+        "'default', they stay as trained.",
     )
     sliding_window: int = Field(
-        0, ge=0, description="Tokens that a query of a sliding layer sees, itself included; 0: no layer slides."
+        0,
+        ge=0,
+        description="Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns "
+        "windows off.",
     )
     layer_types: list[LayerType] = Field(
         [],
-        description="Kinds of the layers from the first on, repeated over all: only sliding_attention has the "
-        "sliding_window. Default: every layer slides, where there is one.",
+        description="Attention type of each layer, repeated over all layers. Only sliding_attention uses "
+        "sliding_window. By default every layer uses it if it is set.",
     )
     rope_local_base_freq: float = Field(
         0.0,
         ge=0,
-        description="Base of the rotary frequencies of sliding layers, which are then not stretched (Gemma 3); 0: "
-        "theirs are those of the others.",
+        description="Base of the rotary frequencies in sliding-window layers, without rope_scaling (Gemma 3). 0 "
+        "uses the same frequencies in all layers.",
     )
     query_pre_attn_scalar: Size = Field(
-        UNSET, description="Attention scores are divided by its square root. Default: head_dim."
+        UNSET, description="Attention scores are divided by this number's square root. Default: head_dim."
     )
     attn_logit_softcapping: float = Field(
-        0.0, ge=0, description="Attention scores s become c·tanh(s / c), where c is not 0 (Gemma 2)."
+        0.0,
+        ge=0,
+        description="If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention "
+        "kernels off.",
     )
-    final_logit_softcapping: float = Field(0.0, ge=0, description="The same of the LM head's logits.")
-    attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
-    attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
-    mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
+    final_logit_softcapping: float = Field(
+        0.0, ge=0, description="If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."
+    )
+    attention_bias: bool = Field(False, description="Biases in the query, key, and value projections.")
+    attention_output_bias: bool = Field(False, description="Bias in the attention's output projection.")
+    mlp_bias: bool = Field(False, description="Biases in the MLP's projections.")
     qk_norm: bool = Field(False, description="RMSNorms of queries and keys (Qwen3).")
     qk_norm_over: Literal["head", "all_heads"] = Field(
-        "head", description="What a norm of qk_norm normalizes: each head, or all heads of a token as one (OLMoE)."
+        "head", description="With qk_norm, normalize each head by itself, or all heads of a token together (OLMoE)."
     )
-    tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
-    scale_embeddings: bool = Field(False, description="Token embeddings are multiplied by √hidden_size (Gemma).")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
-    num_experts: int = Field(0, ge=0, le=2**16, description="Experts of each MLP (mixture of experts); 0: dense MLPs.")
-    num_experts_per_tok: Size = Field(2, description="Experts that each token goes to.")
+    tie_word_embeddings: bool = Field(False, description="The LM head shares the embedding's weights.")
+    scale_embeddings: bool = Field(False, description="Multiply token embeddings by √hidden_size (Gemma).")
+    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
+    num_experts: int = Field(
+        0, ge=0, le=2**16, description="Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."
+    )
+    num_experts_per_tok: Size = Field(2, description="Number of experts each token is routed to (top-k).")
     moe_intermediate_size: int = Field(
-        UNSET, ge=0, description="Inner width of one expert. Default, with experts: intermediate_size."
+        UNSET, ge=0, description="Inner width of one expert. Default with experts: intermediate_size."
     )
     router_score: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="From a router's logits to the experts' scores; sigmoid scores each alone (DeepSeek-V3)."
+        "softmax",
+        description="How router logits become scores: softmax over all experts, or a sigmoid for each expert "
+        "(DeepSeek-V3).",
     )
-    norm_topk_prob: bool = Field(True, description="The chosen experts' scores are divided by their sum.")
+    norm_topk_prob: bool = Field(True, description="Divide the chosen experts' scores by their sum.")
     router_bias: bool = Field(
         False,
-        description="A bias of each expert is added to the scores where experts are chosen, and only there: balance "
-        "without a loss (DeepSeek-V3).",
+        description="Add a bias per expert to the scores when experts are chosen, and only then (DeepSeek-V3). It "
+        "balances the load without a loss.",
     )
     routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the sum of the chosen experts' outputs.")
     shared_expert_intermediate_size: int = Field(
-        0, ge=0, description="Inner width of an MLP beside the experts that reads every token; 0: none."
+        0, ge=0, description="Inner width of a shared expert that reads every token. 0 means no shared expert."
     )
     shared_expert_gate: bool = Field(
-        False, description="The shared expert's output is multiplied by a sigmoid of its own (Qwen2-MoE)."
+        False, description="Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."
     )
     first_k_dense_replace: int = Field(
-        0, ge=0, description="The first layers, so many, have a dense MLP of intermediate_size (DeepSeek)."
+        0, ge=0, description="Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."
     )
     pad_vocab_size_to_multiple_of: Size = Field(
         128,
-        description="Rows of the embedding and head are padded to this; padding is never predicted.",
+        description="Pad the rows of embedding and head to a multiple of this number. Padding rows are never "
+        "predicted.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """Drop null for a size that follows from the others, as Hugging Face's files write it."""
+        """Drop null for a size that follows from other sizes, as Hugging Face's files write it."""
         if not isinstance(table, dict):
             return table
         derived = (
@@ -168,7 +192,7 @@ class ModelConfig(Strict):
     @field_validator("rope_scaling", mode="before")
     @classmethod
     def _default_is_none(cls, value: Any) -> Any:
-        """Read rope_type = 'default' as no scaling, as in Hugging Face's files; it removes a preset's."""
+        """Read rope_type = 'default' as no scaling, as in Hugging Face's files. It removes a preset's scaling."""
         return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
@@ -233,7 +257,7 @@ class ModelConfig(Strict):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Keep the shortest list that gives each layer its kind, and no base that is that of the others."""
+        """Keep the shortest list that gives each layer its kind, and drop a local base that equals the global one."""
         if self.rope_local_base_freq == self.rope_theta and self.rope_scaling is None:
             self.rope_local_base_freq = 0.0
         if not self.sliding_window:
@@ -284,38 +308,39 @@ class ModelConfig(Strict):
             )
 
     def is_sliding(self, layer: int) -> bool:
-        """True for the layers whose queries see a window of sliding_window tokens."""
+        """Return whether a layer's queries see a window of sliding_window tokens."""
         return bool(self.layer_types) and self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
 
     @property
     def kinds_of_layers(self) -> list[LayerType]:
-        """The kinds that some layer has."""
+        """Return the attention types that some layer has."""
         return list(dict.fromkeys(self.layer_types)) or ["full_attention"]
 
     @property
     def sliding_layers(self) -> int:
-        """Layers with a window."""
+        """Return the number of layers with a window."""
         return sum(self.is_sliding(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def gated_mlp(self) -> bool:
-        """True where the MLP has a gate beside its up projection."""
+        """Return whether the MLP has a gate in addition to its up projection."""
         return self.mlp != "gelu"
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotary embeddings rotate."""
+        """Return the number of a head's channels that rotary embeddings rotate."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head: independent of the grid, so that checkpoints are too."""
+        """Return the rows of embedding and head. The number does not depend on the grid, so checkpoints do not
+        either."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, vocabulary padding included, tied weights counted once."""
+        """Return the number of parameters, including vocabulary padding. Tied weights count once."""
         hidden = self.hidden_size
         embeddings = self.padded_vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_embedding == "learned":
@@ -326,22 +351,22 @@ class ModelConfig(Strict):
         return embeddings + norm + layers
 
     def is_sparse(self, layer: int) -> bool:
-        """True for the layers that have experts."""
+        """Return whether a layer has experts."""
         return self.num_experts > 0 and layer >= self.first_k_dense_replace
 
     @property
     def sparse_layers(self) -> int:
-        """Layers that have experts."""
+        """Return the number of layers that have experts."""
         return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
 
     @property
     def parameters_per_layer(self) -> int:
-        """Parameters of a layer; where there are experts, of one that has them."""
+        """Return the number of parameters of a layer, or of a layer with experts if there are any."""
         return self._attention_and_norms + (self._mixture(self.num_experts) if self.num_experts else self._mlp)
 
     @property
     def active_parameters_per_layer(self) -> int:
-        """Those of them that one token is multiplied by."""
+        """Return the number of a layer's parameters that one token is multiplied by."""
         return self._attention_and_norms + (self._mixture(self.num_experts_per_tok) if self.num_experts else self._mlp)
 
     @property
@@ -360,12 +385,12 @@ class ModelConfig(Strict):
         return (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
 
     def _mixture(self, experts: int) -> int:
-        """Parameters of a router, of so many experts, and of the shared one."""
+        """Return the number of parameters of a router, of ``experts`` experts, and of the shared expert."""
         width = experts * self.moe_intermediate_size + self.shared_expert_intermediate_size
         router = self.num_experts * (self.hidden_size + self.router_bias)
         return router + 3 * self.hidden_size * width + self.hidden_size * self.shared_expert_gate
 
 
 def round_to_multiple(number: int, of: int) -> int:
-    """The multiple of ``of`` (at least one) that is nearest to ``number``."""
+    """Return the multiple of ``of`` (at least one) that is nearest to ``number``."""
     return max(1, round(number / of)) * of

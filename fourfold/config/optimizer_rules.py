@@ -1,4 +1,4 @@
-"""[optimizer]: the optimizer of a run, the rule that each parameter follows, and the states that a rule keeps."""
+"""[optimizer]: a run's optimizer, the rule that each parameter follows, and the states that a rule keeps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ STATES: dict[Rule, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),
     "lion": ("exp_avg",),
 }
-"""The states of a rule, each of its weight's shape, by their names in a checkpoint."""
+"""The states of a rule by their names in a checkpoint. Each has its weight's shape."""
 
 
 class ParameterGroup(Strict):
-    """Parameters that are trained differently from the rest; the first group that matches a parameter applies.
+    """Parameters that are trained differently. The first group that matches a parameter applies.
 
-    `[[optimizer.groups]]` begins one. Names are as `layers.0.mlp.down_proj.weight`, those of `fourfold parity`.
+    `[[optimizer.groups]]` begins a group. Names look like `layers.0.mlp.down_proj.weight`, as in `fourfold parity`.
     """
 
     parameters: list[str] = Field(
-        min_length=1, description="Names, in which * stands for anything: 'embed_tokens.*', 'layers.*.mlp.*'."
+        min_length=1, description="Names of parameters. * matches anything: 'embed_tokens.*', 'layers.*.mlp.*'."
     )
-    lr_ratio: float = Field(1.0, ge=0, description="Factor on their learning rate; 0 freezes them.")
+    lr_ratio: float = Field(1.0, ge=0, description="Factor on their learning rate. 0 freezes them.")
     weight_decay: float | None = Field(
-        None, ge=0, description="Also applied to norms and biases that the group names. Default: as without the group."
+        None,
+        ge=0,
+        description="Their weight decay, which also applies to norms and biases that the group names. By default "
+        "nothing changes.",
     )
 
     @model_validator(mode="after")
@@ -42,21 +45,20 @@ class ParameterGroup(Strict):
 
 
 class OptimizerConfig(Strict):
-    """The optimizer ([optimizers.md](optimizers.md)). Weight decay applies to matrices; norms and biases have none
-    unless a group gives them one.
-    """
+    """The optimizer ([optimizers.md](optimizers.md)). Weight decay applies to matrices. Norms and biases have none
+    unless a group gives them one."""
 
     name: Rule = Field(
         "adamw",
-        description="muon: Muon for the matrices of the layers, and AdamW for embeddings, head, norms, biases and "
-        "routers, with the same `lr`. lion: Lion for all.",
+        description="`adamw`, `lion`, or `muon`: Muon for the layers' matrices, and AdamW with the same `lr` for "
+        "embeddings, head, norms, biases, and routers.",
     )
     lr: float = Field(3e-4, gt=0, description="Peak learning rate, after the warm-up.")
     betas: tuple[float, float] = Field(
         (0.9, 0.95),
         strict=False,
-        description="Decay of AdamW's running means of the gradient and of its square; Lion's β1 and β2, of which its "
-        "authors take [0.95, 0.98] for language models.",
+        description="Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's "
+        "authors use [0.95, 0.98] for language models.",
     )
     eps: float = Field(
         1e-8,
@@ -64,17 +66,19 @@ class OptimizerConfig(Strict):
         description="Added to the root of AdamW's second mean before dividing by it. Lion's sign is linear below it.",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Decoupled weight decay: each step shrinks matrices by lr × weight_decay."
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="Clip gradients to this global norm.")
     stochastic_rounding: bool = Field(
         False,
-        description="With training.master_weights = 'bf16': updates are rounded up or down at random, so that those "
-        "too small for bf16 are right on average; moments are float32.",
+        description="With training.master_weights = 'bf16', round updates up or down at random. Updates too small "
+        "for bf16 are then right on average. Moments stay in float32.",
     )
     groups: list[ParameterGroup] = Field(
         [],
         examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]],
-        description="Parameters with a learning rate, or a weight decay, of their own.",
+        description="Parameters with their own learning rate or weight decay.",
     )
 
     @model_validator(mode="after")
@@ -85,9 +89,9 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """The rule that a parameter follows: with Muon only matrices of the layers do, of which a router is none.
+    """Return the rule that a parameter follows. Muon steps only matrices of the layers, and no router.
 
-    A router, and the gate of a shared expert, are vectors of single outputs; Muon's authors leave such to AdamW.
+    A router, and the gate of a shared expert, are vectors of single outputs. Muon's authors leave these to AdamW.
     """
     if optimizer != "muon":
         return optimizer

@@ -1,4 +1,4 @@
-"""Named models: published sizes, under the keys of ``ModelConfig``."""
+"""Named models: published sizes under the keys of ``ModelConfig``."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
-    # Mixtral (Jiang et al. 2024, arXiv 2401.04088, table 1; the larger one: its config.json).
+    # Mixtral (Jiang et al. 2024, arXiv 2401.04088, table 1, and the larger model's config.json).
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, **_MIXTRAL, **_experts(8, 2, 14336), max_position_embeddings=32768),
     "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, **_MIXTRAL, **_experts(8, 2, 16384), max_position_embeddings=65536),
     # Qwen3 (Yang et al. 2025, arXiv 2505.09388, table 2, and their config.json).
@@ -146,7 +146,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from its ``preset``; the table's own keys win. An unknown name raises ``UserError``."""
+    """Fill a ``[model]`` table from its ``preset``. The table's own keys win. Raise ``UserError`` for an unknown
+    name."""
     name = section.get("preset")
     if name is None:
         return section
@@ -158,7 +159,8 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A ``[model]`` table whose missing keys have defaults; those of ``rope_scaling`` of the same type too."""
+    """Return a ``[model]`` table with defaults for its missing keys, including keys of ``rope_scaling`` of the same
+    type."""
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

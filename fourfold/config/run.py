@@ -27,7 +27,7 @@ from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
-"""The grid's axes, outermost first: x is fastest, so that its groups fall inside a node."""
+"""The grid's axes, outermost first. x is innermost, so its groups fall inside a node."""
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -37,35 +37,48 @@ Schedule = Literal[
 
 
 class ParallelConfig(Strict):
-    """Sizes of the grid's axes; their product is the number of processes."""
+    """Sizes of the grid's axes. Their product is the number of processes."""
 
-    x: AxisSize = Field(1, description="Tensor axis: output features of q, k, v, up, gate; the sequence in between.")
-    y: AxisSize = Field(1, description="Tensor axis: input features of the same; the residual's hidden size.")
-    z: AxisSize = Field(1, description="Splits the batch and the stored weights (FSDP).")
-    dp: AxisSize = Field(1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
-    cp: AxisSize = Field(1, description="Splits the sequence (context parallel).")
-    pp: AxisSize = Field(1, description="Splits the layers (pipeline parallel).")
+    x: AxisSize = Field(
+        1,
+        description="Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence "
+        "between linear layers. It communicates most, so keep it inside a node.",
+    )
+    y: AxisSize = Field(
+        1,
+        description="Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the "
+        "residual's hidden size. Use it if x alone would be large.",
+    )
+    z: AxisSize = Field(1, description="Split the batch, and shard the stored weights (FSDP).")
+    dp: AxisSize = Field(1, description="Split the batch. Weights are replicated, or sharded as `zero` says.")
+    cp: AxisSize = Field(1, description="Split the sequence (context parallel). Use it for long sequences.")
+    pp: AxisSize = Field(1, description="Split the layers into stages (pipeline parallel).")
     ep: AxisSize = Field(
-        1, description="Splits the experts over that many neighbors among the dp·cp·z processes; it makes no new ones."
+        1, description="Split the experts over this many neighbors among the dp·cp·z processes. It adds no processes."
     )
     zero: Literal[0, 1, 2, 3] = Field(
-        0, description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters."
+        0,
+        description="Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher "
+        "values save memory and cost communication.",
     )
 
     cp_method: Literal["auto", "ring", "ulysses"] = Field(
         "auto",
-        description="Attention over cp: ring passes keys and values around, ulysses exchanges heads for tokens; auto: "
-        "ulysses where the heads divide.",
+        description="How cp ranks attend. ring passes keys and values around. ulysses exchanges heads for tokens. "
+        "auto is ulysses if the heads divide, and ring otherwise.",
     )
     schedule: Schedule = Field("1F1B", description="Order in which pp runs the micro-batches, by torch's names.")
     stages_per_rank: int = Field(
-        2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
+        2,
+        ge=2,
+        description="Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, "
+        "all further schedules 1. More stages shrink the bubble and add transfers.",
     )
     layers_per_stage: tuple[int, ...] | None = Field(
         None,
         strict=False,
         examples=[(4, 4)],
-        description="Layers of each stage. Default: balanced, counting embedding and head.",
+        description="Number of layers in each stage. By default they are balanced, counting embedding and head.",
     )
 
     @property
@@ -73,69 +86,78 @@ class ParallelConfig(Strict):
         return self.pp * self.dp * self.cp * self.z * self.y * self.x
 
     def describe(self) -> str:
-        """The grid in one line, axes of size 1 left out."""
+        """Return the grid in one line, without axes of size 1."""
         sizes = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(self, axis)) > 1]
         return " × ".join(sizes or ["one process"]) + (f", zero {self.zero}" if self.zero else "")
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks that the batch is split over."""
+        """Return the number of ranks that the batch is split over."""
         return self.dp * self.z
 
 
 class OverlapConfig(Strict):
-    """Communication that runs during computation; each part can be switched off to measure its gain."""
+    """Communication that runs during computation. You can switch off each part to measure what it gains."""
 
-    input_gradients: bool = Field(True, description="OAR: reduce dI of a linear layer while dW is computed.")
-    gate_sum: bool = Field(True, description="Sum the product of gate over y while that of up is computed.")
+    input_gradients: bool = Field(
+        True, description="Reduce a linear layer's input gradient while its weight gradient is computed (OAR)."
+    )
+    gate_sum: bool = Field(True, description="Sum the gate's output over y while the up projection is computed.")
     batch_parts: int = Field(
         1,
         ge=1,
-        description="Parts of a micro-batch that take turns: one computes while the collectives of the others run over "
-        "x and y. They divide micro_batch_size, else a rank's tokens of a sequence; no effect where x·y = 1.",
+        description="Number of parts of a micro-batch that take turns (default 1). One part computes while another "
+        "part's collectives run over x and y. More parts hide more communication, but each matmul gets smaller. They "
+        "divide micro_batch_size, or otherwise a rank's tokens of a sequence. No effect if x·y = 1.",
     )
     weight_prefetch: int = Field(
-        1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."
+        1,
+        ge=0,
+        description="Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more "
+        "communication and use more memory. 0 gathers weights when they are needed.",
     )
     shards_per_node: int = Field(
         1,
         ge=1,
-        description="Ranks of a shard group (z; with parallel.zero dp·cp·z) in a node: its GPUs / (x·y). More than 1: "
-        "weights are gathered, and gradients summed, inside nodes and across them, not in one ring over all.",
+        description="Number of a shard group's ranks in one node, which is its GPUs / (x·y). The group is z, or "
+        "dp·cp·z with parallel.zero. If it is more than 1, weights are gathered and gradients summed inside nodes "
+        "and then across nodes, not in one ring over all ranks.",
     )
 
 
 class TrainingConfig(Strict):
-    micro_batch_size: Size = Field(1, description="Sequences that one rank runs at once.")
-    global_batch_size: Size = Field(examples=[32], description="Sequences of one optimizer step, over all ranks.")
-    seq_length: Size = Field(examples=[1024], description="Tokens of a sequence.")
-    train_steps: int = Field(examples=[1000], gt=0, description="Optimizer steps of the whole run.")
+    micro_batch_size: Size = Field(1, description="Number of sequences that one rank runs at once.")
+    global_batch_size: Size = Field(
+        examples=[32], description="Number of sequences per optimizer step, over all ranks."
+    )
+    seq_length: Size = Field(examples=[1024], description="Number of tokens per sequence.")
+    train_steps: int = Field(examples=[1000], gt=0, description="Number of optimizer steps in the whole run.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Type of weights and activations in the step; fp16 with loss scaling."
+        "fp32", description="Dtype of weights and activations in the step. fp16 uses loss scaling."
     )
     master_weights: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
+        "fp32",
+        description="Dtype of the stored weights and optimizer states. bf16 halves their memory and needs "
+        "precision = 'bf16'.",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="Type in which gradients are summed, over the micro-batches of a step and over ranks, on every "
-        "grid: fp32, or the same as `precision`, which halves their memory and traffic but loses accuracy with every "
-        "micro-batch.",
+        description="Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, "
+        "or the same as `precision`, which halves memory and traffic but loses accuracy with every micro-batch.",
     )
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         "none",
-        description="Matrix products of the blocks in 8-bit floats, by torchao's recipe of that name; with "
-        "precision = 'bf16', on a GPU that has them.",
+        description="Run the blocks' matmuls in 8-bit floats, by torchao's recipe of that name. Needs precision = "
+        "'bf16' and a GPU with float8.",
     )
     tuned_products: Literal["off", "cached", "measured"] = Field(
         "off",
-        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold machine "
-        "tune-matmul` found to be faster on this machine; measured: it also runs at the start, for sizes that it has "
-        "not measured.",
+        description="Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine "
+        "tune-matmul` found faster on this machine. measured also measures missing sizes at the start.",
     )
-    compile: bool = Field(False, description="torch.compile each block.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+    compile: bool = Field(False, description="Compile each block with torch.compile.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the order of the samples.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses GPUs if there are any.")
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -161,37 +183,49 @@ class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
     initial: float = Field(65536.0, gt=0, description="Initial loss scale.")
-    growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which the scale doubles.")
-    max_overflows: int = Field(20, ge=1, description="Overflows in a row after which the run ends.")
+    growth_interval: int = Field(
+        2000, gt=0, description="Number of steps without overflow after which the scale doubles."
+    )
+    max_overflows: int = Field(20, ge=1, description="Number of consecutive overflows after which the run ends.")
 
 
 class SchedulerConfig(Strict):
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Number of steps of linear warm-up.")
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        "cosine", description="wsd: constant until the last `decay_ratio` of the run, then linear."
+        "cosine",
+        description="How the learning rate falls after the warm-up. wsd keeps it constant until the last "
+        "`decay_ratio` of the run, and then lowers it linearly.",
     )
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate decays.")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final rate relative to optimizer.lr.")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in which the rate decays.")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate relative to optimizer.lr.")
 
 
 class CheckpointConfig(Strict):
-    interval: int = Field(0, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    interval: int = Field(0, ge=0, description="Number of steps between checkpoints. 0 saves only at the end.")
     save_last: bool = Field(True, description="Save when the run ends.")
-    keep_latest_k: int = Field(2, ge=0, description="Older checkpoints are removed; 0 keeps all.")
-    keep_every: int = Field(0, ge=0, description="Checkpoints of every n-th step are never removed; 0: none is kept.")
-    async_mode: Literal["disabled", "async"] = Field("disabled", description="async: training goes on while it saves.")
+    keep_latest_k: int = Field(
+        2, ge=0, description="Number of recent checkpoints to keep. Older ones are removed. 0 keeps all."
+    )
+    keep_every: int = Field(0, ge=0, description="Keep every n-th step's checkpoint forever. 0 disables this.")
+    async_mode: Literal["disabled", "async"] = Field(
+        "disabled", description="async continues training while a checkpoint is written."
+    )
     on_failed_save: Literal["warn", "stop"] = Field(
         "warn",
-        description="After a checkpoint that cannot be written, as on a full disk: go on with a warning, or end the "
-        "run. Where it is the last of the run, that always ends with an error.",
+        description="What to do if a checkpoint cannot be written, for example on a full disk: continue with a "
+        "warning, or end the run. If it is the run's last checkpoint, the run always ends with an error.",
     )
     resume: PathText = Field(
-        "auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path."
+        "auto",
+        description="'auto' resumes from the newest checkpoint in the run's folder, 'never' starts afresh, and a "
+        "path resumes from that checkpoint.",
     )
 
 
 class MetricsConfig(Strict):
-    log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
+    log_interval: int = Field(
+        10, gt=0, description="Number of steps between log lines if the output is not a terminal."
+    )
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
     wandb: bool = Field(False, description="Also record the run in Weights & Biases (needs the extra `wandb`).")
     trackio: bool = Field(False, description="Also record the run in Trackio (needs the extra `trackio`).")
@@ -200,8 +234,8 @@ class MetricsConfig(Strict):
     )
     machine: PathText | None = Field(
         None,
-        description="A machine of the planner, or a machine file: after ten steps, the prediction for it is shown "
-        "beside the measurement. On a CPU only with a file that `fourfold machine calibrate` has written.",
+        description="One of the planner's machines, or a machine file. After ten steps, the run shows its "
+        "prediction next to the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote.",
     )
 
 
@@ -209,7 +243,9 @@ class RunConfig(Strict):
     """A whole run."""
 
     name: PathText = Field(
-        "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Folder of the run inside output_dir."
+        "run",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        description="Name of the run, and of its folder inside output_dir.",
     )
     output_dir: PathText = Field("runs", description="Folder that holds the folders of all runs.")
     model: ModelConfig = Field(examples=[{"preset": "gpt2"}])
@@ -343,5 +379,5 @@ class RunConfig(Strict):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that each rank runs before the optimizer steps."""
+        """Return the number of micro-batches that each rank runs per optimizer step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.batch_ranks)

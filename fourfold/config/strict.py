@@ -8,15 +8,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Size = Annotated[int, Field(gt=0, le=2**31)]
-"""A size of tensors: products of two stay below 2^63."""
+"""The size of a tensor's dim. Products of two stay below 2^63."""
 LARGEST = 2**63 - 1
 """The largest integer that torch and NumPy hold."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Bytes of a file's name and of a path, with room for what the program appends."""
+"""Longest name and path in bytes, with room for what the program appends."""
 
 
 class Strict(BaseModel):
-    """A section in which an unknown key is an error, as are NaN and a number written as a string."""
+    """A section that refuses unknown keys, NaN, and numbers written as strings."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
 
@@ -29,7 +29,7 @@ class Strict(BaseModel):
 
 
 def _possible_path(path: str) -> str:
-    """Raise ``ValueError`` for what no file system can hold."""
+    """Raise ``ValueError`` for a path that no file system can hold."""
     if "\0" in path:
         raise ValueError("a path has no zero bytes")
     encoded = os.fsencode(path)

@@ -1,1 +1,1 @@
-"""The run file: read, overridden, written, documented."""
+"""Read, override, write, and document run files."""

@@ -1,4 +1,4 @@
-"""Writes a run as TOML."""
+"""Write a run as TOML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fourfold.config.run import RunConfig
 
 
 def to_toml(run: RunConfig) -> str:
-    """The text of a run file that loads to an equal run."""
+    """Return the text of a run file that loads to an equal run."""
     table = run.model_dump(mode="json", exclude_none=True)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
@@ -23,5 +23,5 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_value(item) for item in value) + "]"
-    # TOML's strings, booleans and numbers are written as JSON's, but for one control character.
+    # TOML writes strings, booleans, and numbers like JSON, except for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Reads a run file, applies overrides, and turns every mistake into one sentence."""
+"""Read a run file, apply overrides, and turn every mistake into one sentence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ELSEWHERE = {
     "rms_norm_eps": "model.norm_eps",
     "layer_norm_epsilon": "model.norm_eps",
 }
-"""Names that other frameworks have for the same keys."""
+"""Names of the same keys in other frameworks."""
 
 REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set metrics.wandb or metrics.trackio"}
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
@@ -66,11 +66,11 @@ train."""
 
 
 UNKNOWN = "extra_forbidden"
-"""pydantic's type of error for an unknown key."""
+"""pydantic's error type for an unknown key."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a TOML file and ``a.b=c`` overrides describe; raises ``UserError`` for any mistake in them."""
+    """Return the run that a TOML file and ``a.b=c`` overrides describe. Raise ``UserError`` for any mistake in them."""
     table = read_table(Path(path))
     for override in overrides:
         apply_override(table, override)
@@ -78,7 +78,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The tables of a run file, unchecked; raises ``UserError`` where it is no TOML."""
+    """Return the unchecked tables of a run file. Raise ``UserError`` if it is not TOML."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,7 +88,8 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
-    """Validate a run given as nested tables. A mistake is blamed on the override that sets its key, else on `where`."""
+    """Validate a run given as nested tables. A mistake is blamed on the override that sets its key, or else on
+    ``where``."""
     table = _without_removed(table)
     if isinstance(table.get("model"), dict):
         table["model"] = with_preset(from_huggingface(table["model"]))
@@ -111,7 +112,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
 
 def _without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table without the keys of removed features that are off: older run folders have them."""
+    """Return the table without the keys of removed features that are off, which older run folders have."""
     kept = dict(table)
     for section, key in REMOVED:
         if isinstance(kept.get(section), dict) and kept[section].get(key) is False:
@@ -120,7 +121,7 @@ def _without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one ``section.key=value``; the value is read as TOML, and as a string if it is not valid TOML."""
+    """Set one ``section.key=value``. The value is read as TOML, or as a string if it is not valid TOML."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name:
@@ -137,13 +138,13 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _place(error: ErrorDetails) -> str:
-    """The dotted name of a mistaken key; the schema does not have an unknown one."""
+    """Return the dotted name of a mistaken key. The schema does not have an unknown one."""
     location = error["loc"]
     return ".".join(map(str, location)) if error["type"] == UNKNOWN else key_at(RunConfig, location).place
 
 
 def _sets(override: str, place: str, unknown: bool) -> bool:
-    """Whether an override sets the key at `place`, or made the unknown section there."""
+    """Return whether an override sets the key at ``place``, or created the unknown section there."""
     key = override.partition("=")[0].strip()
     return key == place or (unknown and key.startswith(f"{place}."))
 

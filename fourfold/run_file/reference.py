@@ -1,4 +1,4 @@
-"""Writes the run file's reference from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
+"""Write the run file's reference from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ INTRODUCTION = """\
 
 <!-- Written by fourfold/run_file/reference.py from the schema: change descriptions there, not here. -->
 
-A run file is TOML and describes a whole run. It is strict: an unknown key is an error that names the nearest right one,
-and numbers must be numbers. `--set section.key=value` on any command overrides a key, or adds it; the value is read as
-TOML, and as a string if it is not valid TOML. The resolved file is kept as `run.toml` in the run's folder.
+A run file describes a whole run in TOML. Start from [examples/laptop.toml](../examples/laptop.toml), and change one key
+for one run with `--set`:
 
-A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divide over the grid; a run whose sizes do
-not is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
+    fourfold train run.toml --set optimizer.lr=1e-4
+
+Every command takes `--set section.key=value`. The value is read as TOML, or as a string if it is not valid TOML. An
+unknown key is an error that names the nearest right key. A run whose sizes do not divide over the grid is refused with
+a sentence that says what would work ([parallelism.md](parallelism.md#what-is-refused)). The resolved file is kept as
+`run.toml` in the run's folder.
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
 [lora](#lora), [dpo](#dpo), [ema](#ema), [loss_scaling](#loss_scaling), [lr_scheduler](#lr_scheduler),
 [checks](#checks), [checkpoint](#checkpoint), [fault_tolerance](#fault_tolerance), [metrics](#metrics),
-[validation](#validation), [evaluation](#evaluation), [audit](#audit) and [sample](#sample). Only `[model]`, `[data]`
-and `[training]` have required keys; a preset gives those of `[model]`. At the end are the [presets](#presets), and the
-[names that other frameworks use](#names-elsewhere).
+[validation](#validation), [evaluation](#evaluation), [audit](#audit), and [sample](#sample). Only `[model]`, `[data]`,
+and `[training]` have required keys, and a preset fills in `[model]`. The [presets](#presets) and the [names that other
+frameworks use](#names-elsewhere) are at the end.
 """
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     top = {name: field for name, field in RunConfig.model_fields.items() if section_of(field.annotation) is None}
     parts = [INTRODUCTION, "## Top level\n", _table(top)]
     for name, field in RunConfig.model_fields.items():
@@ -58,7 +61,7 @@ def _paragraph(section: type[BaseModel]) -> list[str]:
 
 
 def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Tables inside a section, each once, with a title that names their keys."""
+    """Yield the tables inside a section once each, with a title that names their keys."""
     places: dict[type[BaseModel], list[str]] = {}
     for key, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -109,7 +112,7 @@ def _presets() -> str:
 
 
 def _count(parameters: int) -> str:
-    """Three significant digits with a unit."""
+    """Format a count with three significant digits and a unit."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"
