@@ -1,4 +1,4 @@
-"""fourfold: train, plan, audit and run large language models on a four-dimensional grid of devices."""
+"""fourfold: train, plan, audit, and run large language models on a four-dimensional grid of devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ drop_harmless_warnings()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that ``import fourfold`` does not import torch."""
+    """Import a public name at its first use, so that `import fourfold` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
     return getattr(import_module(_MODULES[name]), name)

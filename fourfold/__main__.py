@@ -1,4 +1,4 @@
-"""``fourfold`` and ``python -m fourfold``."""
+"""Entry point of `fourfold` and `python -m fourfold`."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from fourfold.exit_codes import ended_by
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it without a traceback, even while its modules are still being imported."""
+    """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
         from fourfold.cli import app
 
@@ -16,5 +16,5 @@ def main() -> None:
         sys.exit(ended_by(signal.SIGINT))
 
 
-if __name__ == "__main__":  # workers import this module
+if __name__ == "__main__":  # workers import this module, and must not run it
     main()

@@ -11,12 +11,12 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM numbers its own steps from here: the batch script, the interactive shell of salloc, the external step."""
+"""SLURM numbers its own steps from here: the batch script, the interactive shell of salloc, and the external step."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a job; "local" counts the processes on its machine."""
+    """One process of a job. "local" refers to the processes on its machine."""
 
     rank: int
     local_rank: int
@@ -24,14 +24,19 @@ class Place:
     local_world_size: int
     launcher: Literal["torchrun", "slurm", "local"]
     restarts: int = 0
+    """Number of times that the job was restarted."""
     started: float = field(default_factory=time.time, compare=False)
-    """When the attempt began of which this process is a part: the start of the command, or of its next attempt."""
+    """Start of this attempt, by `time.time`: the start of the command, or of the restart."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """This process's place as its launcher describes it; None where there was no launcher.
+    """Return this process's place as its launcher describes it, or None if there is no launcher.
 
-    An srun step with one task is not a launch: shells, and one torchrun per node, are started that way.
+    An srun step with one task does not count as a launch, because shells and one torchrun per node are started that
+    way.
+
+    Raises:
+        UserError: The launcher's variables are incomplete, invalid, or contradict each other.
     """
     step = _read_srun(environ)
     if "TORCHELASTIC_RUN_ID" in environ or step is None:
@@ -41,11 +46,15 @@ def read_environment(environ: Mapping[str, str]) -> Place | None:
 
 
 def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """(host, port) where the processes of the launcher meet."""
+    """Return the host and the port where the launcher's processes meet.
+
+    Raises:
+        UserError: torchrun's variables have no MASTER_ADDR.
+    """
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # One port per job, since jobs may share a node; below the kernel's ephemeral ports.
+        # Use one port per job, because jobs may share a node. Stay below the kernel's ephemeral ports.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:
         raise UserError("the environment has RANK but not MASTER_ADDR; set it to rank 0's host, or start with torchrun")
@@ -53,9 +62,9 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a SLURM node list: ``nid[0003-0007,0012],login1`` is ``nid0003``.
+    """Return the first host of a SLURM node list: `nid[0003-0007,0012],login1` gives `nid0003`.
 
-    Written here because scontrol need not exist on a compute node.
+    scontrol could do this, but a compute node may not have it.
     """
     end = re.search(r",(?![^\[]*\])", node_list)  # the first comma outside brackets
     first = node_list[: end.start()] if end else node_list
@@ -77,9 +86,9 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
-    """This process's place as a task of srun; None in a batch script or a shell of salloc.
+    """Return this process's place as a task of srun, or None in a batch script or a shell of salloc.
 
-    Those also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job: only the step id distinguishes them.
+    Those also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id distinguishes them.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
         return None
@@ -99,7 +108,7 @@ def _read_srun(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
-    """Read the count of this node from SLURM's run-length list, such as ``8(x2),4``."""
+    """Return the number of tasks on this node, from SLURM's run-length list, such as `8(x2),4`."""
     per_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         per_node += [int(count)] * int(times or 1)
@@ -108,18 +117,20 @@ def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
 
 
 def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
-    """Refuse RANK or WORLD_SIZE that contradict srun: a script that exports RANK from SLURM_PROCID before srun gives
-    every task the rank of the batch script."""
+    """Refuse RANK or WORLD_SIZE that contradict srun.
+
+    A script that exports RANK from SLURM_PROCID before srun gives every task the rank of the batch script.
+    """
     for name, ours in (("RANK", step.rank), ("WORLD_SIZE", step.world_size)):
         if _integer(environ, name, default=ours) != ours:
             raise UserError(
-                f"{name} = {environ[name]} contradicts SLURM, where this is task {step.rank} of {step.world_size}; "
-                "unset RANK, LOCAL_RANK and WORLD_SIZE: srun's own variables are enough"
+                f"{name} = {environ[name]} contradicts SLURM, for which this is task {step.rank} of {step.world_size}; "
+                "unset RANK, LOCAL_RANK and WORLD_SIZE, because srun's own variables are enough"
             )
 
 
 def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Check that every rank is below its size; the strings are the names of the variables."""
+    """Check that every rank is below its size. The strings are the names of the variables."""
     for name, value, limit_name, limit in (
         (rank, place.rank, size, place.world_size),
         (local_rank, place.local_rank, local_size, place.local_world_size),
@@ -129,7 +140,7 @@ def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a variable that must be a whole number; required where there is no default."""
+    """Read a variable that must be a whole number. Without a default it is required."""
     text = environ.get(name, "" if default is None else str(default))
     if not text:
         raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")

@@ -1,19 +1,19 @@
-"""The one error that a user can cause."""
+"""The error that a user's mistake raises."""
 
 LONGEST = 1200
-"""Characters of a sentence, of which a damaged file may fill more."""
+"""Most characters of a printed message. A damaged file could fill more."""
 
 
 class UserError(ValueError):
-    """One sentence: what is wrong, where, and what would work. The command line prints it and exits with 2."""
+    """One sentence: what is wrong, where, and what would work. The command line prints it and exits with code 2."""
 
 
 def sentence(error: Exception) -> str:
-    """The message of an error in one line that a terminal shows as it is, and that is not too long to read."""
+    """Return the message of an error as one printable line of limited length."""
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(error).strip())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or the error's type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

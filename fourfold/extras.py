@@ -1,4 +1,4 @@
-"""Imports libraries of the optional extras, and drops warnings of other libraries that mean nothing."""
+"""Import libraries of the optional extras, and suppress harmless warnings of other libraries."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ HARMLESS = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
 }
-"""Warnings printed wherever transformers imports torchao: the logger, and how the message begins.
+"""Warnings that appear when transformers imports torchao: the logger, and how the message begins.
 
-torchao reports kernels that were built for another GPU or Python, which it can do without; the warning of torch is
-meant for the authors of torchao.
-"""
+torchao warns about kernels that were built for another GPU or Python, but it works without them. The warning of torch
+is meant for the authors of torchao."""
 
 RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
-"""torch's warning about its own code, which calls collectives by names that torch has deprecated."""
+"""torch's warning about its own code, which still calls collectives by their deprecated names."""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
     """Import a module of an optional extra.
 
-    purpose: how the sentence of the ``UserError`` begins where it is not installed, such as "chat templates need".
+    Args:
+        module: Name of the module.
+        extra: Name of the extra that installs it.
+        purpose: Beginning of the error message, such as "chat templates need".
+
+    Raises:
+        UserError: The module is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -36,13 +41,17 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def require_extra(module: str, extra: str, purpose: str) -> None:
-    """Raise as ``import_extra`` does where a module is not installed, without the time that importing it takes."""
+    """Check that a module is installed, without spending time on importing it. Takes the arguments of `import_extra`.
+
+    Raises:
+        UserError: The module is not installed.
+    """
     if importlib.util.find_spec(module) is None:
         raise _missing(module, extra, purpose)
 
 
 def drop_harmless_warnings() -> None:
-    """Stop these warnings, and no others, from being printed."""
+    """Stop these warnings from being printed, and no others."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

@@ -1,4 +1,4 @@
-"""Jobs that run on a grid, as functions for programs of your own; the commands call the same functions."""
+"""Run training and audits on a grid, as functions for your own programs. The commands call the same functions."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from fourfold.training.attempts import count_starts
 from fourfold.training.machine_memory import check_machine_memory
 from fourfold.training.run_folder import folder_of, where_it_continues
 
-if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
+if TYPE_CHECKING:  # these modules import torch, which the parent of local workers does not need
     from fourfold.config.run import RunConfig
     from fourfold.memorization.audit import AuditRequest
     from fourfold.training.outcome import Outcome
 
 
 def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
-    """Train a model as a run file says, and resume where ``checkpoint.resume`` points.
+    """Train a model as a run file says, and resume as `checkpoint.resume` says.
 
-    profile: record the third to the fifth step after the start, in the folder ``profile`` of the run's folder. started:
-    when the command was started, by the clock of ``time.time``, for the figure of start-up; None: now.
+    Starts one local process per place of the grid, or joins the processes that torchrun or srun started. Local
+    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. Local workers that
+    crash or hang are restarted from the newest checkpoint, as [fault_tolerance] says.
 
-    Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Local
-    processes import the program that starts them, so it needs ``if __name__ == "__main__":``.
+    Args:
+        run: The run file.
+        profile: Whether to record the third to the fifth step, in the folder `profile` of the run's folder.
+        started: Start of the command by `time.time`, for measuring the start-up time (default: now).
 
-    Local workers that crash or hang are started again, from the newest checkpoint, as [fault_tolerance] says.
+    Returns:
+        The outcome of this process, or of the first process if the processes were started here.
 
-    Returns this process's outcome; where the processes were started here, that of the first one. Raises ``UserError``
-    for a run that cannot start or that diverges.
+    Raises:
+        UserError: The run cannot start, or it diverges.
     """
     if run.metrics.machine is not None:
-        load_machine(run.metrics.machine)  # errors in it are raised before any process starts
-    if read_environment(os.environ) is None:  # all processes are this machine's
+        load_machine(run.metrics.machine)  # raise its errors before any process starts
+    if read_environment(os.environ) is None:  # all processes are on this machine
         check_machine_memory(run)
     for restarts in itertools.count():
         began, starts = time.time(), count_starts(folder_of(run))
@@ -56,14 +60,19 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         except WorkerFailed as failure:
             if not _may_restart(run, starts):
                 raise
-            print(f"fourfold: {failure}\nfourfold: starting again; {where_it_continues(run)}", file=sys.stderr)
+            print(f"fourfold: {failure}\nfourfold: restarting; {where_it_continues(run)}", file=sys.stderr)
         else:
             break
     return outcome
 
 
 def _may_restart(run: RunConfig, starts: int) -> bool:
-    """True if the attempt had begun to train, after ``starts`` recorded starts; what fails before that fails again."""
+    """Return whether the attempt began to train. A run that fails before that would fail again.
+
+    Args:
+        run: The run file.
+        starts: Number of recorded starts before the attempt.
+    """
     began_to_train = count_starts(folder_of(run)) > starts
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
 
@@ -71,8 +80,14 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
 def audit(request: AuditRequest) -> dict[str, Any] | None:
     """Measure what a model has memorized of documents, on the grid of the model's own run file.
 
-    Returns the record that ``fourfold audit --json`` prints, or None on processes of a launcher but the first. Raises
-    ``UserError`` for a model or documents that cannot be audited.
+    Args:
+        request: The model, the documents, and the options.
+
+    Returns:
+        The record that `fourfold audit --json` prints. None on a launcher's processes other than the first.
+
+    Raises:
+        UserError: The model or the documents cannot be audited.
     """
     from fourfold.memorization.scored_model import run_on_model_grid
 

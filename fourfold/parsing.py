@@ -1,4 +1,4 @@
-"""JSON and TOML that others wrote: whatever is wrong with it is a ``ValueError``."""
+"""Parse JSON and TOML from untrusted sources. Every problem is a ValueError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ TOO_DEEP = "its lists or tables are nested too deeply"
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text. Raises ``ValueError``."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not valid JSON, or is nested too deeply.
+    """
     try:
         return json.loads(content)
     except RecursionError:
@@ -18,7 +22,11 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML text. Raises ``ValueError``."""
+    """Return the table of a TOML text.
+
+    Raises:
+        ValueError: The text is not valid TOML, or is nested too deeply.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -1,4 +1,6 @@
-"""Settings of processes: cores, gloo's network interface, output, and their end with the process that started them."""
+"""Process helpers: cores, start time, file limit, gloo's network interface, output, and ending with the parent
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,31 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Open files of a process: as few as two local processes need, and as many as a large job does, whose rank 0 holds a
-connection to every rank, and NCCL several to each peer."""
+"""Limits of open files: the least that two local processes need, and enough for a large job.
+
+Rank 0 of a large job has a connection to every rank, and NCCL has several connections to each peer.
+"""
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def time_of_start() -> float:
-    """When this process was started, by the clock of ``time.time``; where the kernel does not say, now."""
+    """Return when this process was started, by `time.time`. Return the current time if the kernel does not say."""
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine was booted
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine booted
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import large libraries without the collections of garbage, which take a fifth of the time and find none."""
+    """Pause garbage collection while large libraries are imported. It takes a fifth of the time and finds no
+    garbage.
+    """
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -52,11 +58,12 @@ def importing() -> Iterator[None]:
 
 
 def raise_file_limit() -> None:
-    """Let this process and its children open as many files as the system allows, up to ``ENOUGH_FILES``.
+    """Let this process and its children open as many files as the system allows, up to `ENOUGH_FILES`.
 
-    Raises ``UserError`` if even two processes could not connect to each other.
+    Raises:
+        UserError: The limit is too low even for two processes to connect to each other.
     """
-    import resource  # POSIX only, so not at the top of a file that other systems import
+    import resource  # POSIX only, but other systems import this module too
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
@@ -64,24 +71,29 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < LEAST_FILES:
         raise UserError(
-            f"this process may open {most} files, and a job needs {LEAST_FILES} or more; raise the limit, for example "
+            f"this process may open {most} files, but a job needs {LEAST_FILES} or more; raise the limit, for example "
             f"with: ulimit -n {ENOUGH_FILES}"
         )
 
 
 def keep_gloo_local() -> None:
-    """Have gloo use the loopback interface: this machine's name may not resolve."""
+    """Make gloo use the loopback interface, because this machine's name may not resolve."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def prepare_environment(world_size: int) -> None:
-    """Divide the cores among the workers, and keep gloo on this machine; called before torch is imported."""
+    """Divide the cores among the workers, and keep gloo on this machine. Call this before importing torch."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
 
 
 class _LossyFile(io.FileIO):
-    """A file that discards what it cannot write, because of any error or only because nobody reads any more."""
+    """A file that discards what it cannot write.
+
+    Args:
+        descriptor: The file.
+        errors: Errors that are ignored. None ignores all of them.
+    """
 
     def __init__(self, descriptor: int, errors: frozenset[int] | None) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -98,10 +110,10 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def lossy_output(any_error: bool = False) -> Iterator[None]:
-    """Discard what this process prints while the block runs once its reader (``head``, a terminal) has gone.
+    """Discard what this process prints during the block once its reader (`head`, a terminal) is gone.
 
     Args:
-        any_error: Also discard it when the disk of a log is full. Otherwise such an error is raised.
+        any_error: Whether to discard output after any error, such as a full disk. Otherwise such an error is raised.
     """
     before = sys.stdout, sys.stderr
     errors = None if any_error else frozenset((errno.EPIPE, errno.EIO))
@@ -116,8 +128,10 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
-    """Return a stream that writes to the same file; ``stream`` itself if a program has put something else there."""
-    if stream is None:  # the shell has closed it
+    """Return a lossy stream to the same file. Return the stream itself if a program has replaced it by
+    something else.
+    """
+    if stream is None:  # the shell closed it
         return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -136,7 +150,9 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
 
 
 def end_with_starter() -> None:
-    """Have the kernel kill this process when the thread that started it ends; without effect but on Linux."""
+    """Make the kernel kill this process when the thread that started it ends. Does nothing on systems other
+    than Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Checks of files and folders that others made, before anything in them is read or copied."""
+"""Check untrusted files and folders before anything in them is read or copied."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
 READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
-"""Ends of the names of the files of a model's folder that fourfold or transformers read."""
+"""Suffixes of the files in a model's folder that fourfold or transformers read."""
 
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise ``UserError`` for the folder of a peft adapter, which holds no model."""
+    """Check that a folder is not a peft adapter, which holds no model.
+
+    Raises:
+        UserError: It is an adapter.
+    """
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         return
@@ -26,24 +30,30 @@ def check_no_adapter(folder: Path) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{file} is not the configuration of an adapter: {error}") from None
     raise UserError(
-        f"{folder} is an adapter of peft{f' for the model {base}' if base else ''}, and not a model; merge it into its "
+        f"{folder} is a peft adapter{f' for the model {base}' if base else ''}, not a model; merge it into its "
         "model (peft: merge_and_unload, then save_pretrained), and name the merged folder"
     )
 
 
 def regular(file: Path) -> Path:
-    """Return the same path. Raises ``OSError`` for anything but a file: opening a named pipe would wait for ever."""
+    """Return the path if it is a file or does not exist. Opening a named pipe would wait forever.
+
+    Raises:
+        OSError: The path is a folder, a named pipe, or a device.
+    """
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is not a file, but a folder, a named pipe or a device")
     return file
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check every file of a model's folder that could be read.
+    """Check every file of a model's folder that fourfold or transformers may read.
 
-    Raises ``UserError`` for a link that leads out of the folder (an export would publish what it leads to), for a named
-    pipe, and for an index that names files elsewhere. Links of the Hub's cache lead to the ``blobs`` of the same
-    repository.
+    Links of the Hub's cache are allowed. They lead to the `blobs` of the same repository.
+
+    Raises:
+        UserError: A link leads out of the folder (an export would publish its target), a file is a named pipe, or an
+            index names files in other folders.
     """
     root = Path(os.path.realpath(folder))
     allowed = [root, *(place.parent / "blobs" for place in (root, *root.parents) if place.name == "snapshots")]
@@ -63,11 +73,11 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ``UserError`` for an index of tensors with a path in place of a file's name."""
+    """Raise UserError if an index of tensors has a path instead of a file name."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return  # whoever needs the index says that it is damaged
+        return  # the reader of the index will report that it is damaged
     for tensor, file in listed.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
             raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

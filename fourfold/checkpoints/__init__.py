@@ -1,1 +1,1 @@
-"""Checkpoints that any grid reads."""
+"""Save, find, and load checkpoints that any grid can read."""

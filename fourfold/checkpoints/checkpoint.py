@@ -1,4 +1,6 @@
-"""Save and load checkpoints that any grid can read: parts of global tensors in safetensors files, and where they are.
+"""Save and load checkpoints that any grid can read.
+
+A checkpoint stores parts of global tensors in safetensors files:
 
     checkpoints/step_100/
         rank_00000.safetensors      the parts that process 0 wrote
@@ -7,9 +9,9 @@
         state.json                  step, model sizes, random state
         manifest-<checksum>.json    size and checksum of every file
 
-Tensors are called ``model.<name>``, ``optimizer.<moment>.<name>`` and ``average.<name>``. A checkpoint is written under
-another name and renamed when every process has finished: it is complete, or it is not there. Processes exchange the
-sizes and checksums of their files, and nothing else.
+Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
+temporary name and renamed when every process has finished, so it exists completely or not at all. Processes exchange
+only the sizes and checksums of their files.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from fourfold.parallel.state import LocalShard
 
 
 class _Save(NamedTuple):
-    """A checkpoint that is being written, and what stands in it besides tensors."""
+    """A checkpoint that is being written."""
 
     step: int
     prune: bool
@@ -69,10 +71,14 @@ class _Save(NamedTuple):
 
 
 class Checkpointer:
-    """Saves a job into a folder, and prunes old checkpoints there.
+    """Saves a job to a folder, and removes old checkpoints there.
 
-    stream_position: where a streamed dataset continues after so many steps; every process calls it.
-    first_samples: a digest of the first samples of corpora on disk.
+    Args:
+        folder: Folder of the run's checkpoints.
+        job: The job to save.
+        config: The section [checkpoint].
+        stream_position: Returns where a streamed dataset continues after a number of steps. Every process calls it.
+        first_samples: Digest of the first samples of corpora on disk.
     """
 
     def __init__(
@@ -86,18 +92,23 @@ class Checkpointer:
         self.folder, self.job, self.config = folder, job, config
         self._stream_position, self._first_samples = stream_position, first_samples
         self.newest: Path | None = None
-        """The newest checkpoint of this run, once ``wait`` has returned."""
+        """Newest checkpoint of this run. Up to date after `wait`."""
         self._pending: tuple[_Save, Future[Written | None]] | None = None
         self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
         self._copies = CopyStream(job.device) if self._beside is not None else None
 
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
-        """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
+        """Write `step_<step>`. With `async_mode` it appears once it is complete, at a later `poll` or `wait`.
 
-        prune: remove older ones then; a run with bad steps may still need one.
+        Args:
+            step: Number of finished steps.
+            required: Whether to raise if the checkpoint cannot be written. Otherwise the run file may turn the error
+                into a warning.
+            prune: Whether to remove older checkpoints. A run with bad steps may still need one.
 
-        Raises ``UserError`` on all processes for weights that are not finite, and ``WriteFailed`` where it cannot be
-        written; where it is not ``required``, the run file may turn the error into a warning.
+        Raises:
+            UserError: Weights are not finite. Raised on all processes.
+            WriteFailed: The checkpoint cannot be written.
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
@@ -111,7 +122,7 @@ class Checkpointer:
                 self.wait(required=False)
 
     def wait(self, required: bool = True) -> None:
-        """Wait for an asynchronous save, and publish it; failures are as in ``save``."""
+        """Wait for an asynchronous save and publish it. Failures are handled as in `save`."""
         if self._pending is None:
             return
         (save, written), self._pending = self._pending, None
@@ -153,18 +164,18 @@ class Checkpointer:
 
     @contextmanager
     def _allowed_to_fail(self, required: bool) -> Iterator[None]:
-        """Warn of a ``WriteFailed`` where neither the caller nor the run file treats it as an error."""
+        """Turn `WriteFailed` into a warning if the caller and the run file allow it."""
         try:
             yield
         except WriteFailed as failure:
             if required or self.config.on_failed_save == "stop":
                 raise
             if dist.get_rank() == 0:
-                print(f"warning: {failure}; training goes on without this checkpoint", file=sys.stderr)
+                print(f"warning: {failure}; training continues without this checkpoint", file=sys.stderr)
 
     @contextmanager
     def _removed_on_failure(self, step: int) -> Iterator[None]:
-        """Remove what was written when the block fails: on a full disk the room is needed."""
+        """Remove the unfinished checkpoint if the block fails, because a full disk needs the space."""
         try:
             yield
         except UserError:
@@ -173,7 +184,7 @@ class Checkpointer:
             raise
 
     def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
-        """Describe, rename and prune, on rank 0, when every rank has written; a failure is raised on all ranks."""
+        """Describe, rename, and prune on rank 0 once every rank has written. A failure is raised on all ranks."""
         folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):
@@ -187,7 +198,7 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # An earlier attempt's link may point to steps that this run has not reached.
+                        # The link of an earlier attempt may point to a step that this run has not reached.
                         best = self.folder / f"step_{save.state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
@@ -197,9 +208,9 @@ class Checkpointer:
             self._prune(save.step)
 
     def _prune(self, step: int) -> None:
-        """Remove what the new checkpoint makes needless."""
-        # Later steps are from before this run went back (``resume`` = 'never' or a path). Under another name they are
-        # kept, and neither pruning nor resume = 'auto' mistakes them for this run's own.
+        """Remove checkpoints that the new checkpoint makes unnecessary."""
+        # Later steps exist if this run went back (`resume` = 'never' or a path). They are kept under another name, so
+        # that neither pruning nor resume = 'auto' mistakes them for steps of this run.
         found = list_checkpoints(self.folder)
         ours = [path for path in found if step_of(path) <= step]
         best = best_checkpoint(self.folder)
@@ -215,9 +226,10 @@ class Checkpointer:
 
 
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
-    """Rename a damaged checkpoint, and return the newest of the others; every process calls this.
+    """Rename a damaged checkpoint, and return the newest remaining one. Every process calls this.
 
-    Raises ``DamagedCheckpoint`` where there is no other: whether to start afresh is for the user to decide.
+    Raises:
+        DamagedCheckpoint: There is no other checkpoint. The user must decide whether to start again.
     """
     complaint = str(damage).removesuffix(ELSEWHERE)
 
@@ -228,16 +240,24 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
         with writing(aside):
             swap_in(checkpoint, aside)
-        print(f"fourfold: {complaint}; it is now {aside}, and the run goes on from {others[-1]}", file=sys.stderr)
+        print(
+            f"fourfold: {complaint}; it was renamed to {aside}, and the run resumes from {others[-1]}", file=sys.stderr
+        )
         return others[-1]
 
     return decided_by_rank_0(rename)
 
 
 def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, int]:
-    """Load a checkpoint, or, with ``fall_back``, the newest that is not damaged; returns it, and the steps taken.
+    """Load a checkpoint. With `fall_back`, set damaged checkpoints aside and load the newest undamaged one.
 
-    Every process calls this. Damaged ones are set aside.
+    Every process calls this.
+
+    Returns:
+        The loaded checkpoint, and its number of finished steps.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged and there is nothing to fall back to.
     """
     while True:
         try:
@@ -249,10 +269,15 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 
 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
-    """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
+    """Fill a job's weights and optimizer from a checkpoint. Any grid may have written it. Every process calls this.
 
-    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model. The job
-    is untouched then, unless the damage was in the middle of a tensor file: then its weights are unusable.
+    Returns:
+        The checkpoint's number of finished steps.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged. The job is unchanged unless the damage was inside a tensor file.
+            In that case its weights are unusable.
+        UserError: The checkpoint belongs to another model. The job is unchanged.
     """
     with failing_together():
         state = read_state(path)
@@ -275,7 +300,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
-    if job.average is not None and job.optimizer.steps_taken():  # before the first update it begins with that
+    if job.average is not None and job.optimizer.steps_taken():  # the first update starts the average otherwise
         _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
     torch.set_rng_state(generator.get_state())
@@ -286,14 +311,18 @@ def _begin_average(trained: Sequence[LocalShard], average: AveragedWeights, is_l
     if is_loaded:
         fill_second_copies(trained, lambda index: {"average": average.averages[index]})
         average.has_begun = True
-    else:  # a run that has had no average until now
+    else:  # the run had no average until now
         average.restart()
 
 
 def load_sharded_weights(path: Path, job: TrainingState) -> None:
-    """Fill a job's weights from a checkpoint that any grid has written, without memory for its optimizer.
+    """Fill a job's weights from a checkpoint, without memory for the optimizer. Every process calls this.
 
-    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model.
+    Any grid may have written the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged.
+        UserError: The checkpoint belongs to another model.
     """
     with failing_together():
         state = read_state(path)

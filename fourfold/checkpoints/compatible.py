@@ -1,4 +1,4 @@
-"""Checks that a run may resume from a checkpoint: same model, same adapters, same order of samples."""
+"""Check that a run can resume from a checkpoint: the model, the adapters, and the order of samples must be the same."""
 
 from __future__ import annotations
 
@@ -20,58 +20,78 @@ from fourfold.errors import UserError
 
 
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
-    """Raise ``UserError`` naming the first size in which the checkpoint's model differs from ``model``."""
-    # A key that is newer than the checkpoint had its default.
+    """Check that the checkpoint's model has the sizes of `model`.
+
+    Raises:
+        UserError: A size differs. The message names the first one.
+    """
+    # A key that is newer than the checkpoint had its default value.
     defaults = {key: field.default for key, field in ModelConfig.model_fields.items() if key not in LAYOUT_FREE_KEYS}
     for key, was, now in _differences(defaults | state.model, saved_model(model)):
         raise UserError(
-            f"the checkpoint {path} is of another model: its {key} is {was!r}, and the run file's is {now!r}"
+            f"the checkpoint {path} belongs to another model: its {key} is {was!r}, but the run file has {now!r}"
         )
 
 
 def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Raise ``UserError`` unless checkpoint and run train the same adapters of the same model, or neither has any."""
+    """Check that the checkpoint and the run train the same adapters of the same model, or that neither has adapters.
+
+    Raises:
+        UserError: They differ.
+    """
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
         return
     for key, was, now in _differences(saved.model_dump(), wanted.model_dump()):
         raise UserError(
-            f"the checkpoint {path} was trained with lora.{key} = {was!r}, and the run file has {now!r}; set "
+            f"the checkpoint {path} was trained with lora.{key} = {was!r}, but the run file has {now!r}; set "
             "it back, or set checkpoint.resume = 'never'"
         )
     base, from_hf = (None if name is None else absolute_name(name) for name in (state.base, run.model.from_hf))
     if base != from_hf:
         raise UserError(
-            f"the adapters of the checkpoint {path} belong to the model {base}, and model.from_hf is {from_hf}; set it "
+            f"the adapters of the checkpoint {path} belong to the model {base}, but model.from_hf is {from_hf}; set it "
             "back, or set checkpoint.resume = 'never'"
         )
 
 
 def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Raise ``UserError`` where the checkpoint has the states of another optimizer."""
+    """Check that the checkpoint has the states of the run's optimizer.
+
+    Raises:
+        UserError: It has the states of another optimizer.
+    """
     if state.optimizer != run.optimizer.name:
         raise UserError(
-            f"the checkpoint {path} has the states of optimizer.name = '{state.optimizer}', and the run file has "
+            f"the checkpoint {path} has the states of optimizer.name = '{state.optimizer}', but the run file has "
             f"'{run.optimizer.name}'; set it back, or set checkpoint.resume = 'never'"
         )
 
 
 def check_has_model(path: Path, state: CheckpointState) -> None:
-    """Raise ``UserError`` for a checkpoint of adapters without the model that they belong to."""
+    """Check that the checkpoint holds a model and not only adapters.
+
+    Raises:
+        UserError: It holds only adapters.
+    """
     if state.lora is not None:
         command = f"fourfold checkpoint export-hf {path} OUT --merge"
-        raise UserError(f"{path} has LoRA adapters only; `{command}` makes a model of it")
+        raise UserError(f"{path} has only LoRA adapters; `{command}` merges them into a model")
 
 
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Raise ``UserError`` when the run's steps read other samples than those before the checkpoint did."""
+    """Check that the run reads samples in the same order as the steps before the checkpoint did.
+
+    Raises:
+        UserError: The order differs.
+    """
     for key, was, now in _differences(state.training, sample_order(run)):
         raise UserError(
-            f"the checkpoint {path} was trained with training.{key} = {was}, and the run file has {now}, which would "
+            f"the checkpoint {path} was trained with training.{key} = {was}, but the run file has {now}, which would "
             "repeat or skip samples; set it back, or set checkpoint.resume = 'never'"
         )
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Key, saved value and wanted value wherever they differ."""
+    """Yield key, saved value, and wanted value for every key that differs."""
     return ((key, saved.get(key), value) for key, value in wanted.items() if saved.get(key) != value)

@@ -1,4 +1,4 @@
-"""Room on the disk: what a checkpoint needs, and what is there."""
+"""Predict the size of checkpoints, and check that the disk has room for them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 
 HEADER_BYTES = 512
-"""The most bytes that one file spends on describing one tensor: its name and place."""
+"""Most bytes that a file spends on the header entry of one tensor."""
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """The size of one checkpoint of a run: weights, the optimizer's states, averages, and what describes them."""
+    """Return the size of one checkpoint in bytes: weights, optimizer states, averages, and headers."""
     shapes = trained_shapes(run.model, run.lora)
     weight = DTYPES[run.training.master_weights].itemsize
     moment = 4 if run.optimizer.stochastic_rounding else weight
@@ -30,24 +30,31 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free room where a folder is, or will be made."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def check_room(folder: Path, run: RunConfig) -> None:
-    """Raise ``WriteFailed`` where a checkpoint does not fit: older ones are removed only when it is whole."""
+    """Check that one more checkpoint fits on the disk. Older ones are removed only once it is complete.
+
+    Raises:
+        WriteFailed: It does not fit.
+    """
     needed, free = checkpoint_bytes(run), free_bytes(folder)
     if free < needed:
         raise WriteFailed(
-            f"a checkpoint needs {_size(needed)}, and {folder} has room for {_size(free)}; free some, or change "
+            f"a checkpoint needs {_size(needed)}, but {folder} has room for {_size(free)}; free some space, or change "
             "output_dir"
         )
 
 
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
-    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where those that it keeps do not
-    all fit."""
+    """Check that one checkpoint of the run fits on the disk. Warn if all those that the run keeps do not fit.
+
+    Raises:
+        WriteFailed: Not even one checkpoint fits.
+    """
     saves = run.training.train_steps // run.checkpoint.interval if run.checkpoint.interval else 0
     if not saves and not run.checkpoint.save_last:
         return
@@ -58,8 +65,8 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:
         print(
-            f"warning: the run's checkpoints will need {_size(more)} more, and {folder} has room for {_size(free)}; "
-            "lower checkpoint.keep_latest_k or free some",
+            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has room for {_size(free)}; "
+            "lower checkpoint.keep_latest_k, or free some space",
             file=sys.stderr,
         )
 

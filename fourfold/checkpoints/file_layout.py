@@ -1,7 +1,7 @@
-"""``layout.json``: which file of a checkpoint has which part of which tensor, by rule.
+"""`layout.json`: a rule that says which file of a checkpoint has which part of which tensor.
 
-Each process writes at most one file. What is in it follows from the sizes of the grid and from how each tensor is cut.
-So nobody gathers, writes or reads a list of all parts, and a process finds the few files that it needs.
+Each process writes at most one file. The sizes of the grid and the way each tensor is cut decide what is in it. So no
+process gathers, writes, or reads a list of all parts, and each finds the few files that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_RANKS = 2**20
 
 TOKEN_AXES = ("dp", "cp", "z")
 CUTTING = ("ep", "x", "y")
-"""Axes that may cut a tensor into tiles, the outer ones first."""
+"""Axes that can cut a tensor into tiles, outermost first."""
 
 Box = tuple[slice, ...]
 """A part of a tensor: its range in every dim."""
@@ -37,26 +37,26 @@ class SavedTensor(Strict):
     """One tensor, and how it is cut."""
 
     dtype: str
-    """Its type, by the name in safetensors."""
+    """Type, by its name in safetensors."""
     shape: tuple[int, ...] = Field(strict=False)
     x: int | None = None
-    """The dim that the axis x cuts; None: its ranks hold copies."""
+    """Dim that axis x cuts. None if the ranks of x hold copies."""
     y: int | None = None
-    """The same for y, which cuts the parts that x has cut."""
+    """Dim that axis y cuts, after x. None if the ranks of y hold copies."""
     ep: int | None = None
-    """The same for ep, which has neighbors among the processes of dp, cp and z."""
+    """Dim that axis ep cuts. None if the ranks of ep hold copies."""
     sharded: bool = True
-    """False: ``sharded_over`` does not cut it."""
+    """Whether `sharded_over` cuts the tensor."""
     sharded_dim: int = 0
-    """The dim in which ``sharded_over`` cuts the parts of x and y."""
+    """Dim in which `sharded_over` cuts the tiles of x and y."""
     pp: int = 0
-    """The pipeline rank that writes it."""
+    """Pipeline rank that writes the tensor."""
     copy_number: int = 0
-    """The one of its copies that is written."""
+    """Number of the copy that is written."""
 
     @property
     def cuts(self) -> Cuts:
-        """Whether x, y, ep and ``sharded_over`` cut it."""
+        """Whether x, y, ep, and `sharded_over` cut the tensor."""
         return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 
@@ -66,9 +66,9 @@ class CheckpointTensors(Strict):
     sizes: dict[str, int]
     """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut the parts of x and y, as torch.chunk does."""
+    """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Ranks of a shard group in one node; above 1 pieces are numbered as in ``parallel.sharding.piece_of``."""
+    """Ranks of a shard group on one node. Above 1, `parallel.sharding.piece_of` numbers the shards."""
     ep: int = Field(1, ge=1)
     """Ranks that share the experts."""
     tensors: dict[str, SavedTensor]
@@ -105,30 +105,34 @@ class CheckpointTensors(Strict):
 
     @property
     def ranks(self) -> int:
-        """The number of processes that wrote the checkpoint."""
+        """Number of processes that wrote the checkpoint."""
         return math.prod(self.sizes.values())
 
     @property
     def token_ranks(self) -> int:
-        """The processes that split the tokens."""
+        """Number of processes that split the tokens."""
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
 
     def copies(self, tensor: SavedTensor) -> int:
-        """The number of processes that hold the same part of a tensor."""
+        """Return the number of processes that hold the same part of a tensor."""
         return self.token_copies(tensor) * math.prod(self.sizes[axis] for axis in self._copied_over(tensor))
 
     def token_copies(self, tensor: SavedTensor) -> int:
-        """Those of them that differ in dp, cp or z."""
+        """Return the number of processes that hold the same part of a tensor and differ in dp, cp, or z."""
         return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
     def part_of(self, name: str, rank: int) -> Box:
-        """The part of a tensor that a process has, or of a tensor like it of its own stage, whoever writes it."""
+        """Return the part of a tensor that a process holds, even if another process writes it.
+
+        If the tensor belongs to another pipeline stage, return the part that the process would hold of such a tensor in
+        its own stage.
+        """
         tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         ep, piece, _ = self._held_of(tensor, place)
         return self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """The parts in the file of a process, in their order there; empty where it has no file."""
+        """Return the parts in the file of a process, in the order of the file. Empty if the process has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         held, found = {}, dict[Cuts, tuple[int, int, int]]()
         for name, tensor in self.tensors.items():
@@ -142,7 +146,7 @@ class CheckpointTensors(Strict):
         return held
 
     def parts(self, name: str, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """The parts of a tensor that overlap a box, each with the rank whose file has it."""
+        """Yield the parts of a tensor that overlap a box, each with the rank whose file has it."""
         tensor = self.tensors[name]
         for places in itertools.product(*(range(number) for _, number, _ in self._cuts(tensor, {}))):
             place = dict(zip(CUTTING, places, strict=True))
@@ -153,7 +157,7 @@ class CheckpointTensors(Strict):
                 yield self._rank(tensor, place, piece), self._part(tensor, tile, piece)
 
     def _cuts(self, tensor: SavedTensor, place: Mapping[str, int]) -> list[tuple[int | None, int, int]]:
-        """Dim, pieces and the piece of each cut of a tensor into tiles; one piece where an axis does not cut it."""
+        """Return (dim, number of pieces, index of the piece) for each axis. An axis that does not cut has one piece."""
         sizes = {**self.sizes, "ep": self.ep}
         dims = {axis: getattr(tensor, axis) for axis in CUTTING}
         return [(dim, 1, 0) if dim is None else (dim, sizes[axis], place.get(axis, 0)) for axis, dim in dims.items()]
@@ -162,18 +166,18 @@ class CheckpointTensors(Strict):
         return cut(tensor.shape, self._cuts(tensor, place))
 
     def _experts(self, tensor: SavedTensor) -> int:
-        """Neighbors among the processes that split the tokens with different tiles."""
+        """Return how many neighbors among the token ranks hold different tiles of a tensor."""
         return 1 if tensor.ep is None else self.ep
 
     def _pieces_of(self, tensor: SavedTensor) -> int:
-        """Pieces into which ``sharded_over`` cuts a tile."""
+        """Return the number of pieces into which `sharded_over` cuts a tile."""
         return max(self._shards // self._experts(tensor), 1) if tensor.sharded else 1
 
     def _per_node(self, tensor: SavedTensor) -> int:
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """The rank on ep, the piece, and the number of the copy that a process has of a tensor."""
+        """Return the ep rank, the piece, and the number of the copy that a process holds of a tensor."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -182,11 +186,11 @@ class CheckpointTensors(Strict):
         return ep, piece_of(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """The axes of the plane whose ranks hold copies, the outer one first."""
+        """Return the axes among y and x that hold copies, the outer one first."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
-        """The row-major number of a place on some of the axes."""
+        """Return the row-major number of a place on some of the axes."""
         return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
 
     def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
@@ -195,7 +199,7 @@ class CheckpointTensors(Strict):
         return tuple(chunk(each, pieces, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
     def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
-        """The pieces of a tile that overlap a box which overlaps the tile."""
+        """Return the pieces of a tile that overlap a box. The box must overlap the tile."""
         if not tile:
             return range(1)
         dim = tensor.sharded_dim
@@ -208,7 +212,7 @@ class CheckpointTensors(Strict):
         return math.prod(self.sizes[axis] for axis in self.sharded_over)
 
     def _rank(self, tensor: SavedTensor, tile: Mapping[str, int], piece: int) -> int:
-        """The process that writes a part."""
+        """Return the process that writes a part."""
         pieces, per_node = self._pieces_of(tensor), self._per_node(tensor)
         copied = self._copied_over(tensor)
         sizes = [self.token_copies(tensor), *(self.sizes[axis] for axis in copied)]
@@ -222,17 +226,21 @@ class CheckpointTensors(Strict):
 
 
 def file_of(rank: int) -> str:
-    """The name of the file of a process."""
+    """Return the name of a process's file."""
     return f"rank_{rank:05}.safetensors"
 
 
 def write_layout(folder: Path, layout: CheckpointTensors) -> None:
-    """Write ``layout.json``."""
+    """Write `layout.json`."""
     (folder / LAYOUT_FILE).write_text(layout.model_dump_json(exclude_defaults=True) + "\n")
 
 
 def read_layout(folder: Path) -> CheckpointTensors:
-    """Read ``layout.json``. Raises ``DamagedCheckpoint``."""
+    """Read `layout.json`.
+
+    Raises:
+        DamagedCheckpoint: It is not a valid layout.
+    """
     file = folder / LAYOUT_FILE
     check_small_file(file)
     try:
@@ -242,22 +250,22 @@ def read_layout(folder: Path) -> CheckpointTensors:
 
 
 def intersection(some: Box, other: Box) -> Box:
-    """The part that two boxes share."""
+    """Return the part that two boxes share."""
     return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(some, other, strict=True))
 
 
 def inside(part: Box, whole: Box) -> Box:
-    """A part in the coordinates of the box that it is in."""
+    """Return a part in the coordinates of the box around it."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 
 def is_empty(box: Box) -> bool:
-    """True for a box without an element."""
+    """Return whether a box has no element."""
     return any(each.start >= each.stop for each in box)
 
 
 def _unravel(number: int, sizes: list[int]) -> list[int]:
-    """A row-major number's place on each axis."""
+    """Return the place on each axis of a row-major number."""
     place = []
     for size in reversed(sizes):
         number, each = divmod(number, size)
@@ -266,7 +274,7 @@ def _unravel(number: int, sizes: list[int]) -> list[int]:
 
 
 def _ravel(places: list[tuple[int, int]]) -> int:
-    """The row-major number of places, each with the size of its axis."""
+    """Return the row-major number of (place, axis size) pairs."""
     number = 0
     for place, size in places:
         number = number * size + place

@@ -1,4 +1,4 @@
-"""Find checkpoints: in a folder of them, in the folder of a run, and by ``checkpoint.resume``."""
+"""Find checkpoints in a folder, in the folder of a run, or by `checkpoint.resume`."""
 
 from __future__ import annotations
 
@@ -10,45 +10,47 @@ STATE_FILE = "state.json"
 FOLDER = "checkpoints"
 """Subfolder of a run's folder that holds its checkpoints."""
 BEST = "best"
-"""Link beside the checkpoints to the one with the lowest validation loss."""
+"""Link next to the checkpoints that points to the one with the lowest validation loss."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of training steps that led to a checkpoint, from its name ``step_<number>``."""
+    """Return the number of training steps of a checkpoint, from its name `step_<number>`."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def is_step_name(name: str) -> bool:
-    """True for the name of a checkpoint of a run. Whatever has it was renamed when it was whole."""
+    """Return whether a name is `step_<number>`. Only complete checkpoints have such names."""
     return name.startswith("step_") and name[5:].isdecimal()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, oldest first, damaged ones too."""
+    """List the checkpoints in a folder, oldest first. Damaged ones are included."""
     return sorted((path for path in folder.glob("step_*") if is_step_name(path.name)), key=step_of)
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint at ``path``, or those in a folder of checkpoints or in the folder of a run, oldest first."""
+    """List the checkpoint at `path`, or the checkpoints in the folder of checkpoints or of a run, oldest first."""
     if (path / STATE_FILE).exists() or (is_step_name(path.name) and path.is_dir()):
         return [path]
     return list_checkpoints(path / FOLDER) or list_checkpoints(path)
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint at ``path``, or the newest one in a folder of checkpoints or in the folder of a run."""
+    """Return the checkpoint at `path`, or the newest in the folder of checkpoints or of a run. None if there is
+    none.
+    """
     found = checkpoints_at(path)
     return found[-1] if found else None
 
 
 def best_checkpoint(folder: Path) -> str | None:
-    """The name of the checkpoint in a folder that has the lowest validation loss, where one was kept."""
+    """Return the name of the checkpoint with the lowest validation loss, or None if none was kept."""
     link = folder / BEST
     return link.readlink().name if link.is_symlink() else None
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Have the link point to this checkpoint."""
+    """Point the link `best` to this checkpoint."""
     link = checkpoint.with_name(f".{BEST}")
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
@@ -56,9 +58,14 @@ def mark_best(checkpoint: Path) -> None:
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """The checkpoint from which a run resumes, whose own checkpoints are in ``folder``; None: it starts afresh.
+    """Return the checkpoint from which a run resumes. None if it starts from the beginning.
 
-    Raises ``UserError`` for a path without a checkpoint.
+    Args:
+        resume: `checkpoint.resume`: "never", "auto", or a path.
+        folder: Folder of the run's own checkpoints.
+
+    Raises:
+        UserError: The path has no checkpoint.
     """
     if resume == "never":
         return None

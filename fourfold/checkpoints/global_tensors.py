@@ -1,4 +1,4 @@
-"""A job's weights and moments as parts of global tensors: what a checkpoint saves and fills."""
+"""A job's weights and optimizer moments as parts of global tensors, which checkpoints save and load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fourfold.parallel.state import LocalShard
 
 
 class OptimizerState(Protocol):
-    """The state that an optimizer keeps between steps; ``training.optimizer.ShardedOptimizer`` is one."""
+    """State that an optimizer keeps between steps. `training.optimizer.ShardedOptimizer` implements it."""
 
     def moments(self, index: int) -> dict[str, Tensor]: ...
 
@@ -34,14 +34,14 @@ class OptimizerState(Protocol):
 
 
 class LossScaleState(Protocol):
-    """The state that loss scaling keeps between steps."""
+    """State that loss scaling keeps between steps."""
 
     scale: float
     steps_since_change: int
 
 
 class AveragedWeights(Protocol):
-    """Averages of the trained weights; ``training.weight_average.WeightAverage`` is one."""
+    """Moving averages of the trained weights. `training.weight_average.WeightAverage` implements it."""
 
     averages: list[Tensor]
     has_begun: bool
@@ -50,12 +50,12 @@ class AveragedWeights(Protocol):
 
 
 class TrainingState(Protocol):
-    """The job that a checkpoint saves and fills; ``training.job.Job`` is one."""
+    """The job that a checkpoint saves and loads. `training.job.Job` implements it."""
 
     recent: RecentSteps
     best: BestValidation
     copies: CopyStream | None
-    """Copies of an asynchronous save, which the optimizer waits for."""
+    """Copies of an asynchronous save. The optimizer waits for them."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -88,21 +88,26 @@ class TrainingState(Protocol):
 
 
 class SavedPart(NamedTuple):
-    """This process's part of a weight, or of a tensor of its shape that belongs to it, such as a moment."""
+    """This process's part of a weight, or of a tensor with the weight's shape, such as a moment."""
 
     shard: LocalShard
     local: Tensor
 
 
 AVERAGE = "average"
-"""Averages are called ``average.<name>`` in a checkpoint."""
+"""Averages are named `average.<name>` in a checkpoint."""
 
 Parts = Mapping[str, SavedPart]
 """Parts of global tensors, by their names in a checkpoint."""
 
 
 def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
-    """Trained weights, their moments, and where there are any, their averages."""
+    """Return the parts of the trained weights, of their moments, and of their averages.
+
+    Args:
+        job: The job.
+        with_averages: Whether to include the averages, if there are any.
+    """
     parts: dict[str, SavedPart] = {}
     for name, index in _first_copies(job.trained).items():
         shard = job.trained[index]
@@ -111,7 +116,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
         if with_averages and job.average is not None:
             parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
-    if not job.run.lora.rank:  # what LoRA freezes is not saved
+    if not job.run.lora.rank:  # weights that LoRA freezes are not saved
         parts |= {
             f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }
@@ -119,7 +124,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
 
 
 def weight_parts(job: TrainingState) -> Parts:
-    """All weights."""
+    """Return the parts of all weights."""
     return {
         f"model.{name}": SavedPart(job.shards[index], job.shards[index].local)
         for name, index in _first_copies(job.shards).items()
@@ -127,10 +132,10 @@ def weight_parts(job: TrainingState) -> Parts:
 
 
 def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
-    """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
+    """Return the layout of a checkpoint of these tensors. A collective of the pipeline ranks.
 
-    A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Tensors that
-    x or y do not cut are small; the first rank of the axis writes them all, so that few files have to be read for them.
+    If several stages have a tensor, the first one writes it. Replicas over dp and cp take turns. Tensors that x or y do
+    not cut are small. The first rank of the axis writes all of them, so that loading has to open few files.
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:
@@ -145,7 +150,7 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointT
 
 
 def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTensors:
-    """The layout of the tensors of this process's place on pp alone."""
+    """Return the layout of the tensors of this process's pipeline rank only."""
     layout = CheckpointTensors(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
@@ -164,7 +169,11 @@ def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> CheckpointTens
 
 
 def check_finite(parts: Parts, step: int, folder: Path) -> None:
-    """Raise the same ``UserError`` on every process when a part of a tensor anywhere is not finite."""
+    """Check that all tensors on all processes are finite.
+
+    Raises:
+        UserError: A part of a tensor is not finite. Every process raises the same error.
+    """
     locals_ = {name: part.local for name, part in parts.items() if part.local.numel()}
     extremes = torch.stack([torch.stack(local.aminmax()).float() for local in locals_.values()])
     finite = extremes.isfinite().all(dim=1)
@@ -178,13 +187,13 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
         rank, name = next((rank, names[0]) for rank, names in enumerate(everyone) if names)
         raise UserError(
             f"{name} is not finite on rank {rank} after step {step}; nothing was saved, and the last checkpoint in "
-            f"{folder} is as it was; lower optimizer.lr, and resume from there"
+            f"{folder} is unchanged; lower optimizer.lr, and resume from there"
         )
 
 
 @torch.no_grad()
 def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Copy ``tensors(index)`` of a tied weight's first shard to those of its second."""
+    """Copy `tensors(index)` of a tied weight's first shard to the tensors of its second shard."""
     first = _first_copies(shards)
     for index, shard in enumerate(shards):
         if index != first[shard.name]:
@@ -193,9 +202,9 @@ def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Ma
 
 
 def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
-    """The index of the first shard of each name.
+    """Return the index of the first shard of each name.
 
-    With both ends of a V-shaped pipeline on one process a tied weight is there twice; it is saved and loaded once.
+    With both ends of a V-shaped pipeline on one process, a tied weight exists twice. It is saved and loaded once.
     """
     first: dict[str, int] = {}
     for index, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Make a checkpoint of weights that no grid has trained."""
+"""Write a checkpoint from weights that were not trained on a grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 
 
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
-    """Write whole tensors into a folder, in one file for each rank of a pipeline; returns the size of every file."""
+    """Write whole tensors to a folder, one file per pipeline rank.
+
+    Returns:
+        The size of every file in bytes.
+    """
     files = split_into_files(entries)
     written = {file_of(rank): write_tensors(folder / file_of(rank), tensors) for rank, tensors in enumerate(files)}
     tensors = {

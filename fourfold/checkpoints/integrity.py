@@ -1,8 +1,8 @@
-"""Checksums of a checkpoint's files: made while they are written, compared before anything in them is used.
+"""Checksums of a checkpoint's files. They are computed during writing and compared before the files are used.
 
-    manifest-<checksum of the manifest>.json    size and checksum of every file beside it
+    manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
-Checksums are XXH3 (128 bits), which is faster than memory. They find damage, not an attacker.
+Checksums are XXH3 (128 bits), which is faster than memory. They detect damage, not an attacker.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ from fourfold.untrusted_files import regular
 
 TENSORS = ".safetensors"
 PIECE = 2**24
-"""Bytes of a file that are mapped at a time, to keep this process's memory small; a multiple of the page size."""
+"""Bytes of a file that are mapped at a time, to keep memory small. A multiple of the page size."""
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""The end of a message about damage as long as no other checkpoint has been found."""
+"""End of a message about damage if no other checkpoint was found yet."""
 
 BESIDE = "huggingface"
-"""Subfolder of an imported model, with small files that its export copies; it is not checked."""
+"""Subfolder of an imported model. It holds small files for the export and is not checked."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not as it was written."""
 
 
 def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
-    """Write the manifest of a folder whose files are all there; ``written`` has those whose checksums are known."""
+    """Write the manifest of a folder once all its files are there.
+
+    Args:
+        folder: The checkpoint.
+        written: Files whose checksums are known already.
+    """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
     entries = {name: known.get(name) or _found(folder / name) for name in names}
@@ -47,7 +52,11 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
 
 def check_small_file(file: Path) -> None:
-    """Compare the checksum of one file. Raises ``DamagedCheckpoint``."""
+    """Compare the checksum of one file.
+
+    Raises:
+        DamagedCheckpoint: The file is missing or its content differs.
+    """
     entry = _entries(file.parent).get(file.name)
     if entry is None or not file.is_file():
         raise _damaged(file, "it is missing")
@@ -55,9 +64,10 @@ def check_small_file(file: Path) -> None:
 
 
 def check_listing(folder: Path) -> None:
-    """Check that every file of the manifest is there, and nothing that it does not name.
+    """Check that every file of the manifest exists, and that no other file does.
 
-    Raises ``DamagedCheckpoint``.
+    Raises:
+        DamagedCheckpoint: A file is missing or unknown.
     """
     entries, found = _entries(folder), {path.name for path in folder.iterdir()}
     for name in entries:
@@ -65,13 +75,19 @@ def check_listing(folder: Path) -> None:
             raise _damaged(folder / name, "it is missing")
     for name in sorted(found):
         if name not in entries and not name.startswith("manifest-") and name != BESIDE:
-            raise _damaged(folder / name, "it belongs to no file list of this checkpoint")
+            raise _damaged(folder / name, "it is not in the manifest of this checkpoint")
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: their sizes, that none is a link, and the content of small ones.
+    """Check a share of the files: their sizes, that none is a link, and the content of small files.
 
-    Raises ``DamagedCheckpoint``.
+    Args:
+        folder: The checkpoint.
+        rank: Which share to check.
+        ranks: Number of shares.
+
+    Raises:
+        DamagedCheckpoint: A file is not as it was written.
     """
     for name, entry in list(_entries(folder).items())[rank::ranks]:
         file = folder / name
@@ -80,17 +96,25 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         except OSError:
             raise _damaged(file, "it is missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise _damaged(file, "it is a link, a folder or a pipe, and a file was written")
+            raise _damaged(file, "it is a link, a folder or a pipe instead of a file")
         if found.st_size != entry.size:
-            raise _damaged(file, f"it has {found.st_size:,} bytes, and {entry.size:,} were written")
+            raise _damaged(file, f"it has {found.st_size:,} bytes, but {entry.size:,} were written")
         if file.suffix != TENSORS:
             _check_content(file, entry)
 
 
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the checksums of a share of the tensor files. Raises ``DamagedCheckpoint``.
+    """Compare the checksums of a share of the tensor files.
 
-    On the grid that wrote them, each process checks the file that it reads.
+    On the grid that wrote the checkpoint, each process checks the file that it reads.
+
+    Args:
+        folder: The checkpoint.
+        rank: Which share to check.
+        ranks: Number of shares.
+
+    Raises:
+        DamagedCheckpoint: A checksum differs.
     """
     tensors = [(name, entry) for name, entry in _entries(folder).items() if name.endswith(TENSORS)]
     for name, entry in tensors[rank::ranks]:
@@ -98,7 +122,7 @@ def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def size_of(folder: Path) -> tuple[int, int]:
-    """Files and bytes of a checkpoint, by its manifest."""
+    """Return the number of files and of bytes in a checkpoint, according to its manifest."""
     entries = _entries(folder).values()
     return len(entries), sum(entry.size for entry in entries)
 
@@ -109,14 +133,14 @@ def _entries(folder: Path) -> dict[str, Written]:
         raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
     (manifest,) = manifests
     if manifest.is_symlink() or not manifest.is_file():
-        raise _damaged(manifest, "it is a link or a folder, and a file was written")
+        raise _damaged(manifest, "it is a link or a folder instead of a file")
     content = manifest.read_bytes()
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
-        raise _damaged(manifest, "its checksum is not the one in its name")
+        raise _damaged(manifest, "its checksum differs from the one in its name")
     try:
         entries = {name: Written(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
     except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
-        raise _damaged(manifest, "it is no list of files") from None
+        raise _damaged(manifest, "it is not a list of files") from None
     for name in entries:
         if Path(name).name != name:
             raise _damaged(manifest, f"it names a file outside the checkpoint, {name}")
@@ -137,7 +161,7 @@ def _found(file: Path) -> Written:
 
 
 def _checksum(file: Path) -> str:
-    """XXH3 of a file, mapped and released piece by piece: three times as fast as reading it."""
+    """Return the XXH3 of a file. Mapping it piece by piece is three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
     with regular(file).open("rb") as opened:
         if size := file.stat().st_size:

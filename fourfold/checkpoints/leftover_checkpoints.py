@@ -1,4 +1,4 @@
-"""Cleans up checkpoints that a killed job has left behind, and removes those that are no longer needed."""
+"""Clean up checkpoints that a killed job left behind, and remove checkpoints that are no longer needed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shutil import rmtree
 
 
 def tidy(folder: Path) -> None:
-    """Remove half-written checkpoints, and restore the name of one whose successor is not complete.
+    """Remove half-written checkpoints. Restore a replaced checkpoint if its successor is not complete.
 
-    The run's folder is this job's alone.
+    No other job may use the run's folder.
     """
     remove_unfinished(folder)
     for replaced in folder.glob(".step_*.replaced"):
@@ -22,14 +22,14 @@ def tidy(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what was being written, or removed."""
+    """Remove checkpoints that were being written or removed."""
     for name in (".step_*.partial", ".step_*.removed"):
         for unfinished in folder.glob(name):
             rmtree(unfinished, ignore_errors=True)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill midway leaves nothing under its name. A failure is only a warning."""
+    """Remove a checkpoint. A kill midway leaves nothing under its name, and a failure is only a warning."""
     try:
         if checkpoint.is_symlink():
             checkpoint.unlink()

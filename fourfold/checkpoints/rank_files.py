@@ -1,4 +1,4 @@
-"""The tensor files of a checkpoint: each process writes one at most, and reads from those that overlap its parts."""
+"""The tensor files of a checkpoint. Each process writes at most one, and reads the files that overlap its parts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ from fourfold.parallel.grid.grid import Axis
 from fourfold.parallel.memory.offload import CopyStream
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Key of a file's metadata under which torch.distributed.checkpoint keeps where each part begins in the whole."""
+"""Metadata key that torch.distributed.checkpoint uses for the start of each part in the whole tensor."""
 
 
 def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | None = None) -> list[Entry]:
-    """The tensors that this process writes. With ``copies`` they are copied to the host's memory as they are now, from
-    a GPU into pinned memory: call ``copies.finish`` before they are written, and ``copies.join`` before they change."""
+    """Return the tensors that this process writes.
+
+    Args:
+        parts: This process's parts.
+        layout: The layout of the checkpoint.
+        copies: If given, copy the tensors to host memory now (pinned if they are on a GPU). Call `copies.finish` before
+            they are written, and `copies.join` before they change.
+    """
     entries = []
     for name, box in layout.held_by(dist.get_rank()).items():
         shard, local = parts[name]
@@ -45,7 +51,14 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
 def write_file(
     folder: Path, layout: CheckpointTensors, entries: list[Entry], copies: CopyStream | None = None
 ) -> Written | None:
-    """Write this process's file when ``copies`` have come; None if it has nothing to write. Raises ``OSError``."""
+    """Write this process's file, after waiting for `copies`.
+
+    Returns:
+        Size and checksum of the file, or None if there is nothing to write.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     if not entries:
         return None
     if copies is not None:
@@ -56,7 +69,7 @@ def write_file(
 
 
 def gather_written(written: Written | None, device: str) -> dict[str, Written]:
-    """The files that all processes have written; a collective of a few bytes a process."""
+    """Return the files that all processes have written. A collective of a few bytes per process."""
     digest = bytes.fromhex(written.xxh3) if written else bytes(16)
     words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
     mine = torch.tensor([written.size if written else 0, *words], device=device)
@@ -72,13 +85,26 @@ def gather_written(written: Written | None, device: str) -> dict[str, Written]:
 
 
 def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
-    """Fill this process's parts. Raises ``UserError``."""
+    """Fill this process's parts.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
     read_boxes(folder, layout, {name: (part.local, part.shard.slices) for name, part in parts.items()})
 
 
 @torch.no_grad()
 def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[Tensor, Box]]) -> None:
-    """Fill tensors, each of which is a box of a global one; each file is opened once. Raises ``UserError``."""
+    """Fill tensors that are boxes of global tensors. Each file is opened once.
+
+    Args:
+        folder: The checkpoint.
+        layout: Its layout.
+        wanted: Tensor to fill and its box, by name.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
     by_file: dict[int, list[tuple[str, Box]]] = defaultdict(list)
     for name, (local, slices) in wanted.items():
         if local.numel():
@@ -95,7 +121,11 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
 
 def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
-    """Check that the file of a process holds the parts that the layout says. Raises ``DamagedCheckpoint``."""
+    """Check that a process's file holds the parts that the layout says.
+
+    Raises:
+        DamagedCheckpoint: It does not.
+    """
     held, file = layout.held_by(rank), folder / file_of(rank)
     if not held:
         return
@@ -105,7 +135,7 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
     found = {}
     try:
         with opened_tensors(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 (no dictionary)
+            for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                 view = opened.get_slice(name)
                 found[name] = (view.get_shape(), view.get_dtype())
     except UserError as error:
@@ -118,7 +148,7 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
 
 
 def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
-    """The type in which a tensor is stored."""
+    """Return the type in which a tensor is stored."""
     return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
 
 

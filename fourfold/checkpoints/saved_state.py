@@ -1,4 +1,4 @@
-"""``state.json``: everything in a checkpoint besides its tensors."""
+"""`state.json`: everything in a checkpoint except its tensors."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from fourfold.parsing import parse_json
 
 FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
-"""Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
+"""Keys of [model] that change neither a tensor's shape nor its meaning. They are not saved."""
 
 _OPTIMIZATION: dict[str, Any] = {
     "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
     "data": {"mask_documents"},
     **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
 }
-"""Sections and keys of the run file whose changes a resumed run warns of."""
+"""Sections and keys of the run file. A resumed run warns if one of them has changed."""
 
 
 class RecentSteps(Strict):
-    """The figures by which later steps are judged; see [checks] of the run file."""
+    """Figures of recent steps that [checks] compares later steps with."""
 
     losses: list[float] = Field([])
-    """Losses of the last good steps, as many as [checks] compares with."""
+    """Losses of the last good steps, as many as [checks] needs."""
     grad_norms: list[float] = Field([])
     """Gradient norms of the same steps."""
     skipped_in_a_row: int = 0
-    """Bad steps since the last good one."""
+    """Number of bad steps since the last good one."""
     overflows_in_a_row: int = 0
-    """fp16 overflows since the last step without one."""
+    """Number of fp16 overflows since the last step without one."""
 
 
 class StreamPosition(Strict):
     """Where a streamed dataset continues."""
 
     source: str
-    """Its name."""
+    """Name of the dataset."""
     text_key: str
-    """The column of its texts."""
+    """Column of the text."""
     tokenizer: str
-    """The fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer."""
     shuffle_buffer: int = 0
     """Documents that are shuffled together."""
     positions: list[dict[str, Any]]
-    """The position of each of its streams, as ``data/stream.py`` describes them."""
+    """Position of each of its streams, see `data/stream.py`."""
 
 
 class BestValidation(Strict):
@@ -64,49 +64,49 @@ class BestValidation(Strict):
 
     loss: float | None = None
     step: int = 0
-    """Steps taken when it was reached."""
+    """Number of steps when the loss was reached."""
     since: int = 0
-    """Validations since then."""
+    """Number of validations since then."""
 
 
 class CheckpointState(Strict):
-    """The content of ``state.json``."""
+    """Content of `state.json`."""
 
     format: int
     step: int = Field(ge=0)
-    """Training steps taken; also the position in the data, as long as ``training`` is unchanged."""
+    """Number of finished training steps. It is also the position in the data, as long as `training` is unchanged."""
     model: dict[str, Any]
-    """[model], without ``LAYOUT_FREE_KEYS``."""
+    """[model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]
-    """The settings that decide, with the step, which samples come next."""
+    """Settings that decide, together with the step, which samples come next."""
     rng: str
-    """State of torch's default generator, base64."""
+    """State of torch's default generator, in base64."""
     optimizer_steps: int | None = Field(None, ge=0)
-    """The number of steps that changed the weights; fewer than ``step`` after fp16 overflows."""
+    """Number of steps that changed the weights. It is below `step` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
-    """The loss scale, and the steps since it last changed."""
+    """The loss scale, and the number of steps since it last changed."""
     recent: RecentSteps = RecentSteps()
     best: BestValidation = BestValidation()
     has_averages: bool = False
-    """True where the moving averages of the trained weights are saved too."""
+    """Whether the moving averages of the trained weights are saved too."""
     expert_rows: list[list[int]] | None = None
-    """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
+    """Tokens per expert in the last step's batch, layer by layer. None for dense models."""
     stream: StreamPosition | None = None
-    """Where the streamed dataset continues; None for corpora on disk, whose position is ``step``."""
+    """Where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """[masks], which decides what the loss counts; None in older checkpoints."""
+    """[masks], which decides which tokens the loss counts. None in older checkpoints."""
     optimization: dict[str, Any] | None = None
-    """See ``optimization_settings``; None in older checkpoints, and for imported models."""
+    """See `optimization_settings`. None in older checkpoints and for imported models."""
     first_samples: str | None = None
-    """A digest of the first samples of the corpora on disk; None for a streamed dataset."""
+    """Digest of the first samples of the corpora on disk. None for a streamed dataset."""
     weights_only: bool = False
-    """True for an imported model: a run that starts from it begins at step 0."""
+    """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
-    """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
+    """The run's [lora] if only adapters were trained. The checkpoint then holds only the adapters."""
     base: str | None = None
     """The model that the adapters belong to."""
     optimizer: Rule = "adamw"
-    """The run's optimizer.name, which says what states there are."""
+    """The run's optimizer.name, which decides which optimizer states exist."""
 
     @model_validator(mode="after")
     def _possible(self) -> CheckpointState:
@@ -118,11 +118,15 @@ class CheckpointState(Strict):
         model.check_countable()
         rows = self.expert_rows
         if rows is not None and [len(row) for row in rows] != [model.num_experts] * model.num_hidden_layers:
-            raise ValueError("expert_rows are not those of the model")
+            raise ValueError("expert_rows do not fit the model")
         return self
 
     def generator(self, path: Path) -> torch.Generator:
-        """Make a generator in the saved random state; ``DamagedCheckpoint`` where that is invalid."""
+        """Make a generator in the saved random state.
+
+        Raises:
+            DamagedCheckpoint: The saved state is invalid.
+        """
         generator = torch.Generator()
         try:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
@@ -134,7 +138,7 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after ``step`` steps; the caller fills in the optimizer's steps."""
+    """Describe a run after `step` steps. The caller fills in the optimizer's steps."""
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -150,31 +154,36 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def optimization_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the run-file keys that decide, with the samples, how the weights change, such as ``optimizer.lr``.
+    """Return the run-file keys that decide, together with the samples, how the weights change, such as `optimizer.lr`.
 
-    A checkpoint keeps them as plain JSON, so that a later version, which may rename a key, still reads it.
+    A checkpoint keeps them as plain JSON, so that a later version can still read it after a key was renamed.
     """
     sections = run.model_dump(mode="json", include=_OPTIMIZATION).items()
     return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write ``state.json``."""
+    """Write `state.json`."""
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
 def imported_state(model: ModelConfig) -> CheckpointState:
-    """The state beside the weights of an imported model."""
+    """Return the state of an imported model."""
     return CheckpointState(
         format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), weights_only=True
     )
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read ``state.json``; ``DamagedCheckpoint`` where it is not what was written, ``UserError`` for another format."""
+    """Read `state.json`.
+
+    Raises:
+        DamagedCheckpoint: It is not as it was written.
+        UserError: The checkpoint has another format.
+    """
     file = path / STATE_FILE
     if file.exists() and not file.is_file():
-        raise DamagedCheckpoint(f"{file} is damaged: it is no file{ELSEWHERE}")
+        raise DamagedCheckpoint(f"{file} is damaged: it is not a file{ELSEWHERE}")
     try:
         text = file.read_text(encoding="utf-8")
         known = parse_json(text)
@@ -189,7 +198,7 @@ def read_state(path: Path) -> CheckpointState:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
     except UserError:
         raise
-    except ValueError:  # neither UTF-8 nor JSON, or not a state
+    except ValueError:  # it is not UTF-8, not JSON, or not a state
         raise DamagedCheckpoint(f"{file} is damaged{ELSEWHERE}") from None
     if is_step_name(path.name) and step_of(path) != state.step:
         raise DamagedCheckpoint(f"{path} is damaged: it has the content of step {state.step}{ELSEWHERE}")
@@ -197,22 +206,22 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def saved_model(model: ModelConfig) -> dict[str, Any]:
-    """The keys of [model] that a checkpoint keeps."""
+    """Return the keys of [model] that a checkpoint keeps."""
     return {key: value for key, value in model.model_dump(mode="json").items() if key not in LAYOUT_FREE_KEYS}
 
 
 def sample_order(run: RunConfig) -> dict[str, int]:
-    """The settings that, with the step, decide which samples come next."""
+    """Return the settings that decide, together with the step, which samples come next."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
 
 
 def adapted_model(run: RunConfig) -> str | None:
-    """The model that a run's adapters belong to; None without LoRA."""
+    """Return the model that a run's adapters belong to, or None without LoRA."""
     return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
 
 
 def absolute_name(model: str) -> str:
-    """A model's folder by its absolute path; a name on the Hub as it is."""
+    """Return a model's folder as an absolute path, or a Hub name unchanged."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
 

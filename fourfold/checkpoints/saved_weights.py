@@ -16,38 +16,48 @@ from fourfold.models.tensor_files import whole_or_part
 
 
 class SavedWeights:
-    """Weights of a checkpoint that any grid has written; with LoRA, its adapters."""
+    """The weights of a checkpoint, or its adapters if it was trained with LoRA. Any grid may have written it."""
 
     def __init__(self, path: Path, averaged: bool = False) -> None:
-        """Verify and index the files; raises ``DamagedCheckpoint``.
+        """Verify and index the files.
 
-        averaged: read the moving averages in place of the weights; ``UserError`` where there are none.
+        Args:
+            path: The checkpoint.
+            averaged: Whether to read the moving averages instead of the weights.
+
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged.
+            UserError: `averaged` is set and there are no averages.
         """
         self.path = path
         self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
         self.shapes = saved_shapes(self.model, self.state.lora)
         if averaged and not self.state.has_averages:
-            raise UserError(f"{path} has no average of its weights; train with ema.decay to have one")
+            raise UserError(f"{path} has no moving average of its weights; train with ema.decay to get one")
         in_layout = self._layout.tensors if averaged else {}
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes
         }
-        """Names in the checkpoint: the biases of routers, which no gradient moves, have no average."""
+        """Names in the checkpoint. Router biases have no average, because they are not trained by gradients."""
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one whole parameter, or one expert of it where it stacks them, in the dtype in which it is stored."""
+        """Read one whole parameter, or one expert of a parameter that stacks experts, in its stored dtype."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])
         read_boxes(self.path, self._layout, {self._stored[name]: (whole, slices)})
         return whole if expert is None else whole[0]
 
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Fill whole parameters, by name. Raises ``UserError`` for one that is not there in this shape."""
+        """Fill whole parameters, by name.
+
+        Raises:
+            UserError: The checkpoint has no such parameter in this shape.
+        """
         for name, whole in weights.items():
             if tuple(whole.shape) != self.shapes.get(name):
-                raise UserError(f"{self.path} has no {name} of the shape {list(whole.shape)}")
+                raise UserError(f"{self.path} has no {name} of shape {list(whole.shape)}")
         boxes = {
             self._stored[name]: (whole, tuple(slice(0, n) for n in whole.shape)) for name, whole in weights.items()
         }

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint: every file is as it was written, and every tensor is there with all its parts."""
+"""Verify a checkpoint: every file is as it was written, and every tensor is there with all its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
-    """Check all of a checkpoint in one process. Raises ``DamagedCheckpoint``."""
+    """Check a whole checkpoint in one process.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged.
+    """
     state = read_state(path)
     layout = check_structure(path, shapes_of(state))
     check_contents(path)
@@ -34,10 +38,17 @@ def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
 
 @contextmanager
 def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
-    """Check a checkpoint, each process a share of it, and yield its layout to a block that loads it.
+    """Check a checkpoint, each process a share of it, and yield its layout to the block that loads it.
 
-    The structure is checked before the block, and the contents beside it. Raises ``DamagedCheckpoint`` on all processes
-    when any of them has found damage; what the block has filled is then unusable. The block has no collectives.
+    The structure is checked before the block, and the contents while it runs. The block must not call collectives.
+    After an error, what the block has loaded is unusable.
+
+    Args:
+        path: The checkpoint.
+        expected: Shape of every tensor that must be there.
+
+    Raises:
+        DamagedCheckpoint: Any process found damage. Raised on all processes.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with failing_together():
@@ -51,7 +62,7 @@ def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
 
 
 def shapes_of(state: CheckpointState) -> Shapes:
-    """The shapes of all tensors that a checkpoint of a run must hold."""
+    """Return the shapes of all tensors that a checkpoint of a run must hold."""
     model = ModelConfig(**state.model)
     expected = {f"model.{name}": shape for name, shape in saved_shapes(model, state.lora).items()}
     if not state.weights_only:
@@ -65,12 +76,22 @@ def shapes_of(state: CheckpointState) -> Shapes:
 
 
 def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
-    """The shapes of the weights that a checkpoint of a run has: all, or with LoRA those of its adapters."""
+    """Return the shapes of the weights in a checkpoint of a run: all weights, or with LoRA the adapters."""
     return parameter_shapes(model) if lora is None else trained_shapes(model, lora)
 
 
 def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> CheckpointTensors:
-    """Check a share of all but the contents of tensor files. Raises ``DamagedCheckpoint``."""
+    """Check a share of everything except the contents of tensor files.
+
+    Args:
+        path: The checkpoint.
+        expected: Shape of every tensor that must be there.
+        rank: Which share to check.
+        ranks: Number of shares.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged.
+    """
     if rank == 0:
         check_listing(path)
     check_files(path, rank, ranks)
@@ -79,7 +100,7 @@ def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1)
         tensor = layout.tensors.get(name)
         if tensor is None or tensor.shape != tuple(shape):
             raise DamagedCheckpoint(
-                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with the shape {list(shape)}{ELSEWHERE}"
+                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with shape {list(shape)}{ELSEWHERE}"
             )
     for writer in range(rank, layout.ranks, ranks):
         check_header(path, layout, writer)

@@ -1,1 +1,1 @@
-"""Starts the processes of a job, or joins those of torchrun or srun."""
+"""Start the processes of a job, or join the processes that torchrun or srun started."""

@@ -1,4 +1,4 @@
-"""Run one job on all its processes, whether torchrun, srun or this process starts them."""
+"""Run one job on all its processes, whether torchrun, srun, or this process starts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
 
-if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
+if TYPE_CHECKING:  # torch is imported inside functions, because the parent of local workers never needs it
     import torch
 
 WantedDevice = Literal["auto", "cpu", "cuda"]
@@ -37,14 +37,24 @@ def run_on_grid(
     restarts: int = 0,
     started: float | None = None,
 ) -> Any:
-    """Call ``function(place, *args)`` on every process of the job, inside a default process group.
+    """Call `function(place, *args)` on every process of the job, inside a default process group.
 
-    function: ``"package.module:name"``, a string so that the parent of local workers need not import it. timeout: for
-    waiting for another process. heeds_stop_signals: the function enters ``stop_request``; the signals are held back
-    until then. restarts: the times that local workers were started before. started: when the command was started, by
-    the clock of ``time.time``; None: now. Returns the result of this process's call, or of rank 0's where the workers
-    were started here. Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed
-    for a defect.
+    Args:
+        function: "package.module:name". A string, so that the parent of local workers need not import it.
+        args: Arguments of the function after the place.
+        world_size: Number of processes.
+        wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.
+        timeout: Longest wait for another process.
+        heeds_stop_signals: Whether the function enters `stop_request`. Stop signals are held back until then.
+        restarts: Number of times that local workers were restarted.
+        started: Start of the command, by `time.time` (default: now).
+
+    Returns:
+        The result of this process's call, or of rank 0's call if the workers were started here.
+
+    Raises:
+        UserError: The launcher does not fit the run, or a worker raised it.
+        WorkerFailed: A worker crashed.
     """
     raise_file_limit()
     place = read_environment(os.environ)
@@ -53,7 +63,7 @@ def run_on_grid(
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
             return _run_here(place, function, args, world_size, wanted_device, timeout, started)
     with temporary_folder() as folder:
-        meeting_point = (folder / "store").as_uri()  # a file, since another program could take a port
+        meeting_point = (folder / "store").as_uri()  # a file, because another program could take a port
         task = (meeting_point, function, args, wanted_device, timeout)
         modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
@@ -68,14 +78,14 @@ def _run_here(
     timeout: timedelta,
     started: float,
 ) -> Any:
-    """Run this process's part: that of a launcher's process, or the whole of a job of one."""
+    """Run this process's part of the job: one process of a launcher, or a job of one process."""
     meeting_point = None
     if place is None:
         keep_gloo_local()
         place = Place(0, 0, 1, 1, launcher="local")
     else:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_starter()  # torchrun leaves its processes running when it is killed
+            end_with_starter()  # otherwise a killed torchrun leaves its processes running
         _check_world_size(place, world_size)
         host, port = rendezvous(os.environ, place)
         meeting_point = f"tcp://{host}:{port}"
@@ -90,26 +100,37 @@ def run_in_group(
     wanted_device: WantedDevice,
     timeout: timedelta,
 ) -> Any:
-    """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
+    """Start the default process group and call the function. See `run_on_grid`.
+
+    Args:
+        place: This process's place in the job.
+        meeting_point: torch's init_method, or None for a group of one.
+        function: "package.module:name".
+        args: Arguments of the function after the place.
+        wanted_device: See `run_on_grid`.
+        timeout: Longest wait for another process.
+    """
     with importing():
         call = imported(function)
     with lossy_output(any_error=True), _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         try:
             with _no_silent_exit():
                 return call(place, *args)
-        except SystemExit as end:  # the job itself never raises it, so its code says nothing about the job
-            raise RuntimeError(f"something called sys.exit({end.code!r}) before the job was done") from end
+        except SystemExit as end:  # a library raised it, so its code says nothing about the job
+            raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
 
 
 @contextlib.contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Make ``os._exit(0)`` in this process a crash: launchers and job scripts would take it for the end of the job."""
+    """Turn `os._exit(0)` in this process into a crash, so that no launcher or job script thinks that the job is
+    done.
+    """
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # a child that was forked may leave as it likes
+        if status == DONE and os.getpid() == process_id:  # a forked child may exit as it likes
             traceback.print_stack()
-            print("fourfold: something called os._exit(0) before the job was done", file=sys.stderr, flush=True)
+            print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH
         leave(status)
 
@@ -121,13 +142,17 @@ def _no_silent_exit() -> Iterator[None]:
 
 
 def imported(function: str) -> Any:
-    """Import the function or class ``"package.module:name"``."""
+    """Import the function or class "package.module:name"."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def device_of(place: Place, wanted: WantedDevice) -> torch.device:
-    """The GPU of this process where there are any (and the run file wants it), else the CPU."""
+    """Return this process's GPU if the run file wants a GPU and there is one. Otherwise return the CPU.
+
+    Raises:
+        UserError: The run file requires a GPU, but there is none.
+    """
     import torch
 
     from fourfold.parallel.grid.process_group import gpu_of
@@ -136,7 +161,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
     if not gpus:
         if wanted == "cuda":
             raise UserError(
-                "training.device = 'cuda' needs a GPU, and torch sees none on this machine; use 'auto' or 'cpu', "
+                "training.device = 'cuda' needs a GPU, but torch sees none on this machine; use 'auto' or 'cpu', "
                 "or install the build of torch that fits the GPU"
             )
         return torch.device("cpu")
@@ -146,7 +171,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
 def _check_world_size(place: Place, world_size: int) -> None:
     if place.world_size != world_size:
         raise UserError(
-            f"{place.launcher} started {place.world_size} processes, and the run file's [parallel] needs {world_size}; "
+            f"{place.launcher} started {place.world_size} processes, but the run file's [parallel] needs {world_size}; "
             f"start {world_size}, or change [parallel]"
         )
 

@@ -1,6 +1,6 @@
-"""Start one job's processes on this machine where no launcher has, report their failures, and end them.
+"""Start the processes of a job on this machine if no launcher did, report their failures, and end them.
 
-Nothing here imports torch: the parent of the workers does not need it, and starts faster without.
+This module does not import torch. The parent of the workers does not need torch and starts faster without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
-"""Once no report has followed a worker's failure for this long, the cause is chosen among the reports."""
+"""After a failure, wait until no worker has reported for this long. Then choose the cause among the reports."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -37,27 +37,27 @@ RELAYED = {
     signal.SIGHUP: signal.SIGHUP,
     signal.SIGINT: RELAYED_INTERRUPT,
 }
-"""Signals that this process receives, and the ones that it sends to the workers instead."""
+"""Maps each signal that this process receives to the signal that it sends to the workers."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker failed by a defect; the message has its rank and traceback, and needs no traceback of its own."""
+    """A worker crashed. The message has the worker's rank and traceback, so print it without another traceback."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """The end of one worker."""
+    """How one worker ended."""
 
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """Its return value, the sentence of its UserError, its exit code, or its traceback."""
+    """Return value, message of the UserError, exit code, or traceback."""
     time: float = field(default_factory=time.monotonic)
-    """Its time, by the clock that the processes of a machine share."""
+    """Time of the end, by the clock that all processes of a machine share."""
 
 
 class JobHung(WorkerFailed):
-    """The watchdog ended the job, and has said why."""
+    """The watchdog ended the job and has already said why."""
 
 
 def run_workers(
@@ -69,14 +69,28 @@ def run_workers(
     modules: Sequence[str] = (),
     started: float | None = None,
 ) -> Any:
-    """Call ``target(place, *args)`` in ``world_size`` new processes; returns what rank 0 returned.
+    """Call `target(place, *args)` in `world_size` new processes.
 
-    heeds_stop_signals: the target enters ``stop_request``; until then the workers hold the signals back. modules: those
-    that the target imports, to import once for all workers. started: the workers' ``Place.started``; None: now.
-    Raises the first UserError of a worker, and WorkerFailed for any other failure; KeyboardInterrupt after a Ctrl-C
-    that the workers do not handle, or a second one; SystemExit after another stop signal that they do not handle, or
-    a second SIGTERM. No worker outlives the call, nor this process. Standard output is rank 0's, standard error
-    everyone's.
+    No worker outlives the call or this process. Only rank 0 writes to standard output. All ranks write to standard
+    error.
+
+    Args:
+        target: The function.
+        args: Its arguments after the place.
+        world_size: Number of processes.
+        heeds_stop_signals: Whether the target enters `stop_request`. The workers hold stop signals back until then.
+        restarts: Number of times that the workers were restarted.
+        modules: Modules that the target imports. They are imported once for all workers.
+        started: `Place.started` of the workers (default: now).
+
+    Returns:
+        The result of rank 0.
+
+    Raises:
+        UserError: The first UserError of a worker.
+        WorkerFailed: Any other failure of a worker.
+        KeyboardInterrupt: After a Ctrl-C that the workers do not handle, or after a second one.
+        SystemExit: After another stop signal that the workers do not handle, or after a second SIGTERM.
     """
     workers = WorkerProcesses(world_size)
     try:
@@ -99,20 +113,20 @@ def run_workers(
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor, which rank 0's progress display may have hidden when it was killed."""
+    """Show the terminal's cursor. Rank 0's progress display may have hidden it before rank 0 was killed."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
-    """Run the task and report. It is unpickled here, because that may import torch."""
+    """Run the task and report the result. The task is unpickled here, because unpickling may import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        sys.stdout.reconfigure(line_buffering=True)  # it may be killed for another's failure
+        sys.stdout.reconfigure(line_buffering=True)  # this worker may be killed when another one fails
     else:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
@@ -122,13 +136,13 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
         report = pickle.dumps(WorkerEnd(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(WorkerEnd(place.rank, "refused", str(error)))
-    except Exception:  # any defect; the parent chooses which one to show
+    except Exception:  # the parent chooses which of the failures to show
         report = pickle.dumps(WorkerEnd(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
 
 def _reports(workers: WorkerProcesses) -> list[WorkerEnd]:
-    """Collect the reports, sorted by time: of all workers, or of those that end soon after a failure."""
+    """Collect the reports of all workers or, after a failure, of the workers that end soon after. Sort them by time."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[WorkerEnd] = []
     failed = False
@@ -149,7 +163,7 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
 
 
 def _result(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
-    """Return rank 0's value, or raise the failure that caused the others: workers that lose a peer fail too."""
+    """Return rank 0's value, or raise the first failure. Workers that lose a peer fail later."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -164,26 +178,30 @@ def _failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -> Bas
     if report.outcome == "failed":
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
-        return JobHung("the job hung, and was ended")
-    if report.value > 128 and report.value - 128 in received:  # the watchdog ended what did not stop in time
+        return JobHung("the job hung and was ended")
+    if report.value > 128 and report.value - 128 in received:  # the worker did not stop in time for the watchdog
         return SystemExit(report.value)
     if report.value >= 0:
-        return WorkerFailed(f"{worker} left with exit code {report.value} before it was done")
+        return WorkerFailed(f"{worker} exited with code {report.value} before it had finished")
     if report.value == -RELAYED_INTERRUPT and signal.SIGINT in received:
         return KeyboardInterrupt()
     if -report.value in received:
         return SystemExit(ended_by(-report.value))
-    hint = ", as the kernel does when memory is short" if report.value == -signal.SIGKILL else ""
+    hint = ", which the kernel sends when memory runs out" if report.value == -signal.SIGKILL else ""
     return WorkerFailed(f"{worker} was ended by {signal.Signals(-report.value).name}{hint}")
 
 
 @contextlib.contextmanager
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
-    """Relay the stop signals to the workers, which may save; yields the list of those received.
+    """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    heeded: the workers hold the signals until they can save. Those received before all workers are there are then only
-    listed, since some workers would miss them; else they end the job here. A second Ctrl-C raises KeyboardInterrupt
-    here, and a second SIGTERM SystemExit: the caller ends the workers.
+    With `heeded`, the workers hold the signals back until they can save. A signal that arrives before all workers exist
+    is only listed and is sent later, because some workers would miss it. Without `heeded`, such a signal ends the job
+    here.
+
+    Raises:
+        KeyboardInterrupt: After a second Ctrl-C. The caller ends the workers.
+        SystemExit: After a second SIGTERM. The caller ends the workers.
     """
     received: list[int] = []
 
@@ -200,7 +218,7 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
     with contextlib.ExitStack() as handlers:
         for signum in RELAYED:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 handlers.enter_context(_handler(signum, relay))
         yield received
 
@@ -212,8 +230,8 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the stop signals while workers start: they inherit the block, which holds until they are ready."""
-    resource_tracker.ensure_running()  # when it starts, it unblocks SIGINT
+    """Block the stop signals while workers start. The workers inherit the block and keep it until they are ready."""
+    resource_tracker.ensure_running()  # start it now, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
     try:
         yield
@@ -223,7 +241,9 @@ def _signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handler(signum: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal differently inside the block; outside the main thread, where no signal arrives, do nothing."""
+    """Handle a signal differently inside the block. Only the main thread receives signals, so other threads do
+    nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Signals that ask a job to save and stop: Ctrl-C, a closed terminal, and what schedulers send before the end."""
+"""Signals that ask a job to save and stop: Ctrl-C, a closed terminal, and the signals that schedulers send."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""The signal by which a Ctrl-C reaches local workers, which ignore the terminal's SIGINT: their parent gets it too."""
+"""Tells local workers about a Ctrl-C. They ignore the terminal's SIGINT, because their parent relays it."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 
 SAME_CTRL_C_SECONDS = 0.5
-"""Within this time a second SIGINT is the same Ctrl-C, passed on by a launcher that the terminal reached too."""
+"""A second SIGINT within this time is the same Ctrl-C: both the terminal and the launcher delivered it."""
 
-SAVING = b"\nfourfold: saving a checkpoint after this step; Ctrl-C once more stops without it\n"
+SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again to stop without saving\n"
 
 
 class StopRequest:
-    """Set by the first stop signal, or when the time is up; a second Ctrl-C raises KeyboardInterrupt."""
+    """Set by the first stop signal, or when the time is up. A second Ctrl-C raises KeyboardInterrupt.
+
+    Args:
+        announce: Whether to answer a Ctrl-C on standard error.
+        launched: Whether a launcher may deliver a Ctrl-C twice.
+        seconds: Time from now that the job may take. 0 means any time.
+    """
 
     def __init__(self, announce: bool, launched: bool, seconds: float = 0) -> None:
-        """announce: answer Ctrl-C on standard error; launched: a launcher may deliver a Ctrl-C twice; seconds: the
-        time from now on that the job may take, 0 for any."""
         self._announce, self._launched = announce, launched
         self._deadline = time.monotonic() + seconds if seconds else math.inf
         self._received = False
@@ -35,6 +39,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
+        """Whether the job should save and stop."""
         return self._received or time.monotonic() >= self._deadline
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
@@ -47,17 +52,22 @@ class StopRequest:
                 return
             if self._received:
                 raise KeyboardInterrupt
-            self._interrupted_at, self._received = now, True  # first: a second one may come during the line below
+            self._interrupted_at, self._received = now, True  # before the output, which a second one may interrupt
             if self._announce:
-                os.write(2, SAVING)  # not print, which the signal may have interrupted
+                os.write(2, SAVING)  # the signal may have interrupted a print, which does not nest
         self._received = True
 
 
 @contextmanager
 def stop_request(announce: bool = True, launched: bool = False, seconds: float = 0) -> Iterator[StopRequest]:
-    """Yield a request that the stop signals set while the block runs, also those that were held before.
+    """Yield a request that stop signals set while the block runs. Signals that were held back before set it too.
 
-    Signals that are ignored (nohup) stay so.
+    Ignored signals (nohup) stay ignored.
+
+    Args:
+        announce: See `StopRequest`.
+        launched: See `StopRequest`.
+        seconds: See `StopRequest`.
     """
     request = StopRequest(announce, launched, seconds)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -74,7 +84,7 @@ def stop_request(announce: bool = True, launched: bool = False, seconds: float =
 
 @contextmanager
 def held_stop_signals() -> Iterator[None]:
-    """Hold stop signals back until ``stop_request``: before it, they would end the program silently."""
+    """Hold stop signals back until `stop_request`. Before that, they would end the program silently."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -83,7 +93,7 @@ def held_stop_signals() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Discard output that would go to the terminal, which is gone: writing to it would fail."""
+    """Discard output to a terminal that is gone, because writing to it would fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):

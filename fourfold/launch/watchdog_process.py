@@ -1,5 +1,7 @@
-"""The process beside a rank that waits for its signs of life; imports nothing but the standard library and the
-heartbeat."""
+"""The watchdog process of a rank: wait for signs of life, and report and end a rank that hangs.
+
+It imports only the standard library and a few small modules of fourfold.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +22,35 @@ from fourfold.launch.stop_signals import STOP_SIGNALS
 from fourfold.processes import lossy_output
 
 STACK_SIGNAL = signal.SIGQUIT
-"""The signal at which a rank writes its stacks; no scheduler sends it."""
+"""Signal that makes a rank write its stacks. No scheduler sends it."""
 
 DONE = 0
-"""Sent in place of a signal's number: nothing is left to watch."""
+"""Sent instead of a signal's number when there is nothing left to watch."""
 
 SAME_STOP_SECONDS = 1.0
-"""Within this time a second signal is the same stop, delivered twice."""
+"""A second signal within this time is the same stop, delivered twice."""
 
 UNWIND_SECONDS = 5.0
-"""Time that a rank has to leave by itself after a second stop signal."""
+"""Time that a rank has to exit by itself after a second stop signal."""
 
 REPORT_SECONDS = 20.0
-"""Time that the first rank waits for the reports of the others."""
+"""Time that the first rank waits for the reports of all ranks."""
 
 STOPPED = "Tt"
-"""The kernel's letters of processes that were stopped."""
+"""The kernel's state letters of stopped processes."""
 
 FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The rank that is watched, and how: file descriptors, and limits in seconds."""
+    """The rank to watch, with file descriptors and limits in seconds."""
 
     heartbeat: int
     stacks: int
     signals: int
-    """A pipe with the numbers of the signals that the rank receives; it closes when the rank ends."""
+    """Pipe with the numbers of the signals that the rank receives. It closes when the rank ends."""
     tell: int
-    """The exit code with which the rank must leave is written here."""
+    """Pipe to the rank, for the exit code with which it must exit."""
     process: int
     rank: int
     world_size: int
@@ -57,17 +59,17 @@ class Watch(NamedTuple):
     startup_timeout: float
     grace: float
     forces: bool
-    """A second stop signal ends the rank: its launcher does not."""
+    """Whether to end the rank after a second stop signal, because its launcher does not."""
 
 
 class HangingRank(NamedTuple):
-    """A rank of a job that hangs."""
+    """One rank of a job that hangs."""
 
     rank: int
     host: str
     process: int
     state: str
-    """The kernel's letter: R runs, S sleeps, D waits for a disk, T and t are stopped."""
+    """The kernel's state letter: R runs, S sleeps, D waits for a disk, T and t are stopped."""
     step: int
     doing: str
     last_sign: float
@@ -75,9 +77,9 @@ class HangingRank(NamedTuple):
     stacks: list[str]
     steps_begun: int = 0
     signs_of_step: int = 0
-    """Signs of life since the step began."""
-    entered: dict[str, int] = {}  # noqa: RUF012 (nobody writes it)
-    """Collectives that the rank has entered, by process group."""
+    """Number of signs of life since the step began."""
+    entered: dict[str, int] = {}  # noqa: RUF012 (never written to)
+    """Number of collectives that the rank has entered, by process group."""
 
 
 def main(watch: Watch) -> None:
@@ -103,7 +105,7 @@ def _watch(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # Time in which this process was stopped too, as by Ctrl-Z, is no silence.
+        # Time during which this process was stopped too, as by Ctrl-Z, does not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -114,14 +116,14 @@ def _watch(watch: Watch) -> None:
 
 
 def _signals(descriptor: int, seconds: float) -> set[int] | None:
-    """The numbers of the signals that arrived meanwhile; None when the rank has ended."""
+    """Return the numbers of the signals that arrived within `seconds`. None if the rank has ended."""
     if not select.select([descriptor], [], [], seconds)[0]:
         return set()
     return set(os.read(descriptor, 4096)) or None
 
 
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
-    """True after a second stop signal, and when the period of grace after the first is over."""
+    """Return whether a second stop signal arrived, or the grace period after the first one is over."""
     if not stops:
         return False
     if watch.grace and now - stops[0] >= watch.grace:
@@ -131,7 +133,7 @@ def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
 
 
 def end_rank(watch: Watch, code: int) -> None:
-    """Have the rank leave with ``code``; kill it where it cannot."""
+    """Tell the rank to exit with `code`. Kill it if it does not."""
     with contextlib.suppress(BrokenPipeError):
         os.write(watch.tell, bytes([code]))
     with contextlib.suppress(ProcessLookupError):
@@ -145,7 +147,9 @@ def end_rank(watch: Watch, code: int) -> None:
 
 
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
-    """Write this rank's report; the first rank that is able to names the one that fell silent, and the others wait."""
+    """Write this rank's report. The first rank that can names the rank that went silent. All other ranks wait
+    for it.
+    """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
     try:
@@ -163,24 +167,30 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        if report.state in STOPPED:  # this resumes it, so only after the others have reported
+        if report.state in STOPPED:  # this resumes the rank, so do it only after all ranks have reported
             _write_report(folder, report._replace(stacks=_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
-    """Name the rank that fell silent, and list what the others were doing."""
+    """Name the rank that went silent, and list what every rank was doing.
+
+    Args:
+        reports: Reports of the ranks.
+        world_size: Number of ranks.
+        folder: Folder of the reports.
+    """
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     first = awaited(reports)
-    state = {"T": " and is stopped", "t": " and is stopped by a debugger", "D": " and waits for a disk"}
+    state = {"T": "; it is stopped", "t": "; a debugger has stopped it", "D": "; it waits for a disk"}
     lines = [
-        f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) fell silent "
+        f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) went silent "
         f"{first.silent_seconds:.0f} s ago at step {first.step}, while: {first.doing}{state.get(first.state, '')}; "
         f"stacks of all ranks are in {folder}"
     ]
     if missing:
-        lines.append(f"no report came from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}")
+        lines.append(f"no report from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}")
     lines += [
         f"rank {report.rank}: step {report.step}, {report.doing}, last sign at "
         f"{time.strftime(FORMAT, time.localtime(report.last_sign))}, state {report.state}"
@@ -190,10 +200,10 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
 
 
 def awaited(reports: list[HangingRank]) -> HangingRank:
-    """Return the rank that all other ranks wait for, directly or through ranks that wait too.
+    """Return the rank that all ranks wait for, directly or through ranks that wait too.
 
-    This is a rank that was stopped, or one that has done less than its peers while no peer has done less. If no rank is
-    behind, it is the rank that has been silent for longest; clocks are compared only within a machine.
+    This is a stopped rank, or a rank that has done less than its peers while no peer has done less. If no rank is
+    behind, it is the rank that has been silent longest. Clocks are compared only within a machine.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]
@@ -208,7 +218,7 @@ def awaited(reports: list[HangingRank]) -> HangingRank:
 
 
 def _is_behind(one: HangingRank, other: HangingRank) -> bool:
-    """True if one rank is in an earlier step than the other, or has entered fewer collectives of a group of both."""
+    """Return whether one rank is in an earlier step, or has entered fewer collectives of a group that both are in."""
     if one.steps_begun != other.steps_begun:
         return one.steps_begun < other.steps_begun
     return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
@@ -243,7 +253,7 @@ def _state(process: int) -> str:
 
 
 def _stacks(watch: Watch) -> list[str]:
-    """The rank's stacks, which it writes at a signal, also from the middle of a collective."""
+    """Return the rank's stacks. The rank writes them at a signal, even in the middle of a collective."""
     os.kill(watch.process, STACK_SIGNAL)
     os.kill(watch.process, signal.SIGCONT)
     size, deadline = -1, time.monotonic() + 2.0
@@ -265,7 +275,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file under another name first, so that no reader sees a part of it."""
+    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
     partial = path.with_name(f".{path.name}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,7 +1,8 @@
-"""The processes of local workers: forked from one that has imported what they need, which takes seconds of a core.
+"""The processes of local workers, forked from a starter that has imported what they need.
 
-The starter is a new process without threads, since the caller may have threads, which do not survive a fork. Where
-libraries do not support forking (macOS), it starts new processes, which import for themselves.
+Imports take seconds of a core, so they run once. The starter is a new process without threads, because threads of the
+caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new processes, and
+each imports for itself.
 """
 
 from __future__ import annotations
@@ -22,55 +23,58 @@ from typing import Any
 from fourfold.processes import end_with_parent, importing, prepare_environment
 
 Work = Callable[..., None]
-"""A worker's whole life: ``work(*args, sender)``, with the pipe on which it reports."""
+"""Everything that a worker does: `work(*args, sender)`, where `sender` is the pipe for its report."""
 
 STARTED_BY: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-"""multiprocessing's method that starts the starter itself."""
+"""How multiprocessing starts the starter itself."""
 
 
 class WorkerProcesses:
-    """The workers of one job, by rank. They end when their starter does, and it ends when the caller does."""
+    """The workers of one job, by rank. They end when the starter ends, and the starter ends when the caller does."""
 
     def __init__(self, world_size: int) -> None:
         self.ids: list[int] = []
-        """Their process ids, once ``take_ids`` has them."""
+        """Process ids of the workers. Empty before `take_ids`."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(world_size)]
         self.reports: list[Connection] = [receiver for receiver, _ in pipes]
-        """The pipe on which each reports; its end is the worker's."""
+        """The pipe on which each worker reports. It closes when the worker ends."""
         self._senders = [sender for _, sender in pipes]
         self._control, self._starters_control = multiprocessing.Pipe()
         self._starter: BaseProcess | None = None
 
     def start(self, work: Work, args: Sequence[tuple[object, ...]], modules: Sequence[str]) -> None:
-        """Start the starter, which inherits blocked signals, and so do the workers.
+        """Start the starter. It inherits blocked signals, and the workers inherit them from the starter.
 
-        args: of ``work``, by rank; modules: those that the workers will import.
+        Args:
+            work: What each worker does.
+            args: Arguments of `work`, by rank.
+            modules: Modules that the workers will import.
         """
-        # Not a daemon, which could not have children.
+        # A daemon could not have children.
         self._starter = STARTED_BY.Process(
             target=_start, args=(self._starters_control, work, args, self._senders, modules), name="fourfold-starter"
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            end.close()  # so that a worker's death is the end of its pipe
+            end.close()  # so that a worker's pipe closes when the worker dies
 
     def wait_for_start(self) -> None:
-        """Wait until all workers are there, or the starter has failed and said why."""
+        """Wait until all workers exist, or the starter has failed and said why."""
         wait([self._control])
 
     def take_ids(self) -> None:
-        """Make the workers known to ``send``, after ``wait_for_start``."""
+        """Receive the process ids of the workers, so that `send` reaches them. Call this after `wait_for_start`."""
         with contextlib.suppress(EOFError):
             self.ids = self._control.recv()
 
     def send(self, signum: int) -> None:
-        """Send a signal to all workers; their ids stay theirs, since the starter collects none before the end."""
+        """Send a signal to all workers. The ids stay valid, because the starter reaps no worker before the end."""
         for process_id in self.ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signum)
 
     def exit_code(self, rank: int) -> int:
-        """Wait for the end of a worker. Negative: the signal that ended it."""
+        """Wait for a worker to end, and return its exit code. A negative code is the signal that ended it."""
         try:
             self._control.send(rank)
             code = self._control.recv()
@@ -82,8 +86,8 @@ class WorkerProcesses:
         return code
 
     def kill(self) -> None:
-        """End all workers at once, and wait until they are gone."""
-        self.send(signal.SIGKILL)  # not SIGTERM, at which they may try to save, with their peers gone
+        """Kill all workers and wait until they are gone."""
+        self.send(signal.SIGKILL)  # at SIGTERM they would try to save, but their peers are gone
         if self._starter is not None and self._starter.pid is not None:
             if not self.ids:
                 self._starter.kill()
@@ -100,21 +104,24 @@ def _start(
     senders: Sequence[Connection],
     modules: Sequence[str],
 ) -> None:
-    """Start the workers, say which processes they are, and wait for those that are named, until they shall end."""
+    """Start the workers and send their process ids. Then wait for each worker that the caller names.
+
+    When the caller ends, kill the workers.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     prepare_environment(len(args))
     forks = sys.platform == "linux"
     if forks:
         for module in modules:
-            with importing(), contextlib.suppress(Exception):  # the workers say what is wrong
+            with importing(), contextlib.suppress(Exception):  # the workers will report what is wrong
                 importlib.import_module(module)
-        gc.freeze()  # a collection in a worker would copy every page that all share
+        gc.freeze()  # a collection in a worker would copy every shared page
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes = []
     for rank, sender in enumerate(senders):
         others = [control, *senders[rank + 1 :]] if forks else []
-        # Not a daemon, which could not have the children that load its data.
+        # A daemon could not have the children that load its data.
         process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
         process.start()
         sender.close()
@@ -130,7 +137,7 @@ def _start(
             process.kill()
         for process in processes:
             process.join()
-        os._exit(0)  # nothing is left to do, and the end of an interpreter with torch takes time
+        os._exit(0)  # nothing is left to do, and a normal exit of an interpreter with torch takes time
 
 
 def _work(work: Work, args: tuple[Any, ...], sender: Connection, others: Sequence[Connection]) -> None:

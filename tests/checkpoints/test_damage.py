@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (truncate, "were written"),
     "unlisted shard": (
         lambda path: shutil.copy(shard_of(path), path / "more.safetensors"),
-        "it belongs to no file list",
+        "it is not in the manifest",
     ),
     "linked shard": (link, "it is a link"),
     "no manifest": (lambda path: manifest_of(path).unlink(), "it has no manifest"),
@@ -145,7 +145,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: shutil.copy(manifest_of(path), path / "manifest-0.json"),
         "it has several manifests",
     ),
-    "changed manifest": (lambda path: manifest_of(path).write_text("{}"), "its checksum is not the one in its name"),
+    "changed manifest": (
+        lambda path: manifest_of(path).write_text("{}"),
+        "its checksum differs from the one in its name",
+    ),
     "a file outside": (name_outside, "it names a file outside the checkpoint, ../"),
     "changed step": (
         lambda path: (path / STATE_FILE).write_text((path / STATE_FILE).read_text().replace('"step": 1', '"step": 2')),
@@ -159,13 +162,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "added file": (
         lambda path: (path / "more.json").write_text("{}"),
-        "more.json is damaged: it belongs to no file list",
+        "more.json is damaged: it is not in the manifest",
     ),
-    "added folder": (lambda path: (path / "more").mkdir(), "more is damaged: it belongs to no file list"),
+    "added folder": (lambda path: (path / "more").mkdir(), "more is damaged: it is not in the manifest"),
     "content of another step": (change_state(step=2), "step_1 is damaged: it has the content of step 2"),
-    "a pipe": (lambda path: make_pipe(path / STATE_FILE), "state.json is damaged: it is no file"),
+    "a pipe": (lambda path: make_pipe(path / STATE_FILE), "state.json is damaged: it is not a file"),
     "a pipe as manifest": (lambda path: make_pipe(manifest_of(path)), "it is a link or a folder"),
-    "a size without end": (endless_size, "it is no list of files"),
+    "a size without end": (endless_size, "it is not a list of files"),
     "scrambled header": (scramble_header, "is damaged"),
     "scrambled header size": (scramble_header_size, "is damaged"),
     "a tensor of half its size": (halve_tensors, "it does not hold model.norm.weight as the layout says"),
@@ -184,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown key": (change_state(color="blue"), "state.json is damaged"),
     "newer format": (change_state(format=4, anything=1), "has checkpoint format 4; this version of fourfold reads 3"),
     "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
-    "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, and the run file's is 64"),
+    "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, but the run file has 64"),
     "other depth": (change_model(num_hidden_layers=3), "another model: its num_hidden_layers is 3"),
     "other base": (change_model(rope_theta=5e5), "another model: its rope_theta is 500000.0"),
 }
@@ -345,7 +348,7 @@ def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) 
     """A checkpoint counts steps: with other steps it would point to other samples."""
     job = new_job(tiny_run(LLAMA, training={key: value}))
     before = [tensor.clone() for tensor in tensors_of(job)]
-    with pytest.raises(UserError, match=rf"training\.{key} = \d+, and the run file has {value}"):
+    with pytest.raises(UserError, match=rf"training\.{key} = \d+, but the run file has {value}"):
         load_checkpoint(saved, job)
     assert equal(tensors_of(job), before)
 

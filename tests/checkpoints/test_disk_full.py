@@ -152,7 +152,7 @@ def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Di
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert sentence.startswith("fourfold: a checkpoint needs 1.7"), done.stderr
     assert sum("warning: the run's checkpoints will need" in line for line in before) == 1
-    assert sum("training goes on without this checkpoint" in line for line in before) == (choice == "warn")
+    assert sum("training continues without this checkpoint" in line for line in before) == (choice == "warn")
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step_2"]
     assert read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"] == (6 if choice == "warn" else 4)
 

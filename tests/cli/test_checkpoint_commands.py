@@ -15,10 +15,10 @@ def test_checkpoint_of_another_model(cli: Cli, tmp_path: Path, prefix: str) -> N
     assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
     before = files_in(tmp_path / "runs")
     path = run_file(tmp_path, prefix, training__train_steps=1, model__num_hidden_layers=1)
-    assert "its num_hidden_layers is 2, and the run file's is 1" in one_sentence(cli("train", path))
+    assert "its num_hidden_layers is 2, but the run file has 1" in one_sentence(cli("train", path))
     assert files_in(tmp_path / "runs") == before
     path = run_file(tmp_path, prefix, name="b", model__rope_theta=5.0, checkpoint__resume=f"{tmp_path}/runs/run")
-    assert "its rope_theta is 10000.0, and the run file's is 5.0" in one_sentence(cli("train", path))
+    assert "its rope_theta is 10000.0, but the run file has 5.0" in one_sentence(cli("train", path))
     assert files_in(tmp_path / "runs") == before
 
 
@@ -61,7 +61,10 @@ def test_a_run_steps_back_past_a_damaged_checkpoint(
     damage(checkpoints / "step_3")
     code, _, errors = cli("train", path)
     assert code == 0
-    assert f"it is now {checkpoints / 'step_3.damaged'}, and the run goes on from {checkpoints / 'step_2'}" in errors
+    assert (
+        f"it was renamed to {checkpoints / 'step_3.damaged'}, and the run resumes from {checkpoints / 'step_2'}"
+        in errors
+    )
     ends = [tmp_path / "runs" / name / "checkpoints" / "step_3" for name in ("straight", "run")]
     first, second = (load_file(next(end.glob("*.safetensors"))) for end in ends)
     assert first.keys() == second.keys()

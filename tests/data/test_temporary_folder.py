@@ -83,5 +83,5 @@ def test_too_few_open_files_are_one_sentence(monkeypatch: pytest.MonkeyPatch) ->
     raise_file_limit()
     assert limits == [(4096, 100_000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 48))
-    with pytest.raises(UserError, match=r"may open 48 files, and a job needs 64 or more; .*ulimit -n 4096"):
+    with pytest.raises(UserError, match=r"may open 48 files, but a job needs 64 or more; .*ulimit -n 4096"):
         raise_file_limit()

@@ -182,7 +182,7 @@ def test_a_quantized_model_names_the_package_that_it_needs(folder: Path, method:
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     for read in (lambda: import_huggingface(str(tmp_path), tmp_path / "out"), as_huggingface(str(tmp_path)).__enter__):
-        with pytest.raises(UserError, match=r"an adapter of peft for the model org/base.*merge_and_unload"):
+        with pytest.raises(UserError, match=r"a peft adapter for the model org/base.*merge_and_unload"):
             read()
 
 

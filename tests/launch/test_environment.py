@@ -76,7 +76,7 @@ def test_place(environ: dict[str, str], place: Place | None) -> None:
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK = 4 .* below LOCAL_WORLD_SIZE = 4"),
         (TORCHRUN | {"RANK": "first"}, "RANK = 'first' .* not a whole number"),
         (TORCHRUN | {"RANK": "-1"}, "RANK = '-1' .* not a whole number"),
-        (SRUN | {"RANK": "0", "WORLD_SIZE": "20"}, "RANK = 0 contradicts SLURM, where this is task 17 of 20"),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "20"}, "RANK = 0 contradicts SLURM, for which this is task 17 of 20"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE = 8 contradicts SLURM"),
         (SRUN | {"SLURM_PROCID": "20"}, "SLURM_PROCID = 20 .* below SLURM_STEP_NUM_TASKS = 20"),
     ],

@@ -109,7 +109,7 @@ def test_launched_process_joins_its_group() -> None:
 
 @pytest.mark.usefixtures("torchrun")
 def test_launcher_of_another_size_is_refused() -> None:
-    with pytest.raises(UserError, match=r"torchrun started 1 processes, and the run file's \[parallel\] needs 4"):
+    with pytest.raises(UserError, match=r"torchrun started 1 processes, but the run file's \[parallel\] needs 4"):
         run_on_grid("launch_bodies:sum_of_ranks", [0.5], 4, "cpu")
 
 
@@ -161,9 +161,9 @@ def test_crash_of_a_worker_ends_the_others(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_death_of_a_worker_is_told() -> None:
-    with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 was ended by SIGKILL, as the kernel does"):
+    with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 was ended by SIGKILL, which the kernel sends"):
         run_workers(launch_bodies.be_killed, [], 2)
-    with pytest.raises(WorkerFailed, match=r"^worker 0 of 1 left with exit code 5 before it was done$"):
+    with pytest.raises(WorkerFailed, match=r"^worker 0 of 1 exited with code 5 before it had finished$"):
         run_workers(launch_bodies.leave, [], 1)
 
 

@@ -140,7 +140,7 @@ def test_a_site_of_the_users_own(tmp_path: Path) -> None:
         ("gpus_per_node = true", "gpus_per_node = True must be a whole number"),
         ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number of 1 or more"),
         ("sbatch = 2", r"sbatch must be a section, \[sbatch\]"),
-        ("[srun]\n'--label' = true", "write it without dashes"),
+        ("[srun]\n'--label' = true", "write it without leading dashes"),
         ("commands = 'a'", "must be a list"),
         ('commands = ["a\\nb"]', "x.toml: commands = .* must be text of one line"),
         ('[environment]\nA = "a\\nb"', "environment.A = 'a\\\\nb' must be text of one line"),
@@ -155,10 +155,10 @@ def test_site_files_that_are_none(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("site", "nodes", "parallel", "message"),
     [
-        ("frontier", 4, {"z": 8, "x": 8}, "1·1·1·8·1·8 needs 64 GPUs, and --nodes 4 of frontier gives 32 (8 a node); "
+        ("frontier", 4, {"z": 8, "x": 8}, "1·1·1·8·1·8 needs 64 GPUs, but --nodes 4 of frontier has 32 (8 per node); "
                                           "use --nodes 8, or change [parallel]"),
-        ("alps", 1, {"z": 2, "dp": 3}, "gives 4 (4 a node); change [parallel] to whole nodes"),
-        ("generic", 3, {"z": 4}, "needs 4 GPUs, and --nodes 3 does not divide them; change --nodes or [parallel]"),
+        ("alps", 1, {"z": 2, "dp": 3}, "has 4 (4 per node); change [parallel] to whole nodes"),
+        ("generic", 3, {"z": 4}, "needs 4 GPUs, but they cannot be divided over --nodes 3"),
     ],
 )  # fmt: skip
 def test_nodes_that_do_not_fit_the_grid(
@@ -183,11 +183,11 @@ def test_nodes_that_do_not_fit_the_grid(
     [
         (("--site", "fronteir"), "--site 'fronteir' is unknown; did you mean 'frontier'?"),
         (("--site", "/nowhere/mine.toml"), "--site /nowhere/mine.toml cannot be read"),
-        (("--site", "generic", "--time", "2h"), "--time 2h is not a time of SLURM"),
-        (("--site", "generic", "--time", "5"), "--time 5 is 300 seconds, of which --save-seconds 300 leaves none"),
+        (("--site", "generic", "--time", "2h"), "--time 2h is not a SLURM time"),
+        (("--site", "generic", "--time", "5"), "--time 5 is 300 seconds, and --save-seconds 300 leaves no time"),
         (("--site", "generic", "--time", "04:59"), "--time 04:59 is 299 seconds"),
         (("--site", "generic", "--time", "0-0:1"), "--time 0-0:1 is 60 seconds"),
-        (("--site", "generic", "--account", "a b"), "--account=a b cannot stand in a line of #SBATCH"),
+        (("--site", "generic", "--account", "a b"), "--account=a b cannot be in an #SBATCH line"),
         (("--site", "generic", "--sbatch=-q debug"), "--sbatch -q debug: write an option's long name"),
         (("--site", "generic", "--wrapper", "a\nb"), "--wrapper = 'a\\nb' must be text of one line"),
     ],
@@ -230,8 +230,10 @@ def test_times_of_slurm(tmp_path: Path, time: str) -> None:
         (5, 10, 8, False),
     ],
 )
-def test_what_is_started_again(tmp_path: Path, code: int, restarts: int, last_save: int | None, again: bool) -> None:
-    """Two restarts in a row after crashes are allowed here; a save by a signal sets their count back."""
+def test_which_exit_codes_restart_a_job(
+    tmp_path: Path, code: int, restarts: int, last_save: int | None, again: bool
+) -> None:
+    """Two restarts in a row after crashes are allowed here. A save resets the count."""
     (tmp_path / "job.sh").write_text(make_script(tmp_path, max_crashes=2))
     if last_save is not None:
         (tmp_path / "run-7.restarts").write_text(f"{last_save}\n")
@@ -242,8 +244,8 @@ def test_what_is_started_again(tmp_path: Path, code: int, restarts: int, last_sa
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert calls_of_scontrol(tmp_path) == (["requeue 7"] if again else []), printed
-    assert ("started again, as restart" in printed) == again
-    assert ("not started again" in printed) == (not again and code != 0)
+    assert ("restarting, restart" in printed) == again
+    assert ("not restarted" in printed) == (not again and code != 0)
     if code == 3:
         assert (tmp_path / "run-7.restarts").read_text() == f"{restarts + 1}\n"
 

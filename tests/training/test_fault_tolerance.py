@@ -61,8 +61,8 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: St
     os.kill(worker(process, stopped), signal.SIGSTOP)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == HANG, errors
-    assert re.search(rf"hang: rank {stopped} of 2 \(process \d+ on .*\) fell silent \d+ s ago at step \d+", errors)
-    assert "is stopped; stacks of all ranks are in" in errors
+    assert re.search(rf"hang: rank {stopped} of 2 \(process \d+ on .*\) went silent \d+ s ago at step \d+", errors)
+    assert "it is stopped; stacks of all ranks are in" in errors
     (folder,) = (tmp_path / "runs" / "run" / "hangs").iterdir()
     for rank in range(2):
         report = json.loads((folder / f"rank_{rank:05}.json").read_text())
@@ -234,7 +234,7 @@ def test_a_step_that_leaves_the_program_is_a_crash(
         sys.exit(code)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Job, "update", update)
-    with pytest.raises(RuntimeError, match=re.escape(f"sys.exit({code!r}) before the job was done")):
+    with pytest.raises(RuntimeError, match=re.escape(f"sys.exit({code!r}) before the job had finished")):
         exit_code("train", run_file(tmp_path, prefix))
 
 
@@ -249,7 +249,7 @@ def test_a_step_that_ends_the_process_is_a_crash(tmp_path: Path, prefix: str, st
     process = start(path, environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
     errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == CRASH, errors
-    assert "os._exit(0) before the job was done" in errors and "leaving.py" in errors
+    assert "os._exit(0) before the job had finished" in errors and "leaving.py" in errors
 
 
 @pytest.mark.slow

@@ -33,13 +33,13 @@ def heart() -> Heartbeat:
 
 def test_without_a_difference_the_first_that_fell_silent_is_named(tmp_path: Path) -> None:
     reports = [report(0, 50.0), report(1, 40.0), report(2, 45.0)]
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) fell silent 60 s ago")
+    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) went silent 60 s ago")
     assert "while: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
     reports[2] = report(2, 45.0, state="D")
     assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3")
     reports[2] = report(2, 45.0, state="T")
     assert describe(reports, 3, tmp_path).startswith("hang: rank 2 of 3")
-    assert "no report came from ranks 3, 4" in describe(reports, 5, tmp_path)
+    assert "no report from ranks 3, 4" in describe(reports, 5, tmp_path)
 
 
 def test_a_rank_that_has_not_entered_a_collective_is_named_although_its_sign_is_newer() -> None:
@@ -107,11 +107,11 @@ def test_more_groups_than_the_memory_has_room_for_are_left_out_of_the_report() -
 def entered(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:
     """Train, and count the collectives of this rank by group."""
     memory = heart()
-    heartbeat.watched(memory)
+    heartbeat.send_signs_to(memory)
     try:
         trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
     finally:
-        heartbeat.watched(None)
+        heartbeat.send_signs_to(None)
     return memory.read().entered
 
 

@@ -44,7 +44,7 @@ def test_the_first_interrupt_saves(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group at once
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, errors
-    assert errors.count("saving a checkpoint after this step; Ctrl-C once more stops without it") == 1
+    assert errors.count("saving a checkpoint after this step; press Ctrl-C again to stop without saving") == 1
     assert "Traceback" not in errors
     (step,) = checkpoint_steps(tmp_path)
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / f"step_{step}"

@@ -178,10 +178,10 @@ def test_adapters_go_on_on_another_grid(pool: Pool, tmp_path: Path) -> None:
         )
     others = make_model(tmp_path / "another", "qwen3", vocab_size=208)
     on_another = run.model_copy(update={"model": run.model.model_copy(update={"from_hf": str(others)})})
-    with pytest.raises(UserError, match=r"belong to the model .*base, and model.from_hf is .*another"):
+    with pytest.raises(UserError, match=r"belong to the model .*base, but model.from_hf is .*another"):
         pool.run(4, resumed_body, on_another, checkpoint)
     other = run.model_copy(update={"lora": run.lora.model_copy(update={"alpha": 1.0})})
-    with pytest.raises(UserError, match=r"lora\.alpha = 12\.0, and the run file has 1\.0"):
+    with pytest.raises(UserError, match=r"lora\.alpha = 12\.0, but the run file has 1\.0"):
         pool.run(4, resumed_body, other, checkpoint)
 
 

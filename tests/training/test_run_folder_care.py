@@ -69,7 +69,7 @@ def test_a_checkpoint_that_lost_its_state_is_named_and_set_aside(
     assert code == 1 and "step_6" in output and "step_4 is whole" in output
     code, _, errors = cli("train", run(tmp_path, prefix, 8))
     assert code == 0
-    assert f"it is now {trained / 'step_6.damaged'}, and the run goes on from {trained / 'step_4'}" in errors
+    assert f"it was renamed to {trained / 'step_6.damaged'}, and the run resumes from {trained / 'step_4'}" in errors
     assert "resume from another" not in errors
     assert "step_6.damaged" in names(trained)
 
@@ -89,7 +89,7 @@ def test_a_flipped_bit_in_the_format_costs_one_checkpoint(cli: Cli, tmp_path: Pa
     state = trained / "step_6" / "state.json"
     state.write_text(state.read_text().replace('"format": 3', '"format": 7'))
     code, _, errors = cli("train", run(tmp_path, prefix, 8))
-    assert code == 0 and "the run goes on from" in errors
+    assert code == 0 and "the run resumes from" in errors
 
 
 def test_a_second_job_changes_nothing(cli: Cli, tmp_path: Path, prefix: str, trained: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_average_is_validated_and_exported(tmp_path: Path, prefix: str, cli:
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["model.norm.weight"], found.read("norm.weight"))
     code, _, errors = cli("export-hf", folder_of_checkpoints(plain) / "step_8", tmp_path / "none", "--ema")
-    assert code == 2 and "has no average of its weights; train with ema.decay to have one" in errors
+    assert code == 2 and "has no moving average of its weights; train with ema.decay to get one" in errors
 
 
 def averages_of(job: Job) -> dict[str, Tensor] | None:

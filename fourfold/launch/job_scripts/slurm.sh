@@ -1,19 +1,19 @@
 #!/bin/bash
 # Written by `fourfold launch slurm` for the site @SITE@. Submit it with: sbatch FILE
 @SBATCH@
-# signal:    so long before the end of the wall time SLURM sends SIGUSR1 to the processes (not to this script);
-#            they save a checkpoint after their step and leave with exit code 3
-# requeue:   the job may start again, under the same id
-# open-mode: the output of earlier starts stays
+# signal:    SLURM sends SIGUSR1 to the processes (not to this script) this many seconds before the wall time ends.
+#            They save a checkpoint after their step and exit with code 3.
+# requeue:   The job may restart under the same id.
+# open-mode: The output of earlier starts is kept.
 
 @SETUP@
-# srun gives the highest exit code. A process that ends does not take the others with it at once (they may be saving,
-# or writing the report), but after so many seconds (wait).
+# srun returns the highest exit code. When one process ends, srun gives all other processes some seconds to save or to
+# write the report (wait), and then kills them.
 srun @SRUN@ \
     @COMMAND@
 code=$?
 
-# Starts since the last one that ended in a save: those after a crash are limited.
+# Count the crashes in a row, because they are limited. A start that ended with a save resets the count.
 restarts=${SLURM_RESTART_COUNT:-0}
 last_save=$SLURM_JOB_NAME-$SLURM_JOB_ID.restarts
 crashes=$((restarts - $(cat "$last_save" 2> /dev/null || echo 0)))
@@ -26,19 +26,19 @@ case $code in
     3) # stopped by a signal, after saving
         echo $((restarts + 1)) > "$last_save"
         ;;
-    2 | 126 | 127 | 130) # a mistake that the message above names, a command that is not there, Ctrl-C
-        echo "exit code $code: not started again" >&2
+    2 | 126 | 127 | 130) # a mistake (see the message above), a missing command, or Ctrl-C
+        echo "exit code $code: not restarted" >&2
         exit "$code"
         ;;
-    *) # a crash: training goes on from the newest checkpoint
+    *) # a crash: training resumes from the newest checkpoint
         if ((crashes >= @MAX_CRASHES@)); then
-            echo "exit code $code, after $crashes restarts in a row without a save by a signal: not started again" >&2
+            echo "exit code $code, after $crashes restarts in a row without a save: not restarted" >&2
             exit "$code"
         fi
         ;;
 esac
 
-# scancel ends this script too, so that a job that was cancelled does not come here.
-echo "exit code $code: started again, as restart $((restarts + 1))" >&2
+# scancel ends this script too, so a cancelled job does not get here.
+echo "exit code $code: restarting, restart $((restarts + 1))" >&2
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -1,4 +1,4 @@
-"""Writes the batch script that trains a run file on a SLURM site: ``slurm.sh`` with the site's conventions."""
+"""Write the batch script that trains a run file on a SLURM site: `slurm.sh` with the site's conventions."""
 
 from __future__ import annotations
 
@@ -13,35 +13,46 @@ from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 
 WAIT_SECONDS = 120
-"""Seconds that the other processes have after a job's first process has ended; rank 0 writes the report in this
+"""Seconds that the other processes have after a job's first process has ended. Rank 0 writes the report in this
 time."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
-"""SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and from DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
+"""SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Options of a job, beside its run file."""
+    """Options of a job that are not in its run file."""
 
     nodes: int
     time: str | None = None
     account: str | None = None
     partition: str | None = None
     sbatch: Sequence[str] = ()
-    """More options, as NAME=VALUE or NAME; they replace the site's."""
+    """More options of sbatch, as NAME=VALUE or NAME. They replace the site's options."""
     srun: Sequence[str] = ()
+    """More options of srun, as NAME=VALUE or NAME. They replace the site's options."""
     setup: str | None = None
-    """A shell file that the script reads: modules, the Python environment."""
+    """Shell file that the script sources, for modules and the Python environment."""
     wrapper: str | None = None
-    """Words before ``fourfold``, as of a container; shell text."""
+    """Shell text before `fourfold`, such as a container's command."""
     save_seconds: int = 300
     max_crashes: int = 3
     overrides: Sequence[str] = field(default=())
 
 
 def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> str:
-    """The text of the script; raises ``UserError`` where the job fits neither the grid nor SLURM."""
+    """Return the text of the batch script.
+
+    Args:
+        run_file: Path of the run file.
+        run: The run file's content.
+        site: Conventions of the site.
+        job: Options of the job.
+
+    Raises:
+        UserError: The job does not fit the grid or SLURM.
+    """
     tasks = tasks_per_node(run, site, job.nodes)
     _check_time(job)
     placement = {"nodes": str(job.nodes), "ntasks-per-node": str(tasks)}
@@ -74,12 +85,16 @@ def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> st
 
 
 def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
-    """Processes of a node: one for each of its GPUs. Raises ``UserError`` where the grid needs more or fewer."""
+    """Return the number of processes per node, one per GPU.
+
+    Raises:
+        UserError: The grid needs more or fewer GPUs than the nodes have.
+    """
     needed, grid = run.parallel.world_size, "·".join(str(getattr(run.parallel, axis)) for axis in AXES)
-    sentence = f"the grid pp·dp·cp·z·y·x = {grid} needs {needed} GPUs, and "
+    sentence = f"the grid pp·dp·cp·z·y·x = {grid} needs {needed} GPUs, but "
     if site.gpus_per_node is None:
         if needed % nodes:
-            raise UserError(f"{sentence}--nodes {nodes} does not divide them; change --nodes or [parallel]")
+            raise UserError(f"{sentence}they cannot be divided over --nodes {nodes}; change --nodes or [parallel]")
         return needed // nodes
     available = nodes * site.gpus_per_node
     if needed == available:
@@ -87,16 +102,16 @@ def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
     whole, left = divmod(needed, site.gpus_per_node)
     fitting = "change [parallel] to whole nodes" if left else f"use --nodes {whole}, or change [parallel]"
     raise UserError(
-        f"{sentence}--nodes {nodes} of {site.name} gives {available} ({site.gpus_per_node} a node); {fitting}"
+        f"{sentence}--nodes {nodes} of {site.name} has {available} ({site.gpus_per_node} per node); {fitting}"
     )
 
 
 def _check_time(job: SlurmJob) -> None:
-    """Check that the wall time is one of SLURM's, and longer than what is left for saving at its end."""
+    """Check that the wall time is valid for SLURM, and longer than the time for saving."""
     if job.time is None:
         return
     if not re.fullmatch(TIME, job.time):
-        raise UserError(f"--time {job.time} is not a time of SLURM; write HH:MM:SS or D-HH:MM:SS")
+        raise UserError(f"--time {job.time} is not a SLURM time; write HH:MM:SS or D-HH:MM:SS")
     days, _, clock = job.time.rpartition("-")
     numbers = [int(part) for part in clock.split(":")]
     in_hours = bool(days) or len(numbers) == 3
@@ -104,13 +119,13 @@ def _check_time(job: SlurmJob) -> None:
     total = (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
     if total <= job.save_seconds:
         raise UserError(
-            f"--time {job.time} is {total} seconds, of which --save-seconds {job.save_seconds} leaves none to train; "
-            "make one longer or the other shorter"
+            f"--time {job.time} is {total} seconds, and --save-seconds {job.save_seconds} leaves no time to train; "
+            "raise --time or lower --save-seconds"
         )
 
 
 def _given(options: Sequence[str], where: str) -> Options:
-    """The user's own options, as NAME=VALUE or --NAME=VALUE."""
+    """Parse the user's own options, NAME=VALUE or --NAME=VALUE."""
     given = {}
     for text in options:
         name, _, value = text.removeprefix("--").partition("=")
@@ -125,18 +140,18 @@ def _option(name: str, value: str) -> str:
 
 
 def _directive(name: str, value: str) -> str:
-    """An option as sbatch reads it from a comment, where words are separated by spaces and nothing is expanded."""
+    """Return an option for a line of #SBATCH. sbatch splits such lines at spaces and expands nothing."""
     if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
-        raise UserError(f"--{name}={value} cannot stand in a line of #SBATCH: it has a space, a quote, # or \\")
+        raise UserError(f"--{name}={value} cannot be in an #SBATCH line: it has a space, a quote, # or \\")
     return _option(name, value)
 
 
 def _setup(site: Site, job: SlurmJob) -> str:
-    """The user's setup, then the site's commands and variables; these keep what the setup has set."""
+    """Return the user's setup, then the site's commands and variables. Variables that the setup has set are kept."""
     lines = []
     if job.setup is not None:
         path = shlex.quote(one_line(job.setup, "--setup"))
-        # Without a slash bash would search PATH for it.
+        # Without a slash, bash would search PATH for the file.
         source = f". {path if '/' in path else f'./{path}'}"
         lines += ["# Your modules and environment", "# shellcheck source=/dev/null", source, ""]
     variables = site.environment | (site.environment_of_several_nodes if job.nodes > 1 else {})

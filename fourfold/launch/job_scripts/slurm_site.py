@@ -1,6 +1,6 @@
-"""The conventions of a SLURM site: nodes, options of sbatch and srun, environment.
+"""The conventions of a SLURM site: nodes, options of sbatch and srun, and environment variables.
 
-Sites are TOML files (``fourfold/launch/job_scripts/sites``), in which every value names its source.
+Sites are TOML files in `fourfold/launch/job_scripts/sites`. Every value in them names its source.
 """
 
 from __future__ import annotations
@@ -19,54 +19,66 @@ from fourfold.errors import UserError
 FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
 Options = dict[str, str]
-"""Values by long name, without the dashes; an option without a value has an empty one."""
+"""Values by long name, without the dashes. An option without a value has an empty one."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One site. The environment's values are shell text between double quotes, so that ``$USER`` works."""
+    """One site. Environment values are shell text between double quotes, so `$USER` works."""
 
     name: str
     gpus_per_node: int | None = None
-    """None: as many as the grid needs."""
+    """GPUs per node. None means as many as the grid needs."""
     cpus_per_task: int | None = None
-    """Given to sbatch and srun: since SLURM 22.05 a step does not inherit it from the job."""
+    """Passed to sbatch and srun, because since SLURM 22.05 a step does not inherit it from the job."""
     sbatch: Options = field(default_factory=dict)
     srun: Options = field(default_factory=dict)
     commands: tuple[str, ...] = ()
-    """Lines of the script, behind the user's setup."""
+    """Lines of the script after the user's setup."""
     environment: Options = field(default_factory=dict)
     """Variables that are set unless the user's setup has set them."""
     environment_of_several_nodes: Options = field(default_factory=dict)
-    """More of them, in jobs of two or more nodes."""
+    """More variables, for jobs of two or more nodes."""
 
 
 COUNTS, TABLES = ("gpus_per_node", "cpus_per_task"), ("sbatch", "srun", "environment", "environment_of_several_nodes")
 
 
 def site_names() -> list[str]:
-    """Names of the sites that come with fourfold, sorted."""
+    """Return the names of the sites that come with fourfold, sorted."""
     return sorted(file.name.removesuffix(".toml") for file in FOLDER.iterdir() if file.name.endswith(".toml"))
 
 
 def load_site(name: str) -> Site:
-    """The site of a built-in name or of a TOML file; raises ``UserError`` for what is unknown or wrong in it."""
+    """Load the site with a built-in name or from a TOML file.
+
+    Raises:
+        UserError: The site is unknown or invalid.
+    """
     if name.endswith(".toml"):
         try:
             return parse_site(Path(name).read_text(encoding="utf-8"), where=name)
         except OSError as error:
             raise UserError(f"--site {name} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"--site {name} is not text in UTF-8: {error}") from None
+            raise UserError(f"--site {name} is not UTF-8 text: {error}") from None
     if name not in site_names():
         near = difflib.get_close_matches(name.lower(), site_names(), n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(site_names())}."
-        raise UserError(f"--site '{name}' is unknown; {hint} A file of your own ends in .toml.")
+        raise UserError(f"--site '{name}' is unknown; {hint} To use your own file, give a path that ends in .toml.")
     return parse_site(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
 def parse_site(text: str, where: str) -> Site:
-    """A site from the text of its file."""
+    """Parse the text of a site's file.
+
+    Args:
+        text: The text.
+        where: Name of the file, for messages.
+
+    Raises:
+        UserError: The text is not a valid site.
+    """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,7 +105,11 @@ def parse_site(text: str, where: str) -> Site:
 
 
 def one_line(text: Any, what: str) -> str:
-    """Return text that becomes a part of one line of the script; raises ``UserError`` for anything else."""
+    """Return text that will be part of one line of the script.
+
+    Raises:
+        UserError: `text` is not a string of one line.
+    """
     if not isinstance(text, str) or re.search(r"[\x00-\x1f\x7f]", text):
         raise UserError(f"{what} = {text!r} must be text of one line")
     return text
@@ -101,7 +117,7 @@ def one_line(text: Any, what: str) -> str:
 
 def _option(name: str, value: Any, section: str) -> str:
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise UserError(f"{section}.{name} is not the name of an option or variable; write it without dashes before it")
+        raise UserError(f"{section}.{name} is not the name of an option or variable; write it without leading dashes")
     if value is True:
         return ""
     return one_line(str(value) if type(value) is int else value, f"{section}.{name}")
