@@ -27,7 +27,7 @@ _MOST_PASSAGES = 1 << 20
 
 
 class Vocabulary(Protocol):
-    """What `copy_of` needs from a tokenizer to draw random tokens."""
+    """The part of a tokenizer that `copy_of` needs to draw random tokens."""
 
     vocab_size: int
     special_ids: tuple[int, ...]
@@ -82,10 +82,10 @@ def ledger_path(prefix: str | Path) -> Path:
 def copy_of(
     tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
 ) -> NDArray[np.int64]:
-    """Return one copy of a canary as it is planted, a pure function of the numbers of the canary and the copy.
+    """Return one copy of a canary, as it is planted.
 
-    Noise never inserts a special token, because a special token could end the document. The canary keeps its own token
-    there.
+    The result is a pure function of the numbers of the canary and the copy. Noise never inserts a special token,
+    because a special token could end the document. The canary keeps its own token there.
 
     Args:
         tokens: The canary [length].

@@ -174,7 +174,7 @@ def windows_of(
 
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
-        document_starts: For each row, the places where documents start.
+        document_starts: For each row, the indices at which documents start.
         missing: For each row, the number of places before the first token of the corpus.
         numbers: Number of each sample [samples].
         look_back: Tokens before each window.
@@ -187,14 +187,16 @@ def windows_of(
 
 
 def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
-    """Number the documents within each window from 0, given where documents start.
+    """Number the documents within each window from 0.
 
     Args:
-        starts: For each window, the places where documents start, in any order. Repeats are allowed.
+        starts: For each window, the indices at which documents start, in any order. Repeats are allowed.
         length: Tokens per window.
 
     Returns:
         Document of each token [len(starts), length].
+    =>
+            # The k-th
     """
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):
@@ -204,7 +206,10 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
 
 
 def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return each token's position in its document [rows, length]. The first document starts with the window."""
+    """Return each token's position in its document [rows, length].
+
+    Positions in the first document count from the start of the window.
+    """
     places = np.arange(documents.shape[1])
     is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
     positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)

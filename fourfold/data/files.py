@@ -107,9 +107,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it after the block.
 
-    Folders with the same prefix and suffix that a killed process of this machine left behind are removed too. An owner
-    holds a lock that the kernel frees when the owner dies, and unlike a process id a lock cannot pass to another
-    process. Folders of other machines stay, because their locks may not be visible here.
+    This also removes folders with the same prefix and suffix that killed processes of this machine left behind. The
+    owner of a folder holds a lock on it, which the kernel frees when the owner dies. Folders of other machines stay,
+    because their locks may not be visible here.
 
     Args:
         parent: Where to create the folder. None takes the system's folder for temporary files.

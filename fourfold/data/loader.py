@@ -25,13 +25,12 @@ class MicroBatch(Generic[Array]):
 
     tokens: Array
     labels: Array | None = None
-    """The token after each token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits.
-    """
+    """Targets: the next token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits."""
     positions: Array | None = None
     """Position of each token in its document. None means its position in the sequence."""
     document_ends: Array | None = None
-    """Where the documents of each sequence end [B, E]. Attention does not cross these ends. The last end is S, repeated
-    in sequences with fewer documents. None means that attention sees the whole sequence."""
+    """End of each document in a sequence [B, E]. Attention does not cross these ends. The last end is S,
+    repeated in sequences with fewer documents. None means that attention sees the whole sequence."""
     reference: Array | None = None
     """Log-probability of each sequence's labels under the reference model, for preference optimization, float32 [B]."""
     is_data: Array | None = None
@@ -145,7 +144,7 @@ class Loader:
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where the documents of each sequence end [B, E], from the document of each token [B, S]."""
+    """Return the end of each document in a sequence [B, E], from the document of each token [B, S]."""
     rows, length = documents.shape
     is_last = np.ones_like(documents, dtype=bool)
     is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]
