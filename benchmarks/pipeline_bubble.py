@@ -22,7 +22,7 @@ from benchmarks.ranks import draw_quickly
 from benchmarks.train_gpu import LLAMA3_8B
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
-from fourfold.launch.job_processes import device_of, run_on_grid
+from fourfold.launch.job_processes import choose_device, run_on_grid
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.pipeline.schedule import bubble, schedule_ops, timeline
 from fourfold.parallel.pipeline.stopwatch import Stopwatch
@@ -60,7 +60,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
     """Idle share of every step after the first."""
-    device = device_of(place, run.training.device)
+    device = choose_device(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)
     assert job.pipeline is not None

@@ -35,7 +35,7 @@ def check_no_adapter(folder: Path) -> None:
     )
 
 
-def regular(file: Path) -> Path:
+def check_regular(file: Path) -> Path:
     """Return the path if it is a file or does not exist. Opening a named pipe would wait forever.
 
     Raises:
@@ -65,7 +65,7 @@ def check_model_folder(folder: Path) -> None:
             target = Path(os.path.realpath(file))
             if not any(target.is_relative_to(place) for place in allowed):
                 raise UserError(f"{file} is a link to {target}, outside the model's folder; put the file in its place")
-            regular(file)
+            check_regular(file)
             if file.name.endswith(".index.json"):
                 _check_index(file)
     except OSError as error:

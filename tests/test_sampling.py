@@ -12,7 +12,7 @@ from pool import Pool
 from sampling import wants_gpus
 
 from fourfold.environment import Place
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 
 pytest_plugins = ["pytester"]
 
@@ -82,4 +82,4 @@ def device_beside_a_gpu(rank: int, world_size: int) -> str:
     """The device of a process on a machine with one GPU, which CUDA shows unless it is hidden."""
     visible = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1
     with patch.object(torch.cuda, "device_count", lambda: visible):
-        return device_of(Place(rank, rank, world_size, world_size, launcher="local"), "auto").type
+        return choose_device(Place(rank, rank, world_size, world_size, launcher="local"), "auto").type

@@ -74,7 +74,7 @@ class CheckpointTensors(Strict):
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_possible(self) -> Self:
         if tuple(self.sizes) != AXES or min(self.sizes.values()) < 1 or self.ranks > MOST_RANKS:
             raise ValueError(f"impossible sizes {self.sizes}")
         if self.sharded_over not in (("z",), ("dp", "cp", "z")):

@@ -19,7 +19,7 @@ import xxhash
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parsing import parse_json
-from fourfold.untrusted_files import regular
+from fourfold.untrusted_files import check_regular
 
 TENSORS = ".safetensors"
 PIECE = 2**24
@@ -46,7 +46,7 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
     """
     known = dict(written or {})
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
-    entries = {name: known.get(name) or _found(folder / name) for name in names}
+    entries = {name: known.get(name) or _measure(folder / name) for name in names}
     content = (json.dumps({name: entry._asdict() for name, entry in entries.items()}, indent=1) + "\n").encode()
     (folder / f"manifest-{xxhash.xxh3_128_hexdigest(content)}.json").write_bytes(content)
 
@@ -57,7 +57,7 @@ def check_small_file(file: Path) -> None:
     Raises:
         DamagedCheckpoint: The file is missing or its content differs.
     """
-    entry = _entries(file.parent).get(file.name)
+    entry = _read_manifest(file.parent).get(file.name)
     if entry is None or not file.is_file():
         raise _damaged(file, "it is missing")
     _check_content(file, entry)
@@ -69,7 +69,7 @@ def check_listing(folder: Path) -> None:
     Raises:
         DamagedCheckpoint: A file is missing or unknown.
     """
-    entries, found = _entries(folder), {path.name for path in folder.iterdir()}
+    entries, found = _read_manifest(folder), {path.name for path in folder.iterdir()}
     for name in entries:
         if name not in found:
             raise _damaged(folder / name, "it is missing")
@@ -89,7 +89,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     Raises:
         DamagedCheckpoint: A file is not as it was written.
     """
-    for name, entry in list(_entries(folder).items())[rank::ranks]:
+    for name, entry in list(_read_manifest(folder).items())[rank::ranks]:
         file = folder / name
         try:
             found = file.lstat()
@@ -116,18 +116,18 @@ def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     Raises:
         DamagedCheckpoint: A checksum differs.
     """
-    tensors = [(name, entry) for name, entry in _entries(folder).items() if name.endswith(TENSORS)]
+    tensors = [(name, entry) for name, entry in _read_manifest(folder).items() if name.endswith(TENSORS)]
     for name, entry in tensors[rank::ranks]:
         _check_content(folder / name, entry)
 
 
 def size_of(folder: Path) -> tuple[int, int]:
     """Return the number of files and of bytes in a checkpoint, according to its manifest."""
-    entries = _entries(folder).values()
+    entries = _read_manifest(folder).values()
     return len(entries), sum(entry.size for entry in entries)
 
 
-def _entries(folder: Path) -> dict[str, Written]:
+def _read_manifest(folder: Path) -> dict[str, Written]:
     manifests = list(folder.glob("manifest-*.json"))
     if len(manifests) != 1:
         raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
@@ -149,21 +149,21 @@ def _entries(folder: Path) -> dict[str, Written]:
 
 def _check_content(file: Path, entry: Written) -> None:
     try:
-        same = _checksum(file) == entry.xxh3
+        same = _compute_checksum(file) == entry.xxh3
     except OSError as error:
         raise _damaged(file, f"it cannot be read: {error.strerror or error}") from None
     if not same:
         raise _damaged(file, "its content is not what was written (checksum)")
 
 
-def _found(file: Path) -> Written:
-    return Written(file.stat().st_size, _checksum(file))
+def _measure(file: Path) -> Written:
+    return Written(file.stat().st_size, _compute_checksum(file))
 
 
-def _checksum(file: Path) -> str:
+def _compute_checksum(file: Path) -> str:
     """Return the XXH3 of a file. Mapping it piece by piece is three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
-    with regular(file).open("rb") as opened:
+    with check_regular(file).open("rb") as opened:
         if size := file.stat().st_size:
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
                 for begin in range(0, size, PIECE):

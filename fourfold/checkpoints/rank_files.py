@@ -39,7 +39,7 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
     for name, box in layout.held_by(dist.get_rank()).items():
         shard, local = parts[name]
         assert box == shard.slices, f"{name}: the layout says {box}, and this process holds {shard.slices}"
-        make = partial(_announced, local)
+        make = partial(_announce, local)
         if copies is not None:
             copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
             copies.start(copy, local.detach())
@@ -152,7 +152,7 @@ def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
     return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
 
 
-def _announced(local: Tensor) -> Tensor:
+def _announce(local: Tensor) -> Tensor:
     doing("writing a checkpoint")
     return local
 

@@ -109,7 +109,7 @@ class CheckpointState(Strict):
     """The run's optimizer.name, which decides which optimizer states exist."""
 
     @model_validator(mode="after")
-    def _possible(self) -> CheckpointState:
+    def _check_possible(self) -> CheckpointState:
         if self.optimizer_steps is not None and self.optimizer_steps > self.step:
             raise ValueError(f"optimizer_steps = {self.optimizer_steps} is more than step = {self.step}")
         if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):

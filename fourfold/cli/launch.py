@@ -54,7 +54,7 @@ def slurm(
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """
-    from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script
+    from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
     from fourfold.launch.job_scripts.slurm_site import load_site
     from fourfold.run_file.load import load_run
 
@@ -72,7 +72,7 @@ def slurm(
         overrides,
     )
     run = load_run(run_file, overrides)
-    _write(slurm_script(str(run_file), run, load_site(site), job), run, output)
+    _write(render_slurm_script(str(run_file), run, load_site(site), job), run, output)
 
 
 def _write(script: str, run: RunConfig, output: Path | None) -> None:

@@ -119,7 +119,7 @@ def ensure_builtin(
     return str(prefix)
 
 
-def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
+def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
     """Open the tokenizer of the run's corpora.
 
     Returns:

@@ -109,18 +109,18 @@ class ChatTemplate:
             name = min(taken)
             raise ValueError(f"chat_template_kwargs has {name}, which is not a variable of the template; remove {name}")
         template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
-        weights = _weights(messages)
-        messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]
+        weights = _read_weights(messages)
+        messages = [self._prepare_message(number, message) for number, message in enumerate(messages, start=1)]
         text = check_encodable(self._render(messages, options))
         self._check_used(messages, options, text, template)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
         if _MARKED.search(template):
-            marked = self._applied(messages, options, tokenize=True, return_assistant_tokens_mask=True)
-            trained = _weighted(np.array(marked["assistant_masks"], dtype=bool), weights)
+            marked = self._apply_template(messages, options, tokenize=True, return_assistant_tokens_mask=True)
+            trained = _unmark_untrained(np.array(marked["assistant_masks"], dtype=bool), weights)
         else:
             trained = np.zeros(len(begins), dtype=bool)
-            for begin, end in self._answers(messages, options, text, weights):
+            for begin, end in self._find_answers(messages, options, text, weights):
                 trained |= (begins >= begin) & (begins < end)
         if prompt:
             asked = self._render(messages[:prompt], options)
@@ -129,18 +129,18 @@ class ChatTemplate:
             trained &= begins >= len(asked)
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
-    def _answers(
+    def _find_answers(
         self, messages: Sequence[Message], options: Mapping[str, Any], text: str, weights: Sequence[int | None]
     ) -> list[tuple[int, int]]:
         """Return the characters [begin, end) of every answer in the text, except answers of weight 0."""
         found: list[tuple[int, int]] = []
-        tail = self._tail(options)
+        tail = self._find_tail(options)
         for number, weight in enumerate(weights):
             if not weight:
                 continue
             answered = self._render(messages[: number + 1], options).removesuffix(tail)
             if number == 0:  # transformers renders no empty conversation
-                prompt = answered[: _first_answer(answered, self._header, messages[0].get("content"))]
+                prompt = answered[: _find_first_answer(answered, self._header, messages[0].get("content"))]
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
@@ -164,7 +164,7 @@ class ChatTemplate:
         """Raise ValueError if the template does not use the tools, a template variable, or a key of a message."""
         remedy = "remove it, or drop it with --ignore-key"
         for key in options:
-            if key == "tools" and self._text(messages, {**options, key: None}) == text:
+            if key == "tools" and self._try_to_render(messages, {**options, key: None}) == text:
                 raise ValueError(f"the chat template does not use the tools of the row; {remedy} tools")
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template has no variable {key}; {remedy} chat_template_kwargs")
@@ -176,17 +176,17 @@ class ChatTemplate:
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
                 continue  # like tool_call_id, it names the call that the message answers
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
-            if self._text(without, options) == text:
+            if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
                 raise ValueError(f"message {where[0]} has {key}, which the chat template does not use; {remedy}")
 
-    def _prepared(self, number: int, message: Message) -> dict[str, Any]:
+    def _prepare_message(self, number: int, message: Message) -> dict[str, Any]:
         """Return a message in the form the template takes: without nulls, and with content as text or as parts."""
         kept = {key: value for key, value in message.items() if value is not None and key not in self.ignored}
         kept.pop("weight", None)
         content = kept.get("content")
         if isinstance(content, list):
-            texts = [_text_of(number, part) for part in content]
+            texts = [_read_part(number, part) for part in content]
             kept["content"] = [_part(text) for text in texts] if self._takes_parts else "".join(texts)
         elif isinstance(content, str) and not self._takes_text:
             kept["content"] = [_part(content)]
@@ -195,10 +195,10 @@ class ChatTemplate:
         if calls := kept.get("tool_calls"):
             if not isinstance(calls, list):
                 raise ValueError(f"message {number} has tool_calls that are not a list")
-            kept["tool_calls"] = [self._call(number, call) for call in calls]
+            kept["tool_calls"] = [self._prepare_call(number, call) for call in calls]
         return kept
 
-    def _call(self, number: int, call: Any) -> Any:
+    def _prepare_call(self, number: int, call: Any) -> Any:
         """Return a tool call with its arguments as an object, or as JSON text if the template writes them verbatim."""
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
@@ -217,36 +217,36 @@ class ChatTemplate:
     @cached_property
     def _takes_text(self) -> bool:
         """Whether the template accepts content as plain text. Some templates accept only parts."""
-        return not self._takes_parts or _PROBE in (self._text([_user(_PROBE)]) or "")
+        return not self._takes_parts or _PROBE in (self._try_to_render([_user(_PROBE)]) or "")
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template iterates over a list of parts, instead of printing the list as Python or JSON does."""
-        text = self._text([_user([_part(_PROBE)])]) or ""
+        text = self._try_to_render([_user([_part(_PROBE)])]) or ""
         return _PROBE in text and "[{" not in text
 
     @cached_property
     def _takes_objects(self) -> bool:
         """Whether the template itself turns the arguments of a tool call into JSON."""
         objects, texts = (
-            self._text([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
+            self._try_to_render([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
         )
         return texts is None if objects is None else f"{{'{_PROBE}'" not in objects
 
     @cached_property
     def _header(self) -> str:
         """The text that the template writes before an answer."""
-        asked = self._text([_user(_PROBE)]) or ""
-        return (self._text([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
+        asked = self._try_to_render([_user(_PROBE)]) or ""
+        return (self._try_to_render([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
-    def _tail(self, options: Mapping[str, Any]) -> str:
+    def _find_tail(self, options: Mapping[str, Any]) -> str:
         """Return the text that the template appends to every conversation because of the options."""
         if not options:
             return ""
-        plain, full = self._text([_user(_PROBE)]), self._text([_user(_PROBE)], options)
+        plain, full = self._try_to_render([_user(_PROBE)]), self._try_to_render([_user(_PROBE)], options)
         return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
 
-    def _applied(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
+    def _apply_template(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
         """Render the messages as text, or as a dictionary of ids."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options, **more)
 
@@ -254,11 +254,13 @@ class ChatTemplate:
         self, messages: Sequence[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
     ) -> str:
         try:
-            return str(self._applied(messages, options, tokenize=False, add_generation_prompt=add_generation_prompt))
+            return str(
+                self._apply_template(messages, options, tokenize=False, add_generation_prompt=add_generation_prompt)
+            )
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
-    def _text(
+    def _try_to_render(
         self, messages: Sequence[Message], options: Mapping[str, Any] | None = None, add_generation_prompt: bool = False
     ) -> str | None:
         """Render the messages. Return None if the template refuses them."""
@@ -268,7 +270,7 @@ class ChatTemplate:
             return None
 
 
-def _weights(messages: Sequence[Message]) -> list[int | None]:
+def _read_weights(messages: Sequence[Message]) -> list[int | None]:
     """Return one value per message: 1 if it is trained, 0 if its `weight` is 0, and None if it is not an answer."""
     if not messages:
         raise ValueError("messages is not a list of messages")
@@ -287,7 +289,7 @@ def _weights(messages: Sequence[Message]) -> list[int | None]:
     return found
 
 
-def _weighted(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
+def _unmark_untrained(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
     """Unmark the answers of weight 0 among the tokens that the template marks."""
     answers = [weight for weight in weights if weight is not None]
     if all(answers):
@@ -303,7 +305,7 @@ def _weighted(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArr
     return marked
 
 
-def _first_answer(text: str, header: str, content: Any) -> int:
+def _find_first_answer(text: str, header: str, content: Any) -> int:
     """Return where the answer begins in the text of a conversation whose first message is an answer."""
     sought = header or (content if isinstance(content, str) else "").strip()
     at = text.find(sought) if sought else -1
@@ -315,7 +317,7 @@ def _first_answer(text: str, header: str, content: Any) -> int:
     return at + len(header)
 
 
-def _text_of(number: int, part: Any) -> str:
+def _read_part(number: int, part: Any) -> str:
     """Return the text of one part of a message's content."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

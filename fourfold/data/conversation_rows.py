@@ -72,11 +72,11 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
     row = {key: value for key, value in row.items() if key not in ignored and value is not None}
     prompt, completion = row.get("prompt"), row.get("completion")
     if "messages" in row:
-        found = _conversation(row, row["messages"], used=["messages"])
+        found = _make_conversation(row, row["messages"], used=["messages"])
     elif "conversations" in row:
-        found = _conversation(row, row["conversations"], used=["conversations", "system"])
+        found = _make_conversation(row, row["conversations"], used=["conversations", "system"])
     elif isinstance(prompt, list) and isinstance(completion, list):
-        found = _conversation(row, [*prompt, *completion], len(prompt), used=["prompt", "completion"])
+        found = _make_conversation(row, [*prompt, *completion], len(prompt), used=["prompt", "completion"])
     elif isinstance(prompt, str) and isinstance(completion, str):
         _check_keys(row, ["prompt", "completion"])
         return [Completion(prompt, completion)]
@@ -85,9 +85,9 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
             raise ValueError(f"input is a {type(more).__name__}, not text")
         asked = "\n".join(filter(None, [row["instruction"], more]))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-        found = _conversation(row, turns, used=["instruction", "input", "output", "text", "system"])
+        found = _make_conversation(row, turns, used=["instruction", "input", "output", "text", "system"])
     else:
-        raise ValueError(f"a row needs {_FORMS}; this one has {_listed(row)}")
+        raise ValueError(f"a row needs {_FORMS}; this one has {_list_keys(row)}")
     return [found]
 
 
@@ -112,13 +112,13 @@ def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Con
         return [Completion(prompt, str(answer)) for answer in answers]
     lists = [answer for answer in answers if isinstance(answer, list)]
     if len(lists) < 2 or not isinstance(prompt or [], list):
-        raise ValueError(f"a row needs {_PAIRS}; this one has {_listed(row)}")
+        raise ValueError(f"a row needs {_PAIRS}; this one has {_list_keys(row)}")
     lists = [[*(prompt or []), *answer] for answer in lists]
-    asked = len(prompt) if prompt else _shared_messages(*lists)
-    return [_conversation(row, messages, asked, used=used) for messages in lists]
+    asked = len(prompt) if prompt else _count_shared_messages(*lists)
+    return [_make_conversation(row, messages, asked, used=used) for messages in lists]
 
 
-def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, used: list[str]) -> Conversation:
+def _make_conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, used: list[str]) -> Conversation:
     _check_keys(row, [*used, *_OPTIONS])
     tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
     if isinstance(tools, str) and tools:
@@ -135,13 +135,13 @@ def _conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *, use
     if tools and "conversations" in used:
         bare = [isinstance(tool, dict) and "name" in tool for tool in tools]
         tools = [{"type": "function", "function": t} if b else t for t, b in zip(tools, bare, strict=True)]
-    messages = [_message(number, message) for number, message in enumerate(messages, start=1)]
+    messages = [_convert_message(number, message) for number, message in enumerate(messages, start=1)]
     if "system" in used and row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     return Conversation(messages, prompt, {"tools": tools, **more} if tools else more)
 
 
-def _message(number: int, message: Any) -> Any:
+def _convert_message(number: int, message: Any) -> Any:
     """Convert a ShareGPT message (from and value) to role and content, or to tool calls."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
@@ -155,11 +155,11 @@ def _message(number: int, message: Any) -> Any:
         raise ValueError(f"message {number} has from and content; a message with from has its text in value")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     if speaker == _CALLS:
-        return {"role": role, "tool_calls": _calls(number, message.get("value")), **others}
+        return {"role": role, "tool_calls": _parse_calls(number, message.get("value")), **others}
     return {"role": role, "content": message.get("value"), **others}
 
 
-def _calls(number: int, value: Any) -> list[dict[str, Any]]:
+def _parse_calls(number: int, value: Any) -> list[dict[str, Any]]:
     """Return the tool calls in the value of a message from function_call: one call, or a list of calls."""
     try:
         calls = parse_json(value) if isinstance(value, str) else value
@@ -181,11 +181,11 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
         )
 
 
-def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
+def _count_shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     """Count the leading messages that both conversations share. They are the prompt if the row has none."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((number for number, (one, other) in pairs if one != other), 0)
 
 
-def _listed(row: Mapping[str, Any]) -> str:
+def _list_keys(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(row)) or "nothing"

@@ -55,7 +55,7 @@ class Goldfish:
         return ~dropped
 
 
-def goldfish_mask(
+def build_goldfish_mask(
     config: GoldfishConfig, special_ids: tuple[int, ...], seq_length: int, global_batch_size: int
 ) -> Goldfish | None:
     """Build the goldfish mask of a run.

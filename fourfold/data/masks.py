@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.data.dataset import Windows
-from fourfold.data.goldfish import Goldfish, goldfish_mask
+from fourfold.data.goldfish import Goldfish, build_goldfish_mask
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 
@@ -88,13 +88,13 @@ def build_masks(
         end = config.responses.end
         masks.append(
             Responses(
-                _marker("start", config.responses.start, tokenizer),
-                () if end is None else _marker("end", end, tokenizer),
+                _encode_marker("start", config.responses.start, tokenizer),
+                () if end is None else _encode_marker("end", end, tokenizer),
             )
         )
-    masks += [_checked(name, _imported(name)) for name in config.functions]
+    masks += [_wrap_in_check(name, _import_mask(name)) for name in config.functions]
     special = () if tokenizer is None else tokenizer.special_ids
-    return masks, goldfish_mask(config.goldfish, special, seq_length, global_batch_size)
+    return masks, build_goldfish_mask(config.goldfish, special, seq_length, global_batch_size)
 
 
 def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -110,7 +110,7 @@ def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[
     return np.maximum.accumulate(ends, axis=1)
 
 
-def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _encode_marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if not isinstance(marker, str):
         return tuple(marker)
     if tokenizer is None:
@@ -121,7 +121,7 @@ def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> 
     return tuple(tokenizer.encode_batch([marker])[0])
 
 
-def _imported(name: str) -> LossMask:
+def _import_mask(name: str) -> LossMask:
     module, colon, function = name.partition(":")
     try:
         found: LossMask | None = getattr(importlib.import_module(module), function) if colon else None
@@ -132,7 +132,7 @@ def _imported(name: str) -> LossMask:
     return found
 
 
-def _checked(name: str, mask: LossMask) -> LossMask:
+def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     """Wrap a user's mask to check its result."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fourfold.data.indexed import IndexedWriter
 from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64
-from fourfold.data.shards import Shard, result
+from fourfold.data.shards import Shard, open_result
 
 
 def merge(
@@ -37,7 +37,7 @@ def merge(
         writers = {name: stack.enter_context(IndexedWriter(split.prefix, vocab_size)) for name, split in splits.items()}
         seen = 0
         for shard in shards:
-            corpus, text_bytes = result(shard, folder)
+            corpus, text_bytes = open_result(shard, folder)
             offsets = corpus.document_offsets
             held_out = falls_within(np.arange(seen, seen + corpus.documents), validation_fraction, seed)
             seen += corpus.documents

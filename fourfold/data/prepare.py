@@ -22,9 +22,9 @@ from fourfold.data.manifest import (
 )
 from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
-from fourfold.data.shards import cut, decodings, digest
-from fourfold.data.sources import TEXT_SUFFIXES, InputFile, left_out, list_inputs, read_documents
-from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles, named_files, text_encoding
+from fourfold.data.shards import cut_into_shards, digest, read_decodings
+from fourfold.data.sources import TEXT_SUFFIXES, InputFile, list_inputs, list_left_out, read_documents
+from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles, describe_files, resolve_encoding
 from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
@@ -113,15 +113,15 @@ def prepare(
         UserError: Input or options cannot work, or a file cannot be written. The message names the file and the line.
     """
     began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
-    identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
+    identity = _check_options(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
     names = [str(item) for item in inputs]
-    encoding = None if encoding is None else text_encoding(encoding)
+    encoding = None if encoding is None else resolve_encoding(encoding)
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
     assert wanted is not None, "_checked refuses neither"
-    finished = None if force else _finished(prefix, request)
+    finished = None if force else _find_finished(prefix, request)
     train, validation = finished or _make(request, prefix, wanted, ends, workers or available_cores(), force)
-    files, notes = _files(prefix, train, validation, canaries), (*train.notes, *notes_on(names, None))
+    files, notes = _list_files(prefix, train, validation, canaries), (*train.notes, *collect_notes(names, None))
     return PrepareSummary(train, validation, files, time.monotonic() - began, finished is not None, notes)
 
 
@@ -145,19 +145,19 @@ def _make(
             _train(request, tokenizer, trained)
         name = str(trained if isinstance(tokenizer, int) else tokenizer)
         loaded = load_tokenizer(name, *ends)
-        shards = cut(request.files, request.text_key, name, loaded, request.encoding)
+        shards = cut_into_shards(request.files, request.text_key, name, loaded, request.encoding)
         _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
         tokenize_all(shards, parts, workers)
         splits = merge(shards, parts, loaded.vocab_size, request.validation_fraction, request.seed)
         _check_filled(splits, request)
         if request.canaries is not None:
-            with _saying(f"the tokenized text stays in {parts} for the next attempt"):
+            with _append_to_errors(f"the tokenized text stays in {parts} for the next attempt"):
                 ledger = ledger_path(prefix)
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # an earlier corpus may have left one
-        decoded = decodings(shards, parts)
-        notes = [named_files(f"read as {how}", paths) for how, paths in decoded.items()] + notes_on([], loaded)
+        decoded = read_decodings(shards, parts)
+        notes = [describe_files(f"read as {how}", paths) for how, paths in decoded.items()] + collect_notes([], loaded)
         if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
             notes.append(f"--encoding {request.encoding} was not needed: all files are UTF-8 or have a byte-order mark")
         made = _publish(splits, prefix, request, loaded, notes)
@@ -165,7 +165,7 @@ def _make(
     return made
 
 
-def _checked(
+def _check_options(
     tokenizer: str | Path | None,
     train_vocab: int | None,
     workers: int | None,
@@ -197,9 +197,9 @@ def _checked(
     return f"train {train_vocab}"
 
 
-def notes_on(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
+def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
     """Return notes for the user: files that were left out, and a missing beginning-of-text token."""
-    notes = [named_files(f"left out, {why}", paths) for why, paths in left_out(inputs).items()]
+    notes = [describe_files(f"left out, {why}", paths) for why, paths in list_left_out(inputs).items()]
     if isinstance(tokenizer, HFTokenizer) and tokenizer.usually_begins and not tokenizer.begins_documents:
         notes.append("documents do not begin with this tokenizer's beginning-of-text token; --bos-token auto adds it")
     return notes
@@ -211,7 +211,7 @@ def check_fraction(validation_fraction: float) -> None:
         raise UserError(f"--validation-fraction is {validation_fraction}; it must be at least 0 and below 1")
 
 
-def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
+def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
     """Return the manifests of the corpus at `prefix` if it is complete and equals what the request would make."""
     held_out = validation_prefix(prefix)
     try:
@@ -236,7 +236,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
-    with _saying("choose another output prefix"), writing(parts):
+    with _append_to_errors("choose another output prefix"), writing(parts):
         parts.mkdir(parents=True, exist_ok=True)
     with writing(parts), locked(parts / "lock", wait=False):
         try:
@@ -249,7 +249,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _saying(more: str) -> Iterator[None]:
+def _append_to_errors(more: str) -> Iterator[None]:
     """Append `more` to the message of a UserError."""
     try:
         yield
@@ -331,7 +331,7 @@ def _withdraw(prefix: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
+def _list_files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
     """Return all files of a finished corpus."""
     prefixes = [prefix] if validation is None else [prefix, Path(validation_prefix(prefix))]
     files = [path for each in prefixes for path in (bin_path(each), idx_path(each), manifest_path(each))]

@@ -14,7 +14,7 @@ from fourfold.data.conversation_rows import Completion, Conversation, read_pair,
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
 from fourfold.data.manifest import CorpusSplit, manifest_path, trained_prefix, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within
-from fourfold.data.prepare import PrepareSummary, check_fraction, notes_on, unfinished
+from fourfold.data.prepare import PrepareSummary, check_fraction, collect_notes, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import InputFile, list_inputs, read_rows
 from fourfold.data.tokenizer import Tokenizer, encode_completion, load_tokenizer
@@ -72,7 +72,7 @@ def prepare_conversations(
         train, validation = write_manifests(splits, prefix, loaded, **request)
     prefixes = [p for split in splits.values() for p in (split.prefix, trained_prefix(split.prefix))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
-    notes = tuple(notes_on(names, loaded if reader.has_completions else None))
+    notes = tuple(collect_notes(names, loaded if reader.has_completions else None))
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False, notes=notes)
 
 

@@ -63,7 +63,7 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def cut(
+def cut_into_shards(
     files: Sequence[InputFile], text_key: str, name: str, tokenizer: Tokenizer, encoding: str | None = None
 ) -> list[Shard]:
     """Cut the input into shards of similar size, in input order.
@@ -125,12 +125,12 @@ def is_done(shard: Shard, folder: Path) -> bool:
     return _mark(shard, folder).is_file() and _report(shard, folder).is_file()
 
 
-def result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
+def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
     """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
 
 
-def decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
+def read_decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
     """Return how text files of completed shards were decoded if they are not UTF-8: the encoding, and the paths."""
     found: dict[str, list[str]] = {}
     for shard in shards:

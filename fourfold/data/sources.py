@@ -17,7 +17,7 @@ from fourfold.data.text_encoding import UnknownEncoding, UnreadableFile, decode
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
-from fourfold.untrusted_files import regular
+from fourfold.untrusted_files import check_regular
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
@@ -48,10 +48,10 @@ class InputFile:
     mtime_ns: int
 
 
-def left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
+def list_left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
     """List the files in `inputs` that `list_inputs` does not read, by reason. Hidden files are not listed."""
     found: dict[str, list[Path]] = {}
-    for path in (path for item in inputs for path in _matching(str(item))):
+    for path in (path for item in inputs for path in _list_matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
             why = "unsupported kind of file" if path.is_file() else "not a regular file (a pipe, a device, or a link)"
             found.setdefault(why, []).append(path)
@@ -105,8 +105,8 @@ def read_documents(
         UserError: The file cannot be read. The message names the line if there is one.
     """
     path = Path(path)
-    with _naming(path):
-        for text in _reader(path, text_key, start, stop, encoding, {} if decoded is None else decoded):
+    with _name_file_in_errors(path):
+        for text in _open_reader(path, text_key, start, stop, encoding, {} if decoded is None else decoded):
             if text:
                 yield text
 
@@ -119,7 +119,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
     """
     path = Path(path)
     if path.name.endswith(TABLES):
-        with _naming(path), _opened_table(path) as (_, batches):
+        with _name_file_in_errors(path), _open_table(path) as (_, batches):
             rows = (row for batch in batches(None) for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
@@ -134,12 +134,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
     Raises:
         UserError: A line cannot be read.
     """
-    with _naming(path):
-        yield from _parsed_lines(path, _row)
+    with _name_file_in_errors(path):
+        yield from _parse_lines(path, _parse_row)
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Turn errors of reading (a missing file or permission, a damaged gzip) into a UserError that names the file."""
     try:
         yield
@@ -149,11 +149,11 @@ def _naming(path: Path) -> Iterator[None]:
         raise UnreadableFile(f"{path} does not fit in memory; {_SPLIT}") from error
 
 
-def _reader(
+def _open_reader(
     path: Path, text_key: str, start: int, stop: int | None, encoding: str | None, decoded: dict[str, list[str]]
 ) -> Iterator[str | None]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return (text for _, text in _parsed_lines(path, partial(_text, key=text_key), start, stop))
+        return (text for _, text in _parse_lines(path, partial(_parse_text, key=text_key), start, stop))
     assert start == 0, path
     if path.name.endswith(TABLES):
         return _read_column(path, text_key)
@@ -162,7 +162,7 @@ def _reader(
 
 def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) -> Iterator[str]:
     try:
-        text, how = decode(path, _content(path), None if path.suffix == ".py" else encoding)
+        text, how = decode(path, _read_content(path), None if path.suffix == ".py" else encoding)
     except UnknownEncoding:
         if path.suffix != ".py":
             raise
@@ -172,12 +172,12 @@ def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) 
     yield text
 
 
-def _content(path: Path) -> bytes | bytearray:
+def _read_content(path: Path) -> bytes | bytearray:
     """Return the bytes of a file. Decompress block by block, because a few megabytes can expand to any size."""
     if path.suffix != ".gz":
         return path.read_bytes()
     content = bytearray()
-    with _opened(path) as file:
+    with _open(path) as file:
         while block := file.read(BLOCK):
             content += block
             if len(content) > LONGEST_TEXT:
@@ -194,7 +194,7 @@ class _Line:
     """Byte at which the line begins."""
 
     def __str__(self) -> str:
-        with _opened(self.path) as file:
+        with _open(self.path) as file:
             missing, number = self.begin, 1
             while missing > 0:
                 block = file.read(min(missing, 1 << 20))
@@ -203,11 +203,11 @@ class _Line:
         return f"{self.path}, line {number}"
 
 
-def _parsed_lines(
+def _parse_lines(
     path: Path, parse: Callable[[bytes], T], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[_Line, T]]:
     """Parse the lines that begin at bytes [start, stop) and are not blank. Yield each line with its value."""
-    with _opened(path) as file:
+    with _open(path) as file:
         if start > 0:
             # A line across the border belongs to the part before. A line that begins at `start` belongs to this part.
             file.seek(start - 1)
@@ -228,13 +228,13 @@ def _parsed_lines(
                 raise UserError(f"{line}: {error}") from error
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _text(line: bytes, key: str) -> str | None:
+def _parse_text(line: bytes, key: str) -> str | None:
     """Return the text in one JSON line. Raise ValueError if the line is invalid."""
-    row = _row(line, f' with "{key}"')
+    row = _parse_row(line, f' with "{key}"')
     if (found := _first_key(key, row)) is None:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')
     text = row[found]
@@ -250,7 +250,7 @@ def _first_key(key: str, names: Iterable[str]) -> str | None:
     return next((each for each in (key, *key.split(",")) if each in known), None)
 
 
-def _row(line: bytes, having: str = "") -> dict[str, Any]:
+def _parse_row(line: bytes, having: str = "") -> dict[str, Any]:
     """Return the object in one JSON line. Raise ValueError if the line is invalid."""
     try:
         row = parse_json(line.decode("utf-8-sig"))
@@ -266,7 +266,7 @@ def _row(line: bytes, having: str = "") -> dict[str, Any]:
 
 
 def _read_column(path: Path, key: str) -> Iterator[str | None]:
-    with _opened_table(path) as (schema, batches):
+    with _open_table(path) as (schema, batches):
         if (found := _first_key(key, schema.names)) is None:
             raise UserError(f'{path} has no column "{key}" among {", ".join(schema.names)}; {_OTHER_KEY}')
         kind = schema.field(found).type
@@ -277,7 +277,7 @@ def _read_column(path: Path, key: str) -> Iterator[str | None]:
 
 
 @contextmanager
-def _opened_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
+def _open_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
     """Yield the schema of a Parquet or Arrow file, and a function that reads columns in batches."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
@@ -296,30 +296,30 @@ def _opened_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None]
 
 def _expand(item: str) -> list[Path]:
     if item == PYTHON_STDLIB:
-        return _python_stdlib()
+        return _list_python_stdlib()
     if item.startswith(hub.PREFIX):
         return hub.HubDataset.parse(item).cached_files()
     path = Path(item)
-    with _naming(path):
+    with _name_file_in_errors(path):
         if not path.is_dir():
-            regular(path)
+            check_regular(path)
     if path.is_file() and not _is_input(path):
         raise UserError(f"{item} has an unsupported suffix; supported are {_KNOWN}")
     if path.exists() or glob.has_magic(item):
-        found = [path for path in _matching(item) if _is_input(path)]
+        found = [path for path in _list_matching(item) if _is_input(path)]
         if not found:
             raise UserError(f"{item} has no supported file ({_KNOWN})")
         return found
     raise UserError(f'input {item} does not exist; give a file, a folder, a glob, "{PYTHON_STDLIB}", or hf:NAME')
 
 
-def _matching(item: str) -> list[Path]:
+def _list_matching(item: str) -> list[Path]:
     """List the files of a file, a folder (searched recursively, without hidden names), or a glob, sorted."""
     named = [item] if Path(item).exists() else sorted(glob.glob(item, recursive=True))
-    return list(dict.fromkeys(file for name in named for file in _within(Path(name))))
+    return list(dict.fromkeys(file for name in named for file in _list_within(Path(name))))
 
 
-def _within(path: Path) -> list[Path]:
+def _list_within(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(path.rglob("*"))
@@ -330,7 +330,7 @@ def _is_input(path: Path) -> bool:
     return path.name.endswith(SUFFIXES) and path.is_file()
 
 
-def _python_stdlib() -> list[Path]:
+def _list_python_stdlib() -> list[Path]:
     """List the sources of the running interpreter's library, sorted. Include its tests only if there is little else."""
     root = Path(sysconfig.get_paths()["stdlib"])
     every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))

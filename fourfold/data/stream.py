@@ -54,7 +54,7 @@ class StreamWindow(NamedTuple):
     """Start of the next window."""
 
 
-def cut(
+def cut_into_windows(
     documents: DocumentStream, tokenizer: Tokenizer, position: Position, seq_length: int, look_back: int
 ) -> Iterator[StreamWindow]:
     """Cut a stream of documents into windows of `seq_length` + 1 tokens, from a position on. Neighbors share one token.
@@ -219,7 +219,7 @@ class StreamedWindows:
         source, position = _Heard(self.streams[stream]), {**self._begin[stream], **self._marks[stream]}[place]
 
         def windows() -> Iterator[StreamWindow]:
-            return cut(self._order(source), self.tokenizer, position, self.seq_length, self.look_back)
+            return cut_into_windows(self._order(source), self.tokenizer, position, self.seq_length, self.look_back)
 
         return _Ahead(self.name, source, windows, place, self._most, self._timeout)
 

@@ -61,7 +61,7 @@ class UnreadableFiles(UserError):
         return "; ".join(problems)
 
 
-def text_encoding(name: str) -> str:
+def resolve_encoding(name: str) -> str:
     """Return Python's name of a text encoding.
 
     Raises:
@@ -97,14 +97,14 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
         UnreadableFile: The text cannot be decoded, or has control characters that only a wrong encoding produces.
     """
     mark = next((mark for mark in _MARKS if content.startswith(mark)), None)
-    certain = _MARKS[mark] if mark else _wide_encoding(content) if b"\0" in content else UTF_8
+    certain = _MARKS[mark] if mark else _detect_wide_encoding(content) if b"\0" in content else UTF_8
     if certain is None or (mark is None and named and content.isascii() and _is_seven_bit(named)):
-        return _as_named(path, content, named or UTF_8)
+        return _decode_as_named(path, content, named or UTF_8)
     try:
         text = content.decode(certain)
     except UnicodeDecodeError as error:
         if mark is None:
-            return _as_named(path, content, named or UTF_8)
+            return _decode_as_named(path, content, named or UTF_8)
         promise = f"{path} is not {certain} text, although its byte-order mark says so (byte {error.start})"
         remedy = f"drop the damaged bytes with iconv -c -f {certain} -t utf-8 FILE > NEW.txt"
         if mark == codecs.BOM_UTF8:
@@ -113,14 +113,14 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     if "\0" in text:
         raise UnreadableFile(f"{path} has NUL bytes, so it is not text; {_WITHOUT}")
     if (start := content.find(b"\x1b")) >= 0 and "\x1b" in text:
-        readings = "" if mark else _readings(content, start, _WITH_ESC)
+        readings = "" if mark else _show_readings(content, start, _WITH_ESC)
         kind = UnknownEncoding if readings else UnreadableFile
         raise kind(f"{path} has the control character ESC (byte {start}{readings}); {_WITHOUT}")
     how = None if "utf-8" in certain else f"{certain} ({'byte-order mark' if mark else 'found by its NUL bytes'})"
     return text, how
 
 
-def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[str, str | None]:
+def _decode_as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[str, str | None]:
     if encoding in ("utf-16", "utf-32"):
         wide = f"{encoding}-le or {encoding}-be"
         raise UnknownEncoding(f"{path} has no byte-order mark, so --encoding {encoding} is ambiguous; name {wide}")
@@ -132,7 +132,7 @@ def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[st
             apart = f"prepare it separately from {encoding} text, without --encoding"
             raise UnreadableFile(f"{path} is {UTF_8} text and not {encoding} (byte {start}); {apart}") from error
         neither = f"is not {encoding}" if encoding == UTF_8 else f"is neither {UTF_8} nor {encoding}"
-        raise UnknownEncoding(f"{path} {neither} text (byte {start}{_readings(content, start)})") from error
+        raise UnknownEncoding(f"{path} {neither} text (byte {start}{_show_readings(content, start)})") from error
     if (found := _CONTROL.search(text)) is not None:
         if b"\0" in content:
             wide = "if it is UTF-16, name utf-16-le or utf-16-be with --encoding"
@@ -142,7 +142,7 @@ def _as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[st
     return text, None if is_utf_8 else f"{encoding} (--encoding)"
 
 
-def named_files(what: str, paths: Iterable[str | Path]) -> str:
+def describe_files(what: str, paths: Iterable[str | Path]) -> str:
     """Return a line about files that names the first few."""
     each = [str(path) for path in paths]
     more = f" and {len(each) - MOST_NAMED} more" if len(each) > MOST_NAMED else ""
@@ -157,7 +157,7 @@ def _is_seven_bit(encoding: str) -> bool:
         return False
 
 
-def _wide_encoding(content: bytes | bytearray) -> str | None:
+def _detect_wide_encoding(content: bytes | bytearray) -> str | None:
     """Return UTF-16 or UTF-32 if as many bytes are NUL as in text of Latin letters. Otherwise return None."""
     sample = content[:_SAMPLE]
     if sample.count(0) < len(sample) * _NUL_SHARE:
@@ -166,7 +166,7 @@ def _wide_encoding(content: bytes | bytearray) -> str | None:
     return None if best is None else codecs.lookup(best.encoding).name
 
 
-def _readings(content: bytes | bytearray, start: int, names: Sequence[str] = ()) -> str:
+def _show_readings(content: bytes | bytearray, start: int, names: Sequence[str] = ()) -> str:
     """Show the text around the first undecodable byte in a few likely encodings, so that the user can choose one."""
     begin, end = max(content.rfind(b"\n", 0, start) + 1, start - _CONTEXT), start + _CONTEXT
     sample = content[max(0, start - _SAMPLE // 2) : start + _SAMPLE // 2]

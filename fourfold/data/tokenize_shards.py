@@ -43,7 +43,7 @@ def _tokenize(
     failed: list[UnreadableFile] = []
     if workers <= 1:
         for shard in shards:
-            failed += _unreadable(partial(tokenize, shard, folder))
+            failed += _finish_shard(partial(tokenize, shard, folder))
             advance(shard.bytes)
         return failed
     # Spawn and don't fork: the caller may have threads (of torch or a GPU) that do not survive a fork.
@@ -52,7 +52,7 @@ def _tokenize(
         running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
         try:
             for future in as_completed(running):
-                failed += _unreadable(future.result)
+                failed += _finish_shard(future.result)
                 advance(running[future].bytes)
         except BrokenProcessPool as error:
             raise UserError(
@@ -64,7 +64,7 @@ def _tokenize(
     return failed
 
 
-def _unreadable(finish: Callable[[], None]) -> list[UnreadableFile]:
+def _finish_shard(finish: Callable[[], None]) -> list[UnreadableFile]:
     """Finish a shard, and return the errors of files that cannot be read."""
     try:
         finish()

@@ -117,10 +117,10 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.eod_id = self._find_eod() if eod is None else self._special(eod, "eos_token")
-        own_bos = self._named("bos_token")
+        self.eod_id = self._find_eod() if eod is None else self._find_special(eod, "eos_token")
+        own_bos = self._find_named("bos_token")
         self.begins_documents = bos is not None
-        self.bos_id = own_bos if bos in (None, OWN) else self._special(bos, "bos_token")
+        self.bos_id = own_bos if bos in (None, OWN) else self._find_special(bos, "bos_token")
         if self.begins_documents and self.bos_id is None:
             raise UserError(f"bos_token {OWN}: {self.path.parent} has no bos_token; name one of {self._specials()}")
         self.usually_begins = own_bos is not None and self._tokenizer.encode("").ids[:1] == [own_bos]
@@ -156,7 +156,7 @@ class HFTokenizer:
         names = list(self._special_names().values())
         return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
 
-    def _special(self, wanted: str | int | None, option: str) -> int:
+    def _find_special(self, wanted: str | int | None, option: str) -> int:
         if isinstance(wanted, int):
             name = self._tokenizer.id_to_token(wanted) if 0 <= wanted < self.vocab_size else None
             if name is None:
@@ -172,7 +172,7 @@ class HFTokenizer:
             )
         return found[0]
 
-    def _config(self, name: str) -> dict[str, Any]:
+    def _read_config(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file next to the model's tokenizer.json, or {} if there is none."""
         file = self.path.with_name(name)
         if self.path.name != "tokenizer.json" or not file.is_file():
@@ -185,9 +185,9 @@ class HFTokenizer:
             raise UserError(f"{file} cannot be read: it is not a JSON object")
         return content
 
-    def _named(self, key: str) -> int | None:
+    def _find_named(self, key: str) -> int | None:
         """Return the id of a token that tokenizer_config.json names. The token becomes special, as in transformers."""
-        token = self._config("tokenizer_config.json").get(key)
+        token = self._read_config("tokenizer_config.json").get(key)
         name = token.get("content") if isinstance(token, dict) else token
         number = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
         if number is not None:
@@ -195,11 +195,11 @@ class HFTokenizer:
         return number
 
     def _find_eod(self) -> int:
-        if (named := self._named("eos_token")) is not None:
+        if (named := self._find_named("eos_token")) is not None:
             return named
         special = self._special_names()
         for file in ("generation_config.json", "config.json"):
-            ids = self._config(file).get("eos_token_id")
+            ids = self._read_config(file).get("eos_token_id")
             for number in ids if isinstance(ids, list) else [ids]:
                 if number in special:
                     return int(number)

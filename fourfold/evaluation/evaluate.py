@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.huggingface.model_folder import TOKENIZER_FILE, source_of
 from fourfold.inference.text import read_text
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.scored_model import (
     LONGEST_UNKNOWN,
     ScoredModel,
@@ -66,7 +66,7 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     Raises:
         UserError: A task is unknown.
     """
-    device = device_of(place, subject.run.training.device if subject.run is not None else "auto")
+    device = choose_device(place, subject.run.training.device if subject.run is not None else "auto")
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {request.model} is unknown; give --tokenizer")

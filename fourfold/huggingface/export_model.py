@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
-from fourfold.data.build import tokenizer_of_run
+from fourfold.data.build import open_run_tokenizer
 from fourfold.data.files import new_folder, temporary_folder, write_whole
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
@@ -172,4 +172,4 @@ def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[s
 def _tokenizer_of(checkpoint: Path) -> Tokenizer | None:
     """The tokenizer of the run that wrote a checkpoint, where its run file is there and names one."""
     run_file = checkpoint.resolve().parent.parent / "run.toml"
-    return tokenizer_of_run(load_run(run_file)) if run_file.is_file() else None
+    return open_run_tokenizer(load_run(run_file)) if run_file.is_file() else None

@@ -30,7 +30,7 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.state import LocalShard, gather_full
 from fourfold.parsing import parse_json
-from fourfold.untrusted_files import regular
+from fourfold.untrusted_files import check_regular
 
 PROGRESS_FILE = "parallelized.json"
 """File of a checkpoint with the numbers that an optimizer keeps beside tensors."""
@@ -175,7 +175,7 @@ def write_checkpoint(
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
     """Read the numbers of a checkpoint. Raises ``UserError`` where it has none and an optimizer needs them."""
     try:
-        numbers: Numbers = parse_json(regular(folder / PROGRESS_FILE).read_text())
+        numbers: Numbers = parse_json(check_regular(folder / PROGRESS_FILE).read_text())
         if not isinstance(numbers, dict) or any(set(of_one) != {"numbers", "tensors"} for of_one in numbers.values()):
             raise ValueError(f"{PROGRESS_FILE} does not have numbers and tensors of each parameter")
     except (OSError, ValueError) as error:

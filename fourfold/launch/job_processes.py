@@ -111,8 +111,11 @@ def run_in_group(
         timeout: Longest wait for another process.
     """
     with importing():
-        call = imported(function)
-    with lossy_output(any_error=True), _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
+        call = import_object(function)
+    with (
+        lossy_output(any_error=True),
+        _default_group(place, meeting_point, choose_device(place, wanted_device), timeout),
+    ):
         try:
             with _no_silent_exit():
                 return call(place, *args)
@@ -141,13 +144,13 @@ def _no_silent_exit() -> Iterator[None]:
         os._exit = leave
 
 
-def imported(function: str) -> Any:
+def import_object(function: str) -> Any:
     """Import the function or class "package.module:name"."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def device_of(place: Place, wanted: WantedDevice) -> torch.device:
+def choose_device(place: Place, wanted: WantedDevice) -> torch.device:
     """Return this process's GPU if the run file wants a GPU and there is one. Otherwise return the CPU.
 
     Raises:

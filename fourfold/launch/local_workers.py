@@ -105,7 +105,7 @@ def run_workers(
                 workers.take_ids()
                 for signum in tuple(received):
                     workers.send(RELAYED[signal.Signals(signum)])
-            return _result(_reports(workers), world_size, received)
+            return _return_or_raise(_collect_reports(workers), world_size, received)
     finally:
         with _interrupt_ignored():
             workers.kill()
@@ -141,7 +141,7 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     sender.send_bytes(report)
 
 
-def _reports(workers: WorkerProcesses) -> list[WorkerEnd]:
+def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
     """Collect the reports of all workers or, after a failure, of the workers that end soon after. Sort them by time."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[WorkerEnd] = []
@@ -162,16 +162,16 @@ def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
     return report
 
 
-def _result(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
+def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
     """Return rank 0's value, or raise the first failure. Workers that lose a peer fail later."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
-                raise _failure(report, world_size, received)
+                raise _make_failure(report, world_size, received)
     return next(report.value for report in reports if report.rank == 0)
 
 
-def _failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -> BaseException:
+def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -> BaseException:
     worker = f"worker {report.rank} of {world_size}"
     if report.outcome == "refused":
         return UserError(report.value)

@@ -95,7 +95,7 @@ def _watch(watch: Watch) -> None:
     stops: list[float] = []
     while True:
         began = time.monotonic()
-        received = _signals(watch.signals, interval)
+        received = _read_signals(watch.signals, interval)
         if received is None or DONE in received or os.getppid() != watch.process:
             return
         now = time.monotonic()
@@ -115,7 +115,7 @@ def _watch(watch: Watch) -> None:
             return
 
 
-def _signals(descriptor: int, seconds: float) -> set[int] | None:
+def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
     """Return the numbers of the signals that arrived within `seconds`. None if the rank has ended."""
     if not select.select([descriptor], [], [], seconds)[0]:
         return set()
@@ -154,21 +154,21 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
     verdict = folder / "hang.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        report = _report(watch, heart.read(), silent)
+        report = _make_report(watch, heart.read(), silent)
         if report.state not in STOPPED:
-            report = report._replace(stacks=_stacks(watch))
+            report = report._replace(stacks=_collect_stacks(watch))
         _write_report(folder, report)
         deadline = time.monotonic() + REPORT_SECONDS + watch.rank / watch.world_size
         while time.monotonic() < deadline and not verdict.exists():
-            if watch.rank == 0 and len(_reports(folder)) == watch.world_size:
+            if watch.rank == 0 and len(_read_reports(folder)) == watch.world_size:
                 break
             time.sleep(0.1)
         if not verdict.exists():
-            text = describe(_reports(folder), watch.world_size, folder)
+            text = describe(_read_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
         if report.state in STOPPED:  # this resumes the rank, so do it only after all ranks have reported
-            _write_report(folder, report._replace(stacks=_stacks(watch)))
+            _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -182,7 +182,7 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
         folder: Folder of the reports.
     """
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
-    first = awaited(reports)
+    first = find_awaited(reports)
     state = {"T": "; it is stopped", "t": "; a debugger has stopped it", "D": "; it waits for a disk"}
     lines = [
         f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) went silent "
@@ -199,7 +199,7 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def awaited(reports: list[HangingRank]) -> HangingRank:
+def find_awaited(reports: list[HangingRank]) -> HangingRank:
     """Return the rank that all ranks wait for, directly or through ranks that wait too.
 
     This is a stopped rank, or a rank that has done less than its peers while no peer has done less. If no rank is
@@ -224,8 +224,8 @@ def _is_behind(one: HangingRank, other: HangingRank) -> bool:
     return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
 
 
-def _report(watch: Watch, beat: Beat, silent: float) -> HangingRank:
-    state = _state(watch.process)
+def _make_report(watch: Watch, beat: Beat, silent: float) -> HangingRank:
+    state = _read_state(watch.process)
     return HangingRank(
         watch.rank,
         socket.gethostname(),
@@ -246,13 +246,13 @@ def _write_report(folder: Path, report: HangingRank) -> None:
     _write(folder / f"rank_{report.rank:05}.json", json.dumps(report._asdict(), indent=1))
 
 
-def _state(process: int) -> str:
+def _read_state(process: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"
 
 
-def _stacks(watch: Watch) -> list[str]:
+def _collect_stacks(watch: Watch) -> list[str]:
     """Return the rank's stacks. The rank writes them at a signal, even in the middle of a collective."""
     os.kill(watch.process, STACK_SIGNAL)
     os.kill(watch.process, signal.SIGCONT)
@@ -265,11 +265,11 @@ def _stacks(watch: Watch) -> list[str]:
     return os.pread(watch.stacks, 1 << 20, 0).decode(errors="replace").splitlines()
 
 
-def _reports(folder: Path) -> list[HangingRank]:
-    return [HangingRank(**_parsed(path)) for path in sorted(folder.glob("rank_*.json"))]
+def _read_reports(folder: Path) -> list[HangingRank]:
+    return [HangingRank(**_read_json(path)) for path in sorted(folder.glob("rank_*.json"))]
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return parsed
 

@@ -16,7 +16,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.audit_record import AuditInputs, audit_record
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
 from fourfold.memorization.generation import continue_greedily
@@ -69,7 +69,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     """Audit on every process of the model's grid. Return the record on rank 0, and None on the other ranks."""
     request.check()
     run = model.run
-    device = device_of(place, run.training.device if run is not None else "auto")
+    device = choose_device(place, run.training.device if run is not None else "auto")
     goldfish = _goldfish(request, run)
     other_model = None if request.reference is None else find_model(request.reference, request, "--reference")
     tokenizer = find_tokenizer(request, model)

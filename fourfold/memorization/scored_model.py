@@ -11,7 +11,7 @@ import torch
 from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
-from fourfold.data.build import tokenizer_of_run
+from fourfold.data.build import open_run_tokenizer
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
 from fourfold.errors import UserError
@@ -135,7 +135,7 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
     if not model.knows_data:
         imported = model.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
         return load_tokenizer(imported) if imported.is_file() else None
-    return tokenizer_of_run(model.run)
+    return open_run_tokenizer(model.run)
 
 
 def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.device) -> Scorer:

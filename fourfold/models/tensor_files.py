@@ -24,7 +24,7 @@ from torch import Tensor
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fourfold.parsing import parse_json
-from fourfold.untrusted_files import check_model_folder, regular
+from fourfold.untrusted_files import check_model_folder, check_regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
@@ -230,7 +230,7 @@ def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
 def opened_tensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``UserError`` where it cannot be read, also while it is open."""
     try:
-        with safe_open(regular(file), framework="pt") as opened:
+        with safe_open(check_regular(file), framework="pt") as opened:
             yield opened
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or not a safetensors file: {error}") from None

@@ -11,7 +11,7 @@ import torch
 from fourfold.config.layout import ProductSizes, product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
 from fourfold.products.product_choice import tuned_layers
@@ -27,7 +27,7 @@ def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
     again: measure also what is in the table. On a CPU a rank has the threads that ``fourfold train`` gives it here:
     OMP_NUM_THREADS, or its share of the cores.
     """
-    device = device_of(Place(0, 0, 1, 1, launcher="local"), run.training.device)
+    device = choose_device(Place(0, 0, 1, 1, launcher="local"), run.training.device)
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # which torch has read
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_stream, tokenizer_of_run
+from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_run_tokenizer, open_stream
 from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.data.goldfish import Goldfish
@@ -252,7 +252,7 @@ def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
-    tokenizer = tokenizer_of_run(run)
+    tokenizer = open_run_tokenizer(run)
     data = run.data
     if tokenizer is not None and data.tokenizer is not None and (data.source is None or data.is_streamed):
         _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)

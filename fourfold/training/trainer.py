@@ -35,7 +35,7 @@ from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.model_folder import SMALL_FILES, SOURCE_FOLDER, keep_small_files
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 from fourfold.launch.stop_signals import StopRequest
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together, raise_together, true_on_any_rank
@@ -118,7 +118,7 @@ def prepare(
     place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker], stop: StopRequest, stack: ExitStack
 ) -> Trainer:
     """Build everything that the first step needs. ``stack`` closes it at the end."""
-    device = device_of(place, run.training.device)
+    device = choose_device(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)
     run_dir = folder_of(run)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fourfold.data.files import write_output
-from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script
+from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script
 from fourfold.launch.job_scripts.slurm_site import Site
 from fourfold.run_file.load import load_run
 from fourfold.tuning.trial_process import LOG, SUBMISSION
@@ -27,7 +27,7 @@ class SlurmTrial:
         self._folder = folder
         own = [*job.sbatch, f"output={(folder / LOG).absolute()}", "no-requeue", f"job-name={_job_name(folder)}"]
         job = replace(job, sbatch=own, max_crashes=0, save_seconds=SAVE_SECONDS)
-        write_output(folder / SCRIPT, slurm_script(str(run_file), load_run(run_file), site, job))
+        write_output(folder / SCRIPT, render_slurm_script(str(run_file), load_run(run_file), site, job))
         with (folder / SUBMISSION).open("wb") as errors:
             self._process = subprocess.Popen(
                 ["sbatch", "--wait", str(folder / SCRIPT)],

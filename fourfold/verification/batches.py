@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Windows, documents_of
-from fourfold.data.goldfish import goldfish_mask
+from fourfold.data.goldfish import build_goldfish_mask
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.masks import LossMask, document_boundary
 from fourfold.parallel.grid.grid import Grid
@@ -28,7 +28,7 @@ class RandomSamples:
         self.seq_length, self.vocab_size = training.seq_length, run.model.vocab_size
         self.batch, self.micro_batch = training.global_batch_size, training.micro_batch_size
         self.beta, self.is_padded = run.dpo.beta, run.model.num_experts > 0
-        self.goldfish = goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
+        self.goldfish = build_goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
         self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
 
     @property

@@ -22,7 +22,7 @@ from fourfold.config.layout import check_layout
 from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.job_processes import device_of
+from fourfold.launch.job_processes import choose_device
 from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import LossScale
@@ -52,7 +52,7 @@ UNREACHED_GRAD_NORM = 1e6
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
     """Run ``parity`` as one process of a job."""
-    return parity(run, device_of(place, run.training.device), steps, against)
+    return parity(run, choose_device(place, run.training.device), steps, against)
 
 
 def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain") -> ParityReport | None:

@@ -14,7 +14,7 @@ from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
 from fourfold.data.prepare_conversations import prepare_conversations
-from fourfold.data.stream import Position, cut
+from fourfold.data.stream import Position, cut_into_windows
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, NoSuchToken, load_tokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.huggingface.tokenizer_file import write_tokenizer as write_exported
@@ -155,7 +155,7 @@ def test_documents_begin_with_a_token_only_if_it_is_asked_for(tmp_path: Path) ->
         made_with = corpus_tokenizer(tmp_path / bos)
         assert (made_with.begins_documents, made_with.bos_id, made_with.eod_id) == (True, 0, 1)
     endless = SimpleNamespace(read=lambda place: ((number, TEXT) for number in count()))
-    window = next(cut(endless, load_tokenizer(folder, bos="auto"), Position(), 2 * len(tokens("auto")), 0))
+    window = next(cut_into_windows(endless, load_tokenizer(folder, bos="auto"), Position(), 2 * len(tokens("auto")), 0))
     assert window.tokens.tolist() == [*tokens("auto"), *tokens("auto"), 0]
     with pytest.raises(UserError, match="made with different tokenizers"):
         check_one_tokenizer([tmp_path / "plain", tmp_path / "auto"])

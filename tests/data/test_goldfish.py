@@ -8,7 +8,7 @@ import torch
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import SourceMixture, TokenWindows, Windows
-from fourfold.data.goldfish import TABLE_SEED, Goldfish, goldfish_mask, hash_table_drops, published_table
+from fourfold.data.goldfish import TABLE_SEED, Goldfish, build_goldfish_mask, hash_table_drops, published_table
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
@@ -149,21 +149,21 @@ def test_every_document_begins_anew(text: np.ndarray) -> None:
 def test_special_tokens_and_the_first_steps_are_kept(text: np.ndarray) -> None:
     plain = drops(text, k=2)
     exempt = tuple(text[0, 20:400].tolist())
-    mask = goldfish_mask(GoldfishConfig(strategy="hash", k=2, exempt=[int(text[1, 500])]), exempt, 2000, 3)
+    mask = build_goldfish_mask(GoldfishConfig(strategy="hash", k=2, exempt=[int(text[1, 500])]), exempt, 2000, 3)
     kept = mask(windows_of(text))
     assert kept[np.isin(text[:, 1:], [*exempt, text[1, 500]])].all()
     others = ~np.isin(text[:, 1:], [*exempt, text[1, 500]])
     assert (~kept[others] == plain[others]).all()
-    late = goldfish_mask(GoldfishConfig(strategy="hash", k=2, start_step=2), (), 2000, 3)
+    late = build_goldfish_mask(GoldfishConfig(strategy="hash", k=2, start_step=2), (), 2000, 3)
     assert late(windows_of(text))[:6].all()  # samples 0 to 5 are those of steps 0 and 1
     assert (~late(windows_of(text))[6:] == plain[6:]).all()
 
 
 def test_what_cannot_mask_is_refused() -> None:
     with pytest.raises(UserError, match=r"h = 64 is not below training\.seq_length = 64"):
-        goldfish_mask(GoldfishConfig(strategy="hash-table", h=64), (), 64, 8)
-    assert goldfish_mask(GoldfishConfig(strategy="hash", h=64), (), 64, 8) is not None
-    assert goldfish_mask(GoldfishConfig(), (), 64, 8) is None
+        build_goldfish_mask(GoldfishConfig(strategy="hash-table", h=64), (), 64, 8)
+    assert build_goldfish_mask(GoldfishConfig(strategy="hash", h=64), (), 64, 8) is not None
+    assert build_goldfish_mask(GoldfishConfig(), (), 64, 8) is None
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from patience import PATIENCE, wait_until
 
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.job_processes import device_of, run_on_grid
+from fourfold.launch.job_processes import choose_device, run_on_grid
 from fourfold.launch.local_workers import WorkerFailed, run_workers
 
 
@@ -213,21 +213,21 @@ def test_parent_of_workers_does_not_import_torch() -> None:
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert device_of(Place(0, 0, 1, 1, "local"), "auto") == torch.device("cpu")
+    assert choose_device(Place(0, 0, 1, 1, "local"), "auto") == torch.device("cpu")
     with pytest.raises(UserError, match=r"'cuda' needs a GPU"):
-        device_of(Place(0, 0, 1, 1, "local"), "cuda")
+        choose_device(Place(0, 0, 1, 1, "local"), "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert device_of(Place(6, 6, 8, 8, "local"), "cpu") == torch.device("cpu")
-    assert device_of(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
+    assert choose_device(Place(6, 6, 8, 8, "local"), "cpu") == torch.device("cpu")
+    assert choose_device(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
     for launcher in ("local", "torchrun", "slurm"):
         with pytest.raises(
             UserError, match=r"8 processes on this machine need a GPU each, and torch sees 4; start 4 a"
         ):
-            device_of(Place(6, 6, 16, 8, launcher), "auto")
+            choose_device(Place(6, 6, 16, 8, launcher), "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="torch sees 1"):
-        device_of(Place(6, 6, 8, 8, "torchrun"), "auto")
-    assert device_of(Place(6, 6, 8, 8, "slurm"), "auto") == torch.device("cuda", 0)
+        choose_device(Place(6, 6, 8, 8, "torchrun"), "auto")
+    assert choose_device(Place(6, 6, 8, 8, "slurm"), "auto") == torch.device("cuda", 0)
 
 
 def test_a_job_inside_a_group_is_refused() -> None:

@@ -18,7 +18,7 @@ from tiny_corpus import run_file
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script, tasks_per_node
+from fourfold.launch.job_scripts.slurm_script import SlurmJob, render_slurm_script, tasks_per_node
 from fourfold.launch.job_scripts.slurm_site import load_site, parse_site, site_names
 from fourfold.run_file.load import load_run
 
@@ -54,7 +54,7 @@ def make_run(folder: Path, **parallel: int) -> RunConfig:
 def make_script(folder: Path, site: str = "generic", **job: object) -> str:
     run = make_run(folder, z=2, dp=4) if site != "generic" else make_run(folder, z=2)
     nodes = 1 if site == "generic" else 8 // (load_site(site).gpus_per_node or 1)
-    return slurm_script("run.toml", run, load_site(site), SlurmJob(nodes, **job))
+    return render_slurm_script("run.toml", run, load_site(site), SlurmJob(nodes, **job))
 
 
 def stand_ins(folder: Path, **programs: str) -> dict[str, str]:
@@ -109,7 +109,7 @@ def test_conventions_of_a_site(tmp_path: Path, site: str, lines: list[str]) -> N
 
 
 def test_several_nodes_of_frontier_need_the_plugin(tmp_path: Path) -> None:
-    script = slurm_script("run.toml", make_run(tmp_path, z=4, dp=4), load_site("frontier"), SlurmJob(2))
+    script = render_slurm_script("run.toml", make_run(tmp_path, z=4, dp=4), load_site("frontier"), SlurmJob(2))
     assert 'export NCCL_NET="${NCCL_NET:-OFI}"' in script
     assert "--ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest" in script
 
@@ -130,7 +130,7 @@ def test_a_site_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('gpus_per_node = 2\n[sbatch]\nexclusive = true\n[environment]\nA = "$USER"\n')
     site = load_site(str(tmp_path / "mine.toml"))
     assert (site.name, site.gpus_per_node, site.sbatch) == ("mine", 2, {"exclusive": ""})
-    assert 'export A="${A:-$USER}"' in slurm_script("r.toml", make_run(tmp_path, z=2), site, SlurmJob(1))
+    assert 'export A="${A:-$USER}"' in render_slurm_script("r.toml", make_run(tmp_path, z=2), site, SlurmJob(1))
 
 
 @pytest.mark.parametrize(

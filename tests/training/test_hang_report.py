@@ -14,7 +14,7 @@ from fourfold import heartbeat
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.heartbeat import GROUPS, SIZE, Beat, Heartbeat
-from fourfold.launch.watchdog_process import HangingRank, awaited, describe
+from fourfold.launch.watchdog_process import HangingRank, describe, find_awaited
 from fourfold.run_file.load import load_run
 from fourfold.training import trainer
 
@@ -44,7 +44,7 @@ def test_without_a_difference_the_first_that_fell_silent_is_named(tmp_path: Path
 
 def test_a_rank_that_has_not_entered_a_collective_is_named_although_its_sign_is_newer() -> None:
     ahead, behind = {"x of 0-1": 5, "dp of 0-2": 1}, {"x of 0-1": 4, "dp of 1-3": 1}
-    assert awaited([report(0, 40.0, entered=ahead), report(1, 41.0, entered=behind)]).rank == 1
+    assert find_awaited([report(0, 40.0, entered=ahead), report(1, 41.0, entered=behind)]).rank == 1
 
 
 def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
@@ -55,24 +55,24 @@ def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
         report(2, 39.0, entered={"x of 2-3": 9, "dp of 0-2": 2}),
         report(3, 39.0, entered={"x of 2-3": 9, "dp of 1-3": 2}),
     ]
-    assert awaited(reports).rank == 1
+    assert find_awaited(reports).rank == 1
 
 
 def test_a_receiver_waits_for_the_sender_and_not_the_sender_for_it() -> None:
     """Stage 1 waits for the third activation, and has sent its second gradient, which nobody takes yet."""
     forward, backward = "pp of 0-1 from 0", "pp of 0-1 from 1"
     reports = [report(0, 41.0, entered={forward: 2, backward: 2}), report(1, 40.0, entered={forward: 3, backward: 2})]
-    assert awaited(reports).rank == 0
+    assert find_awaited(reports).rank == 0
 
 
 def test_a_rank_in_an_earlier_step_is_named() -> None:
     reports = [report(0, 40.0, entered={"x of 0-1": 1}), report(1, 41.0, entered={"x of 0-1": 1}, steps_begun=6)]
-    assert awaited(reports).rank == 1
+    assert find_awaited(reports).rank == 1
 
 
 def test_two_that_wait_for_each_other_leave_it_to_the_clock() -> None:
     reports = [report(0, 41.0, entered={"a": 1, "b": 2}), report(1, 40.0, entered={"a": 2, "b": 1})]
-    assert awaited(reports).rank == 1
+    assert find_awaited(reports).rank == 1
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:
@@ -82,7 +82,7 @@ def test_clocks_of_two_machines_are_not_compared() -> None:
         report(1, 4001.0, silent_seconds=59.0),
         report(2, 401.0, host="b", silent_seconds=58.0),
     ]
-    assert awaited(reports).rank == 0
+    assert find_awaited(reports).rank == 0
 
 
 def test_the_watchdog_reads_what_each_rank_has_entered() -> None:

@@ -147,9 +147,9 @@ def test_conversations_are_not_read_as_text(corpus: str) -> None:
 
 def test_goldfish_and_answers_are_both_heeded(corpus: str) -> None:
     from fourfold.config.loss_masks import GoldfishConfig
-    from fourfold.data.goldfish import goldfish_mask
+    from fourfold.data.goldfish import build_goldfish_mask
 
-    goldfish = goldfish_mask(GoldfishConfig(strategy="hash", h=3), [], 32, 8)
+    goldfish = build_goldfish_mask(GoldfishConfig(strategy="hash", h=3), [], 32, 8)
     dataset = build_dataset([(corpus, 1.0)], 32, 0, goldfish.look_back)
     windows = dataset.read(np.arange(8))
     both = Loader(dataset, 32, 8, 8, masks=(*MASKS, goldfish)).step(0)[0].labels != IGNORE_INDEX

@@ -18,7 +18,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, REQUIRED, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
-from fourfold.untrusted_files import check_model_folder, check_no_adapter, regular
+from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
 
 CONFIG_FILE = "config.json"
 QUANTIZED = "quantization_config"
@@ -51,7 +51,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if not file.exists():
             check_no_adapter(path)
     try:
-        config = parse_json(regular(file).read_text(encoding="utf-8"))
+        config = parse_json(check_regular(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
     except ValueError as error:

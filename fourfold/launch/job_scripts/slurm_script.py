@@ -41,7 +41,7 @@ class SlurmJob:
     overrides: Sequence[str] = field(default=())
 
 
-def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> str:
+def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> str:
     """Return the text of the batch script.
 
     Args:
@@ -68,8 +68,13 @@ def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> st
         "open-mode": "append",
         "signal": f"USR1@{job.save_seconds}",
         "requeue": "",
-    } | _given(job.sbatch, "--sbatch")
-    srun = placement | site.srun | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)} | _given(job.srun, "--srun")
+    } | _parse_options(job.sbatch, "--sbatch")
+    srun = (
+        placement
+        | site.srun
+        | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)}
+        | _parse_options(job.srun, "--srun")
+    )
     words = ["fourfold", "train", one_line(run_file, "the run file's path")]
     command = shlex.join(words + [word for text in job.overrides for word in ("--set", one_line(text, "--set"))])
     parts = {
@@ -124,7 +129,7 @@ def _check_time(job: SlurmJob) -> None:
         )
 
 
-def _given(options: Sequence[str], where: str) -> Options:
+def _parse_options(options: Sequence[str], where: str) -> Options:
     """Parse the user's own options, NAME=VALUE or --NAME=VALUE."""
     given = {}
     for text in options:
