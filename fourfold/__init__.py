@@ -9,7 +9,8 @@ from fourfold.extras import drop_harmless_warnings
 
 if TYPE_CHECKING:
     from fourfold.config.run import ParallelConfig
-    from fourfold.huggingface.parallelize import Parallelized, parallelize
+    from fourfold.huggingface.parallelize import parallelize
+    from fourfold.huggingface.parallelized import Parallelized
     from fourfold.jobs import train
     from fourfold.parallel.grid.grid import Grid
     from fourfold.run_file.load import load_run
@@ -20,7 +21,7 @@ __all__ = ["Grid", "ParallelConfig", "Parallelized", "__version__", "load_run", 
 _MODULES = {
     "Grid": "fourfold.parallel.grid.grid",
     "ParallelConfig": "fourfold.config.run",
-    "Parallelized": "fourfold.huggingface.parallelize",
+    "Parallelized": "fourfold.huggingface.parallelized",
     "load_run": "fourfold.run_file.load",
     "parallelize": "fourfold.huggingface.parallelize",
     "train": "fourfold.jobs",

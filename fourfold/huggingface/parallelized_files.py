@@ -1,4 +1,4 @@
-"""Weights and checkpoints of a parallelized model: read from and written to folders by all processes together."""
+"""Read and write the weights and checkpoints of a parallelized model. All processes call these functions together."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_regular
 
 PROGRESS_FILE = "parallelized.json"
-"""File of a checkpoint with the numbers that an optimizer keeps beside tensors."""
+"""File of a checkpoint with the numbers that the optimizer keeps, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
-"""The numbers of the optimizer's state, and the names of its tensors, by parameter."""
+"""By parameter: the numbers in the optimizer's state, and the names of the tensors in it."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape that each weight has in files. A shard's global shape may cut its last dim into parts (``InputFirst``)."""
+"""The shape of each weight in files. A shard's global shape may have the last dim in several parts (``InputFirst``)."""
 
 
 @dataclass(frozen=True)
 class ParallelizedTensors:
-    """The tensors of files that the parameters of a model become, as the model was before it was parallelized."""
+    """How the parameters of a model are stored in files. They are described before the model is put on the grid."""
 
     shapes: Shapes
     rows: Mapping[str, Rows]
-    """By every name of a parameter."""
+    """By each name of a parameter: the tensors of files that it is made of, and which rows of it each one is."""
     tied: Sequence[Sequence[str]]
-    """The names of each parameter that has several."""
+    """The names of each parameter that has more than one name."""
 
 
 def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
-    """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base.
+    """Fill the shards from a folder of safetensors. Names in files may lack the prefix of the model's base.
 
-    Raises ``UserError`` for a missing tensor, and for tensors of one weight of the model that differ.
+    Raises:
+        UserError: A tensor is missing, or files have different tensors for one tied weight.
     """
     files = TensorFiles(folder)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -84,7 +85,7 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Paralle
 
 
 def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """The pieces of a shard, and the part of the tensor in files that each is."""
+    """Yield the pieces of a shard, each with its slices of the tensor in files."""
     if shape == shard.global_shape:
         yield shard.local, shard.slices
         return
@@ -98,7 +99,7 @@ def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor
 
 
 def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, range]) -> None:
-    """Fill a shard of stacked experts from files that have their matrices; only the first dim of a stack is cut."""
+    """Fill a shard of stacked experts from files with a matrix for each expert. Only the first dim is sharded."""
     _, rows, columns = shard.global_shape
     mine = range(*shard.slices[0].indices(shard.global_shape[0]))
     for name, part in matrices.items():
@@ -109,31 +110,32 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, 
 
 
 def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
-    """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
+    """Write a folder for ``from_pretrained``, one tensor at a time through rank 0."""
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """The whole tensor, gathered once for all entries that are parts of it."""
+        """Return the whole tensor. Several entries may be parts of it, so it is gathered once for all of them."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))
         return last[0][1]
 
-    def write() -> None:
-        with new_folder(folder) as unfinished:
-            _write_configs(model, shards[0].local.dtype, unfinished)
-            write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-
-    def gather_on() -> None:
-        while waiting:  # others wait in these collectives, also where the first process could not write
-            _gather(waiting.pop(0))
-
-    _first_process(write, folder, gather_on)
+    with failing_together():
+        try:
+            if dist.get_rank() == 0:
+                with new_folder(folder) as unfinished:
+                    _write_configs(model, shards[0].local.dtype, unfinished)
+                    write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
+        except ValueError as error:  # ours, or transformers refuses to write a configuration
+            raise UserError(str(error)) from None
+        finally:
+            while waiting:  # all other ranks take part here, and rank 0 joins them if it cannot write
+                _gather(waiting.pop(0))
 
 
 def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
-    """The tensors of files that a parameter becomes: itself, or the matrices of experts that it stacks."""
+    """Return the tensors of files for a parameter: the parameter itself, or one matrix for each expert in it."""
     dtype, rows, shape = shard.local.dtype, layout.rows[shard.name], layout.shapes[shard.name]
     if len(rows) == 1:
         return [Entry(min(rows), dtype, shape, lambda: gather(shard))]
@@ -148,47 +150,47 @@ def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[L
 def write_checkpoint(
     shards: Sequence[LocalShard], grid: Grid, folder: Path, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Write a checkpoint that any grid can load; an earlier one at ``folder`` is replaced."""
+    """Write a checkpoint that any grid can load. It replaces an earlier one at ``folder``."""
     partial = folder.with_name(f".{folder.name}.partial")
     parts, numbers = _parts(shards, optimizer)
     layout = layout_of(parts, grid)
 
-    def prepare() -> None:
-        if folder.exists() and not (folder / PROGRESS_FILE).is_file():
-            raise UserError(f"{folder} exists and is not a checkpoint of a parallelized model; choose another folder")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
-
-    def publish() -> None:
-        write_layout(partial, layout)
-        seal(partial, written)
-        swap_in(partial, folder)
-
-    _first_process(prepare, folder)
+    with failing_together(), writing(folder):
+        if dist.get_rank() == 0:
+            if folder.exists() and not (folder / PROGRESS_FILE).is_file():
+                raise UserError(
+                    f"{folder} exists and is not a checkpoint of a parallelized model; choose another folder"
+                )
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
     with failing_together(), writing(folder):
         mine = write_file(partial, layout, entries_of(parts, layout))
     written = gather_written(mine, grid.device_type)
-    _first_process(publish, folder)
+    with failing_together(), writing(folder):
+        if dist.get_rank() == 0:
+            write_layout(partial, layout)
+            seal(partial, written)
+            swap_in(partial, folder)
 
 
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
-    """Read the numbers of a checkpoint. Raises ``UserError`` where it has none and an optimizer needs them."""
+    """Read the numbers of a checkpoint. Raises ``UserError`` if an optimizer needs them and there are none."""
     try:
         numbers: Numbers = parse_json(check_regular(folder / PROGRESS_FILE).read_text())
         if not isinstance(numbers, dict) or any(set(of_one) != {"numbers", "tensors"} for of_one in numbers.values()):
-            raise ValueError(f"{PROGRESS_FILE} does not have numbers and tensors of each parameter")
+            raise ValueError(f"{PROGRESS_FILE} does not list the numbers and tensors of each parameter")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not a checkpoint of a parallelized model: {error}") from None
     if with_optimizer and not numbers:
-        raise UserError(f"{folder} was saved without an optimizer; load it without one, to begin with a new one")
+        raise UserError(f"{folder} was saved without an optimizer; load it without one, and start with a new optimizer")
     return numbers
 
 
 def read_checkpoint(
     shards: Sequence[LocalShard], folder: Path, optimizer: torch.optim.Optimizer | None, numbers: Numbers
 ) -> None:
-    """Fill the shards, and the optimizer's state, from a checkpoint of any grid."""
+    """Fill the shards, and the optimizer's state if given, from a checkpoint that any grid has written."""
     if optimizer is not None:
         _make_state(shards, optimizer, numbers)
     parts, _ = _parts(shards, optimizer)
@@ -197,12 +199,12 @@ def read_checkpoint(
 
 
 def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write the configurations that transformers' ``save_pretrained`` writes, where the model has them."""
+    """Write the same configuration files as transformers' ``save_pretrained``, if the model has them."""
     if not hasattr(model, "config"):
         return
     config = copy.deepcopy(model.config)
     config.dtype = dtype
-    # FSDP2 makes a class of its own of every module's.
+    # FSDP2 replaces the class of every module with a subclass.
     config.architectures = [next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))]
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
@@ -214,14 +216,14 @@ def _gather(shard: LocalShard) -> dict[str, Tensor] | None:
 
 
 def _gathered(shard: LocalShard) -> Tensor:
-    """Gather a tensor on the first process, which calls this alone while the others call ``_gather``."""
+    """Gather a tensor on rank 0. Only rank 0 calls this, while all other ranks call ``_gather``."""
     whole = _gather(shard)
     assert whole is not None
     return whole[shard.name]
 
 
 def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[Parts, Numbers]:
-    """The shards and the tensors of their optimizer state, by their names in a checkpoint; and the numbers beside."""
+    """Return the tensors of a checkpoint by name (weights and optimizer state), and the numbers of the optimizer."""
     parts = {f"model.{shard.name}": SavedPart(shard, shard.local) for shard in shards}
     numbers: Numbers = {}
     if optimizer is None:
@@ -237,8 +239,8 @@ def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None
                 numbers[shard.name]["numbers"][key] = float(value)
             else:
                 raise UserError(
-                    f"{type(optimizer).__name__} keeps {key} of {shard.name}, which is neither of the weight's "
-                    "shape nor one number: no other grid could read it; save the model without the optimizer"
+                    f"{type(optimizer).__name__} keeps {key} of {shard.name}, which has neither the weight's shape nor "
+                    "one element, so another grid could not load it; save the model without the optimizer"
                 )
     return parts, numbers
 
@@ -254,25 +256,3 @@ def _make_state(
             state[key] = torch.zeros_like(shard.parameter, requires_grad=False)
         for key, value in numbers[shard.name]["numbers"].items():
             state[key] = torch.tensor(value)
-
-
-def _first_process(
-    action: Callable[[], None], folder: str | Path, on_others: Callable[[], None] = lambda: None
-) -> None:
-    """Run an action on the first process and ``on_others`` on the rest; its failure is raised on every process.
-
-    The first process runs ``on_others`` after a failure, since the others wait for it.
-    """
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            failure = [f"cannot write {folder}: {error.strerror or error}"]
-        except ValueError as error:  # ours, and of transformers for a configuration that it does not write
-            failure = [str(error)]
-    if dist.get_rank() != 0 or failure[0] is not None:
-        on_others()
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise UserError(failure[0])

@@ -14,10 +14,9 @@ from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
-from fourfold.parallel.data.fully_sharded import FullySharded
-from fourfold.parallel.data.replicated import Replicated
 from fourfold.parallel.experts.experts import ParallelMixture
 from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid_model import replicate_or_shard
 from fourfold.parallel.memory.offload import offload_inputs
 from fourfold.parallel.memory.recompute import compile_blocks, recompute
 from fourfold.parallel.overlap.interleave import interleave
@@ -57,9 +56,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.activation_checkpoint.offload:
         offload_inputs(model, run.activation_checkpoint)
     units, types = units_of(model), StepTypes.of(run.training)
-    if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
-        return Replicated(model, units, grid, types)
-    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch, run.overlap.shards_per_node)
+    prefetch, per_node = run.overlap.weight_prefetch, run.overlap.shards_per_node
+    return replicate_or_shard(model, units, grid, types, prefetch, per_node)
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rules:

@@ -26,9 +26,10 @@ from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid_model import GridModel
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as_one
-from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
+from fourfold.parallel.state import initialize_shards
 from fourfold.parallel.tensor.preference_head import PreferenceHead
 from fourfold.parallel.tensor.product_layouts import Layouts
 from fourfold.products.product_choice import agreed_layouts
@@ -60,7 +61,7 @@ class StepResult:
         return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 
 
-class Job:
+class Job(GridModel):
     """A model on the grid with its optimizer."""
 
     def __init__(
@@ -70,18 +71,15 @@ class Job:
         ``initialize`` them, or load a checkpoint. Every process calls it."""
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
-        self.run, self.grid, self.device = run, grid, device
-        self.stages = meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages
-        """This process's pipeline stages by number; without a pipeline the whole model is stage 0."""
-        for stage in self.stages.values():
-            stage.materialize(device)
+        self.run = run
+        super().__init__(
+            meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages, grid, device
+        )
         self.pipeline = Pipeline(self.stages, grid, run, device) if run.parallel.pp > 1 else None
-        self.shards: list[LocalShard] = [shard for stage in self.stages.values() for shard in stage.shards()]
         if run.model.tie_word_embeddings and self.pipeline is not None:
             self.shards = tied_ends_as_one(self.shards)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         """The shards that the optimizer steps: all but what LoRA freezes."""
-        self.tied_ends: TiedEnds | None = None
         if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
@@ -103,11 +101,6 @@ class Job:
         """Fill the weights; the same seed gives the same weights on every grid."""
         initialize_shards(self.shards, self.run.model, seed)
         self.publish()
-
-    def publish(self) -> None:
-        """Make the next forward compute with the stored weights, which have changed."""
-        for stage in self.stages.values():
-            stage.publish()
 
     def train_step(self, micro_batches: Sequence[MicroBatch[Tensor]], step: int) -> StepResult:
         """Take one optimizer step on this rank's micro-batches; ``step`` counts from 0."""
@@ -144,18 +137,10 @@ class Job:
         result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data)
         return result
 
-    def finish_gradients(self) -> None:
-        """Complete the sums of gradients: over the ranks that split the tokens, over tied and over shared weights."""
-        for stage in self.stages.values():
-            stage.finish_gradients()
-        if self.tied_ends is not None:
-            self.tied_ends.sum_gradients()
-        sum_partial_gradients(self.shards, self.grid)
-
     def clip(self) -> Tensor:
         """Clip the gradients to ``optimizer.max_grad_norm``; returns the norm before."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        return clip_gradients(self.shards, self.run.optimizer.max_grad_norm, scale)
+        return self.clip_gradients(self.run.optimizer.max_grad_norm, scale)
 
     def update(self, step: int, grad_norm: Tensor | float) -> bool:
         """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they were dropped instead."""
@@ -240,8 +225,7 @@ class Job:
         finally:
             for stage in self.stages.values():
                 stage.model.train()
-        for stage in self.stages.values():
-            stage.free_gathered()
+        self.free_gathered()
         return outputs
 
     def learning_rate(self, step: int) -> float:

@@ -79,7 +79,7 @@ def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes
         ({"x": 2}, "mixtral", {"num_local_experts": 3}, {}, "experts: 3 experts cannot be split over x·y = 2"),
         ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 would differ between ranks"),
         ({"x": 2}, "qwen2_moe", {}, {}, "has no style in the plan"),
-        ({"x": 2}, "glm4_moe", {}, {}, "mlp.gate.e_score_correction_bias is a buffer that files keep"),
+        ({"x": 2}, "glm4_moe", {}, {}, "mlp.gate.e_score_correction_bias is a buffer that is saved with the weights"),
         ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is no stack of experts"),
     ],
 )

@@ -1,0 +1,250 @@
+"""A model that ``fourfold.parallelize`` has put on the grid: forward, backward, clip, gather, save, and load."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fourfold.config.model import IGNORE_INDEX
+from fourfold.errors import UserError
+from fourfold.huggingface.parallelized_files import (
+    ParallelizedTensors,
+    read_checkpoint,
+    read_numbers,
+    read_weights,
+    write_checkpoint,
+    write_pretrained,
+)
+from fourfold.models.autograd import differentiable
+from fourfold.parallel.grid.communicate import all_reduce
+from fourfold.parallel.grid.shared_failure import failing_together
+from fourfold.parallel.grid_model import GridModel
+from fourfold.parallel.other_models.tensor_plan import Placed
+
+
+class Parallelized(nn.Module):
+    """A model on the grid. Call it like the model, with the sequences of this process.
+
+    It runs all collectives itself. Three calls of your training loop change, because torch's versions know nothing of
+    x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's function, and
+    ``save`` and ``load`` replace ``state_dict``.
+
+    Attributes:
+        module: The model, with the grid's layers in place of its own.
+        grid: The grid.
+        shards: This process's part of every parameter.
+        shapes: The shape of every parameter before the model was put on the grid.
+    """
+
+    def __init__(self, on_grid: GridModel, placed: list[Placed], in_files: ParallelizedTensors) -> None:
+        """Wrap a model on the grid.
+
+        Args:
+            on_grid: The model. It is stage 0, and the only stage.
+            placed: How each module was laid out.
+            in_files: The tensors of the model in files, as they were before it was put on the grid.
+        """
+        super().__init__()
+        self.on_grid, self.placed, self.stage = on_grid, placed, on_grid.stages[0]
+        self.module, self.grid, self.shards = self.stage.model, on_grid.grid, on_grid.shards
+        self._in_files, self.shapes = in_files, in_files.shapes
+        self._in_backward = False
+        self._summed = False
+        taken = inspect.signature(self.module.forward).parameters
+        names_none = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        self._takes_use_cache = "use_cache" in taken or (names_none and hasattr(self.module, "base_model_prefix"))
+        self.module.register_forward_hook(self._after_forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own outputs. With ``labels``, the loss is the mean over the kept tokens of all processes.
+
+        In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all of them), as
+        in transformers: the loss is divided by it instead. Packed documents (``position_ids`` that start again) do not
+        attend to each other. transformers separates them only without a cache, so this switches the cache off if you
+        pass labels or gradients are enabled.
+
+        Raises:
+            UserError: The model's loss is not a sum over tokens, or packed documents would attend to each other.
+        """
+        labels = kwargs.get("labels")
+        if labels is not None:
+            kind = getattr(self.module, "loss_type", "ForCausalLM")
+            if kind not in ("ForCausalLM", None):  # None: transformers computes a causal loss if a class names none
+                raise UserError(
+                    f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"
+                )
+            self._check_no_auxiliary_loss(kwargs.get("output_router_logits"))
+            if kwargs.get("num_items_in_batch") is None:
+                kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
+        if self._takes_use_cache:
+            self._separate_documents(kwargs)
+        outputs = self.module(*args, **kwargs)
+        if labels is not None:
+            outputs.loss = differentiable(outputs.loss, self.total, lambda gradient_of_share: gradient_of_share)
+        if torch.is_grad_enabled():
+            tree_map_only(Tensor, self._guard, outputs)
+        return outputs
+
+    def _separate_documents(self, kwargs: dict[str, Any]) -> None:
+        """Switch the cache off if nothing uses it, and refuse packed documents that would attend to each other."""
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        mask = mask if mask is not None and mask.ndim == 2 else None
+        if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
+            kwargs["use_cache"] = False
+        # Only a mask or a cache joins documents. Without either, skip the check: it would wait for the GPU every step.
+        if positions is None or (mask is None and kwargs.get("use_cache") is False):
+            return
+        again = positions[..., 1:] <= positions[..., :-1]
+        if mask is not None:  # the positions of padding mean nothing
+            again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
+        if not again.any():
+            return
+        if kwargs.get("use_cache"):
+            raise UserError(
+                "use_cache = True with position_ids that start again lets packed documents attend to each other; "
+                "leave use_cache out"
+            )
+        if mask is not None:
+            raise UserError(
+                "an attention_mask with position_ids that start again lets packed documents attend to each other; "
+                "leave the mask out, and set the labels of padding to -100"
+            )
+        kwargs["use_cache"] = False
+
+    def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
+        """Refuse a router's loss: transformers would compute it from each process's own sequences."""
+        by_default = getattr(getattr(self.module, "config", None), "output_router_logits", False)
+        if self.grid.batch.size > 1 and (by_default if wanted is None else wanted):
+            raise UserError(
+                f"output_router_logits = True adds a loss that is not a sum over sequences, and each of z·dp = "
+                f"{self.grid.batch.size} processes would compute its own; set it to False"
+            )
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """Return this process's share of a batch that every process has. The first dim is divided over z and dp."""
+        axis = self.grid.batch
+        if len(batch) % axis.size:
+            raise UserError(f"a batch of {len(batch)} sequences cannot be divided over z·dp = {axis.size}")
+        return batch.chunk(axis.size)[axis.rank]
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Return the number of tokens that the loss of these labels counts, over all processes."""
+        return all_reduce((labels[..., 1:] != IGNORE_INDEX).sum(), self.grid.tokens, "kept tokens")
+
+    def total(self, share: Tensor) -> Tensor:
+        """Sum a loss over all processes with sequences of their own, without a gradient."""
+        return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
+
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """Compute the gradients of a loss, and complete them after the ``last`` micro-batch of a step.
+
+        Raises:
+            UserError: The gradients of the previous step are still there, and would be summed over ranks again.
+        """
+        if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
+            raise UserError(
+                "the gradients are complete, and would be summed over processes again; call backward(loss, last=False) "
+                "for all micro-batches of a step but the last, and zero_grad() after the step"
+            )
+        if self._summed:
+            self._take_gradients_in(self.stage.types.gradient)
+        self._summed = last
+        self.stage.begin_backward(last)
+        self._in_backward = True
+        try:
+            loss.backward()
+        finally:
+            self._in_backward = False
+        if last:
+            self.on_grid.finish_gradients()
+            self._take_gradients_in(self.stage.types.stored)
+
+    def _take_gradients_in(self, dtype: torch.dtype) -> None:
+        """Cast the gradients. Sums are float32, but torch's optimizers need the type of the weights."""
+        for shard in self.shards:
+            parameter = shard.parameter
+            if parameter.requires_grad and parameter.dtype != self.stage.types.gradient:
+                total, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = dtype
+                parameter.grad = None if total is None else total.to(dtype)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the norm of the gradients over all processes to ``max_norm``, and return the norm before."""
+        return self.on_grid.clip_gradients(max_norm)
+
+    def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
+        """Return the whole weights, or the whole gradients, by name on rank 0, and None on other ranks.
+
+        Everything passes through the memory of rank 0, so this is for small models.
+
+        Raises:
+            UserError: A weight has no gradient.
+        """
+        found = self.on_grid.gather(gradients)
+        return None if found is None else {name: whole.view(self.shapes[name]) for name, whole in found.items()}
+
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Set all weights from whole tensors."""
+        with self.on_grid.replacing_weights():
+            for shard in self.shards:
+                shard.local.copy_(weights[shard.name].reshape(shard.global_shape)[shard.slices])
+
+    def fill_from(self, folder: Path) -> None:
+        """Set all weights from a folder of safetensors. Every process reads the slices that it holds."""
+        with self.on_grid.replacing_weights(), failing_together():
+            read_weights(self.module, self.shards, self._in_files, folder)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder for transformers' ``from_pretrained``, one tensor at a time through rank 0.
+
+        Raises:
+            UserError: ``folder`` exists or cannot be written. Every process raises it, and nothing is left behind.
+        """
+        write_pretrained(self.module, self.shards, self._in_files, Path(folder))
+
+    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that any grid can load, or replace the one that is there.
+
+        Args:
+            folder: The checkpoint's folder.
+            optimizer: Its state is saved with the weights.
+
+        Raises:
+            UserError: ``folder`` is not a checkpoint or cannot be written, or the optimizer keeps a tensor that has
+                neither the weight's shape nor one element. Every process raises it.
+        """
+        write_checkpoint(self.shards, self.grid, Path(folder), optimizer)
+
+    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Fill the weights, and the state of ``optimizer`` if given, from a checkpoint that any grid has written."""
+        numbers = read_numbers(Path(folder), optimizer is not None)
+        with self.on_grid.replacing_weights():
+            read_checkpoint(self.shards, Path(folder), optimizer, numbers)
+
+    def layout(self) -> list[dict[str, Any]]:
+        """Return how every module is laid out on x and y, as records."""
+        return [asdict(placed) for placed in self.placed]
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free gathered weights if no backward pass will, so that the next forward pass gathers the updated ones."""
+        if not torch.is_grad_enabled():
+            self.on_grid.free_gathered()
+
+    def _guard(self, output: Tensor) -> Tensor:
+        """Make ``output`` refuse ``loss.backward()``, which would leave gradients unsummed."""
+        if output.requires_grad:
+            output.register_hook(self._check_in_backward)
+        return output
+
+    def _check_in_backward(self, grad: Tensor) -> None:
+        if not self._in_backward:
+            raise UserError(
+                "loss.backward() leaves gradients unsummed on a grid; call backward(loss) of the parallelized model"
+            )

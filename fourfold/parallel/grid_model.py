@@ -1,0 +1,103 @@
+"""A model on the grid as one process holds it. Our own trainer and ``fourfold.parallelize`` both build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, Units
+from fourfold.parallel.data.fully_sharded import FullySharded
+from fourfold.parallel.data.replicated import Replicated
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.pipeline.pipeline import TiedEnds
+from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
+
+
+def replicate_or_shard(
+    model: nn.Module,
+    units: Units,
+    grid: Grid,
+    types: StepTypes,
+    prefetch: int,
+    per_node: int = 1,
+    working_copies: bool = True,
+) -> DataParallel:
+    """Keep whole weights on every rank if nothing splits them over z or dp. Otherwise shard them with FSDP2.
+
+    Args:
+        model: This process's tiles, on the meta device.
+        units: The parts of the model that are gathered together.
+        grid: The grid.
+        types: The types of weights, computation, and sums of gradients.
+        prefetch: Number of blocks whose weights are gathered ahead of their use.
+        per_node: Number of shards of a group within one node.
+        working_copies: If the step computes in another type, whole weights may be a second copy in that type. False
+            if the optimizer steps the model's own parameters.
+    """
+    is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
+    if is_whole and (working_copies or types.working == types.stored):
+        return Replicated(model, units, grid, types)
+    return FullySharded(model, units, grid, types, prefetch, per_node)
+
+
+class GridModel:
+    """This process's part of a model. Its methods are collective: every process calls them."""
+
+    def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, device: torch.device) -> None:
+        """Allocate memory for the stages. The weights have no values yet."""
+        self.grid, self.device, self.stages = grid, device, stages
+        """This process's pipeline stages by number. Without a pipeline, stage 0 is the whole model."""
+        for stage in stages.values():
+            stage.materialize(device)
+        self.shards: list[LocalShard] = [shard for stage in stages.values() for shard in stage.shards()]
+        """This process's part of every parameter."""
+        self.tied_ends: TiedEnds | None = None
+        """The embedding that is also the head, if a pipeline keeps it twice."""
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients: sum over micro-batches, over ranks with other tokens, and over tied weights."""
+        for stage in self.stages.values():
+            stage.finish_gradients()
+        if self.tied_ends is not None:
+            self.tied_ends.sum_gradients()
+        sum_partial_gradients(self.shards, self.grid)
+
+    def clip_gradients(self, max_norm: float, loss_scale: float = 1.0) -> Tensor:
+        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before clipping."""
+        return clip_gradients(self.shards, max_norm, loss_scale)
+
+    def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
+        """Return the whole weights, or the whole gradients, by name on rank 0, and None on other ranks.
+
+        Everything passes through the memory of rank 0, so this is for small models.
+
+        Raises:
+            UserError: A weight has no gradient.
+        """
+        tensors = [shard.grad if gradients else shard.local for shard in self.shards]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            raise UserError("some weights have no gradient to gather; call backward(loss) first")
+        return gather_full(self.shards, present)
+
+    def publish(self) -> None:
+        """Make the next forward pass compute with the stored weights, which have changed."""
+        for stage in self.stages.values():
+            stage.publish()
+
+    def free_gathered(self) -> None:
+        """Free gathered weights that no backward pass will free."""
+        for stage in self.stages.values():
+            stage.free_gathered()
+
+    @contextmanager
+    def replacing_weights(self) -> Iterator[None]:
+        """Let the block overwrite the stored weights. The next forward pass computes with them."""
+        with torch.no_grad():
+            self.free_gathered()
+            yield
+            self.publish()
