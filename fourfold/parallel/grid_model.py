@@ -67,7 +67,7 @@ class GridModel:
         sum_partial_gradients(self.shards, self.grid)
 
     def clip_gradients(self, max_norm: float, loss_scale: float = 1.0) -> Tensor:
-        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before clipping."""
+        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before that."""
         return clip_gradients(self.shards, max_norm, loss_scale)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:

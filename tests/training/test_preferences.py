@@ -207,7 +207,7 @@ def test_a_reference_that_cannot_be_written_ends_every_process(pool: Pool, corpu
 def test_rows_that_are_no_pairs(cli: Cli, tmp_path: Path, row: dict[str, Any]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [row])
     code, _, errors = cli("prepare", rows, "--out", tmp_path / "c", "--format", "preferences", "--tokenizer", "bytes")
-    assert code == 2 and "a row has prompt, chosen and rejected as texts" in errors and errors.count("\n") == 1
+    assert code == 2 and "a row needs prompt, chosen and rejected as texts" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

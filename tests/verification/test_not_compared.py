@@ -93,8 +93,8 @@ def fault_body(rank: int, world_size: int, run: RunConfig, fault: tuple[str, str
         pytest.param(
             (
                 "fourfold.training.job:Job.clip",
-                "clip_gradients(self.run.optimizer.max_grad_norm, scale)",
-                "clip_gradients(self.run.optimizer.max_grad_norm, 1.0) / scale",
+                "self.clip_gradients(self.run.optimizer.max_grad_norm, scale)",
+                "self.clip_gradients(self.run.optimizer.max_grad_norm, 1.0) / scale",
             ),
             "resumed",
             {"training": {"precision": "fp16"}},
