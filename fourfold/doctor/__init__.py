@@ -1,1 +1,1 @@
-"""Examines a machine before a run: one file per subject, each gives findings with what to do."""
+"""Examine a machine before a run: one file per subject, each with findings and what to do about them."""

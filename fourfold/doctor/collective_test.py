@@ -1,4 +1,4 @@
-"""An all-reduce over all devices of the job: the sum must be exact; latency and bandwidth are measured."""
+"""Run an all-reduce over all devices of the job. The sum must be exact. Latency and bandwidth are measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """Seconds of the fastest all-reduce of a few bytes and of many, and the ranks whose sums were wrong."""
+    """Seconds of the fastest all-reduce of a few bytes and of many bytes, and the ranks with wrong sums."""
 
     backend: str
     world_size: int
@@ -40,12 +40,12 @@ class AllReduceTimes:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes that each rank sends in a ring, per second: what nccl-tests call bus bandwidth."""
+        """Return the bytes that each rank sends in a ring, per second. nccl-tests call this bus bandwidth."""
         return 2 * (self.world_size - 1) / self.world_size * self.size / self.seconds
 
 
 def examine_collective(place: Place | None) -> Iterator[Finding]:
-    """All-reduce over the launcher's processes, or else over all GPUs of this machine, or else two processes."""
+    """All-reduce over the launcher's processes, or over all GPUs of this machine, or over two processes."""
     world_size = place.world_size if place is not None else torch.cuda.device_count() or 2
     with temporary_folder() as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
@@ -53,7 +53,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
             os.environ.update(log)
         try:
             measured = run_on_grid(f"{__name__}:measure", [], world_size, timeout=TIMEOUT)
-        except (UserError, RuntimeError) as failure:  # WorkerFailed, and torch's errors, are RuntimeErrors
+        except (UserError, RuntimeError) as failure:  # WorkerFailed and torch's errors are RuntimeErrors
             lines = str(failure).strip().splitlines() or [type(failure).__name__]
             yield error("all-reduce", f"over {world_size} processes failed: {lines[-1]}", ADVICE)
             return
@@ -64,7 +64,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
 
 
 def measure(place: Place) -> AllReduceTimes:
-    """All-reduce whole numbers, in the default group of every process; the result of rank 0 counts."""
+    """All-reduce whole numbers in the default group of every process. Rank 0's result counts."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     pattern = torch.arange(BYTES[backend] // 8, device=device) % 8191

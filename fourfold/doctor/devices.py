@@ -1,4 +1,4 @@
-"""The devices that will train: GPUs with memory, clocks and errors; cores and memory of the host."""
+"""Examine the devices that will train: GPUs with memory, clocks, and errors, and the host's cores and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOWED = {
     0x40: "slowed by heat",
     0x80: "slowed by its power supply",
 }
-"""Bits of nvidia-smi's reasons for lower clocks that mean trouble; idleness and the power cap do not."""
+"""nvidia-smi's reasons for lower clocks that mean trouble. Idleness and the power cap do not."""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The field's name in newer and in older drivers."""
@@ -35,13 +35,13 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 MOST_USED = 0.1
-"""Used share of a GPU's memory above which another program must be holding it."""
+"""If more than this fraction of a GPU's memory is used, another program must hold it."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine_devices() -> Iterator[Finding]:
-    """Every GPU that torch sees, then the host."""
+    """Examine every GPU that torch sees, then the host."""
     gpus = torch.cuda.device_count()
     queried = next((found for reasons in REASONS if gpus and (found := query_gpus(*FIELDS, reasons))), [])
     reported = {gpu["uuid"].removeprefix("GPU-"): gpu for gpu in queried}
@@ -53,7 +53,7 @@ def examine_devices() -> Iterator[Finding]:
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by what nvidia-smi reports of it; empty for other makers' GPUs."""
+    """Judge a GPU by nvidia-smi's report, which is empty for GPUs of other makers."""
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)
@@ -87,7 +87,7 @@ def host(cores: int, memory: float, gpus: int) -> Finding:
 
 
 def host_memory() -> float:
-    """Bytes of the machine, or of the container's limit where that is lower."""
+    """Return the machine's bytes of memory, or the container's limit if it is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(installed, int(limit)) if limit.isdecimal() else installed

@@ -1,4 +1,4 @@
-"""Room and speed where runs are written."""
+"""Examine the free space and the speed of the disk that runs are written to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4 * 2**20
 MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
 """Limits of the test file, whichever comes first."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
-"""Below them a checkpoint of a billion parameters (16 GB with its moments) does not fit, or takes minutes."""
+"""Below these, a checkpoint of a billion parameters (16 GB with its moments) does not fit or takes minutes."""
 
 
 class Speed(NamedTuple):
@@ -28,7 +28,7 @@ class Speed(NamedTuple):
 
 
 def examine_disk(folder: Path) -> Iterator[Finding]:
-    """Room and speed of the folder, or of the first one above it that exists; leaves nothing there."""
+    """Examine the folder, or its first parent that exists. Nothing stays there."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     yield room(place, shutil.disk_usage(place).free)
     try:
@@ -39,7 +39,7 @@ def examine_disk(folder: Path) -> Iterator[Finding]:
 
 
 def room(place: Path, free: int) -> Finding:
-    """Judge the room."""
+    """Judge the free space."""
     text = f"{format_bytes(free)} free in {place}"
     if free < LEAST_ROOM:
         advice = "make room, choose another output_dir, or keep fewer checkpoints (checkpoint.keep_latest_k)"
@@ -48,7 +48,7 @@ def room(place: Path, free: int) -> Finding:
 
 
 def speed(place: Path, measured: Speed | None) -> Finding:
-    """Judge the speed; None: what was read was not what was written."""
+    """Judge the speed. None means that the data read differed from the data written."""
     if measured is None:
         return error("disk speed", f"{place} returns other bytes than were written", "use another disk; this one fails")
     text = f"{measured.written / 1e6:,.0f} MB/s written, {measured.read / 1e6:,.0f} MB/s read, by one process"
@@ -59,7 +59,7 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 
 
 def measure(descriptor: int) -> Speed | None:
-    """Write blocks, have them reach the disk, and read them again, past the kernel's cache where it allows that."""
+    """Write blocks, flush them to disk, and read them again, past the kernel's cache if it allows that."""
     block = os.urandom(BLOCK)  # a disk that compresses gains nothing
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:

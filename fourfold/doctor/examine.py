@@ -1,4 +1,4 @@
-"""Examines everything, subject by subject."""
+"""Examine everything, subject by subject."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fourfold.environment import read_environment
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Findings, in order, as they are made; ``folder``: where runs are written.
+    """Yield findings as they are made. ``folder`` is where runs are written.
 
-    Under torchrun or srun the first process of every machine examines its machine; all processes take part in the
-    collective test, and the first one of the job reports it.
+    Under torchrun or srun, the first process of every machine examines its machine. All processes take part in the
+    collective test, and the job's first process reports it.
     """
     place = read_environment(os.environ)
     if place is None or place.local_rank == 0:

@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one examination. figures: the numbers of the line, by name, for programs."""
+    """The result of one examination. ``figures`` holds the line's numbers by name, for programs."""
 
     subject: str
     level: Level
@@ -23,15 +23,15 @@ class Finding:
 
 
 def ok(subject: str, text: str, **figures: Any) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(subject, "ok", text, None, figures)
 
 
 def warning(subject: str, text: str, advice: str, **figures: Any) -> Finding:
-    """Slow, or a danger in some runs."""
+    """Return a finding that is slow, or a danger in some runs."""
     return Finding(subject, "warning", text, advice, figures)
 
 
 def error(subject: str, text: str, advice: str, **figures: Any) -> Finding:
-    """A run will fail here."""
+    """Return a finding that will make a run fail here."""
     return Finding(subject, "error", text, advice, figures)

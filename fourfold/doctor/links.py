@@ -1,4 +1,4 @@
-"""The links between the GPUs of this machine."""
+"""Examine the links between the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def examine_links() -> Iterator[Finding]:
-    """Every pair of GPUs: how they are linked, and whether they reach each other's memory."""
+    """Examine how every pair of GPUs is linked, and whether they reach each other's memory."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return
@@ -51,12 +51,12 @@ def link_kinds(matrix: str) -> Counter[str]:
     rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
     kinds: Counter[str] = Counter()
     for number, row in enumerate(rows):
-        kinds.update(row[number + 2 : len(rows) + 1])  # the upper triangle; the first word is the row's name
+        kinds.update(row[number + 2 : len(rows) + 1])  # the upper triangle: the first word is the row's name
     return kinds
 
 
 def topology(kinds: Counter[str]) -> Finding:
-    """Judge the links: all alike, or some slower than others."""
+    """Judge the links: all alike, or some slower."""
     parts = [f"{count} by {NAMES.get(re.sub(r'[0-9]', '', kind), kind)} ({kind})" for kind, count in kinds.items()]
     text = f"pairs of GPUs: {', '.join(parts)}"
     by_nvlink = [kind.startswith("NV") for kind in kinds]

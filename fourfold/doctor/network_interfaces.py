@@ -1,4 +1,4 @@
-"""Network interfaces, and which ones gloo and NCCL choose."""
+"""Examine the network interfaces, and which ones gloo and NCCL choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIRTUAL = ("docker", "lo")
 
 
 class Interface(NamedTuple):
-    """An interface that is up. address: IPv4; None where it has none."""
+    """An interface that is up. ``address`` is IPv4, or None if it has none."""
 
     name: str
     address: str | None
@@ -33,7 +33,7 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """The interfaces, fast networks beside them, and the choices of NCCL and gloo."""
+    """Examine the interfaces, fast networks, and the choices of NCCL and gloo."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
@@ -42,12 +42,12 @@ def examine_network(several_machines: bool) -> Iterator[Finding]:
         yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
     if torch.cuda.device_count():
         yield nccl_choice(found, os.environ)
-    # On GPUs too: checkpoint.async_mode = 'async' saves in a group of gloo.
+    # GPU jobs need gloo too: checkpoint.async_mode = 'async' saves in a gloo group.
     yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that are up, in the kernel's order."""
+    """Return the interfaces that are up, in the kernel's order."""
     return [
         Interface(name, _address(name), _gigabits(name))
         for _, name in socket.if_nameindex()
@@ -58,9 +58,9 @@ def interfaces() -> list[Interface]:
 def gloo_choice(
     found: Sequence[Interface], environ: Mapping[str, str], address_of_name: str | None, several_machines: bool
 ) -> Finding:
-    """Find gloo's interface: GLOO_SOCKET_IFNAME, else that of the host name's address.
+    """Find gloo's interface: GLOO_SOCKET_IFNAME, or else the interface of the host name's address.
 
-    On one machine fourfold has gloo use loopback.
+    On one machine, fourfold makes gloo use loopback.
     """
     chosen = environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
@@ -76,7 +76,7 @@ def gloo_choice(
 
 
 def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
-    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, else ib*, else any but docker* and lo."""
+    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, or else ib*, or else any but docker* and lo."""
     chosen = environ.get("NCCL_SOCKET_IFNAME")
     setting = f"NCCL_SOCKET_IFNAME = {chosen}"
     if chosen and not chosen.startswith("^"):
@@ -89,7 +89,7 @@ def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Findi
 
 
 def _chosen(subject: str, setting: str, names: Sequence[str], found: Sequence[Interface]) -> Finding:
-    """Check that one of the names that a variable gives is an interface with an address."""
+    """Check that one of the names in a variable is an interface with an address."""
     usable = [each.name for each in found if each.address and each.name in names]
     if usable:
         return ok(subject, f"uses {', '.join(usable)}: {setting}", interfaces=usable)

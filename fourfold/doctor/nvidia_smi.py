@@ -1,4 +1,4 @@
-"""Asks nvidia-smi, where there is one."""
+"""Ask nvidia-smi, if it is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECONDS = 30
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """The output of nvidia-smi; None where it is missing, refuses or does not answer."""
+    """Return nvidia-smi's output, or None if it is missing, refuses, or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -22,6 +22,6 @@ def ask_nvidia_smi(*arguments: str) -> str | None:
 
 
 def query_gpus(*fields: str) -> list[dict[str, str]]:
-    """The fields of every GPU, as text; an empty list where nvidia-smi does not know them."""
+    """Return the fields of every GPU as text, or an empty list if nvidia-smi does not know them."""
     printed = ask_nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
     return [dict(zip(fields, line.split(", "), strict=True)) for line in printed.splitlines() if line]

@@ -1,4 +1,4 @@
-"""Processes of a job meet at a port: can one be opened and reached?"""
+"""Check that a port can be opened and reached, because the processes of a job meet at one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 5
 
 
 def examine_ports(several_machines: bool) -> Iterator[Finding]:
-    """Loopback, and the address behind the host name, where other machines look for this one."""
+    """Examine loopback, and the address of the host name, where other machines look for this one."""
     failure = failure_to_connect("127.0.0.1")
     if failure:
         yield error("loopback", failure, "a firewall or sandbox forbids local connections; allow them")
@@ -29,7 +29,7 @@ def examine_ports(several_machines: bool) -> Iterator[Finding]:
 
 
 def failure_to_connect(host: str) -> str | None:
-    """Open a port at the host's address and connect to it; returns what fails, or None."""
+    """Open a port at the host's address and connect to it. Return what fails, or None."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as server:

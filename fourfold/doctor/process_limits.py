@@ -1,4 +1,4 @@
-"""Limits that the kernel sets for a process: open files, and memory that a network adapter may pin."""
+"""Examine the kernel's limits for a process: open files, and memory that a network adapter may pin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.training.console import format_bytes
 
 
 def examine_limits() -> Iterator[Finding]:
-    """Open files; and locked memory where there is InfiniBand."""
+    """Examine open files, and with InfiniBand locked memory."""
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if (CLASSES / "infiniband").is_dir():
         yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])

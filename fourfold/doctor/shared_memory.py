@@ -1,4 +1,4 @@
-"""Room in /dev/shm, through which NCCL and worker processes pass data."""
+"""Examine the free space in /dev/shm, through which NCCL and worker processes pass data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fourfold.training.console import format_bytes
 
 FOLDER = Path("/dev/shm")
 LEAST, ENOUGH = 32 * 2**20, 2**30
-"""Below the first, NCCL fails between GPUs of one machine. Containers often have 64 MiB, which a few GPUs fill."""
+"""Below the first size, NCCL fails between GPUs of one machine. Containers often have 64 MiB, which a few GPUs fill."""
 ADVICE = "start the container with --shm-size=16g or --ipc=host, or remove old files there"
 
 
 def examine_shared_memory() -> Iterator[Finding]:
-    """Size and room."""
+    """Examine size and free space."""
     if FOLDER.is_dir():
         size, _, free = shutil.disk_usage(FOLDER)
         yield shared_memory(size, free)
@@ -25,7 +25,7 @@ def examine_shared_memory() -> Iterator[Finding]:
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """Judge the room."""
+    """Judge the free space."""
     text, figures = f"{format_bytes(free)} free of {format_bytes(size)} in {FOLDER}", {"size": size, "free": free}
     if free < LEAST:
         return error("shared memory", text, ADVICE, **figures)

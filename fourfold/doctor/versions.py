@@ -1,4 +1,5 @@
-"""Versions of Python, torch and its communication libraries, and whether the build of torch fits the machine."""
+"""Examine the versions of Python, torch, and its communication libraries, and whether torch's build fits the
+machine."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from fourfold.doctor.finding import Finding, error, ok, warning
 
 OLDEST_TORCH = (2, 11)
 GPU_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}
-"""Device files that the kernel's drivers make."""
+"""Device files that the kernel's drivers create."""
 
 
 def examine_versions() -> Iterator[Finding]:
-    """Python, fourfold, torch, and the library that will communicate."""
+    """Examine Python, fourfold, torch, and the communication library."""
     yield ok("python", f"{platform.python_version()} on {platform.platform()}", version=platform.python_version())
     yield ok("fourfold", __version__, version=__version__)
     yield torch_build(torch.__version__, torch.version.cuda, torch.version.hip, torch.cuda.device_count(), _makers())
@@ -27,7 +28,7 @@ def examine_versions() -> Iterator[Finding]:
 
 
 def torch_build(version: str, cuda: str | None, rocm: str | None, visible: int, makers: list[str]) -> Finding:
-    """Compare the build of torch with the GPUs of the machine, given the makers whose drivers are there."""
+    """Compare torch's build with the machine's GPUs, given the makers whose drivers are installed."""
     build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "the CPU alone"
     text = f"{version}, built for {build}"
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -49,7 +50,7 @@ def _makers() -> list[str]:
 
 
 def _backend() -> Finding:
-    """The library that fourfold will use: NCCL (RCCL on AMD) between GPUs, gloo between CPUs."""
+    """Return the library that fourfold will use: NCCL (RCCL on AMD) between GPUs, gloo between CPUs."""
     if torch.cuda.device_count() == 0:
         if not dist.is_gloo_available():
             return error("backend", "torch was built without gloo", "install a build of torch with gloo")

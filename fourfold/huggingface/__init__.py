@@ -1,1 +1,1 @@
-"""Hugging Face models: names, import, export, adapters, and any of them on the grid."""
+"""Hugging Face models: names, import, export, adapters, and any model on the grid."""

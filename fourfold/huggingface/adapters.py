@@ -1,4 +1,4 @@
-"""Export LoRA adapters: as peft reads them, or merged into the model that they belong to."""
+"""Export LoRA adapters in peft's format, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor, from the adapters (rank r each) of the parameters that it joins.
+    """One peft adapter for a Hugging Face tensor, made of the adapters (rank r each) of the parameters that it joins.
 
-    Its rank is r times their number: A stacks their A, and B has each part's B in the rows and columns of that part and
-    zeros elsewhere. Its product is exactly theirs.
+    Its rank is r times their number. A stacks their A. B has each part's B in the rows and columns of that part and
+    zeros elsewhere, so its product is exactly theirs.
     """
 
     tensor: TheirTensor
@@ -48,16 +48,16 @@ class Adapted:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Out and in."""
+        """Return the out and in features."""
         first, second = self.tensor.shape
         return (second, first) if self.tensor.transposed else (first, second)
 
     def a(self, saved: SavedWeights) -> Tensor:
-        """[whole rank, in]."""
+        """Return A, [whole rank, in]."""
         return torch.cat([saved.read(_layer(part) + ".lora_A") for part in self.parts])
 
     def b(self, saved: SavedWeights) -> Tensor:
-        """[out, whole rank]."""
+        """Return B, [out, whole rank]."""
         parts = [saved.read(_layer(part) + ".lora_B") for part in self.parts]
         whole = parts[0].new_zeros(self.features[0], self.whole_rank)
         for number, (part, b) in enumerate(zip(self.parts, parts, strict=True)):
@@ -67,7 +67,7 @@ class Adapted:
 
 
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write a folder for ``peft.PeftModel.from_pretrained``; returns the size of its file."""
+    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its file."""
     lora = _lora(saved)
     entries: list[Entry] = []
     adapted = _adapted(saved, pretrained.tensors, lora.rank)
@@ -84,7 +84,8 @@ def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> 
 
 
 class Merged:
-    """The weights of a base model with a checkpoint's adapters added: W + α/r · B A, in float32 and then rounded."""
+    """A base model's weights with a checkpoint's adapters added: W + α/r · B A, computed in float32 and then
+    rounded."""
 
     def __init__(self, saved: SavedWeights, pretrained: Pretrained) -> None:
         self.saved, self.pretrained, self.lora = saved, pretrained, _lora(saved)
@@ -92,7 +93,7 @@ class Merged:
         self.dtypes: Mapping[str, torch.dtype] = {name: pretrained.dtype(name) for name in pretrained.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """One whole parameter, or one expert of it where it stacks them."""
+        """Read one whole parameter, or one expert of a parameter that stacks experts."""
         whole = self.pretrained.read(name, expert)
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.saved.shapes:
@@ -102,13 +103,13 @@ class Merged:
 
 
 def open_base(saved: SavedWeights) -> Pretrained:
-    """The model that a checkpoint's adapters belong to."""
+    """Return the model that a checkpoint's adapters belong to."""
     assert saved.state.base is not None
     return Pretrained(local_folder(saved.state.base, PATTERNS), saved.model)
 
 
 def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> list[Adapted]:
-    """Their tensors that have an adapter."""
+    """Return the Hugging Face tensors that have an adapter."""
     found: list[Adapted] = []
     for tensor in tensors:
         parts = tuple(piece for piece in tensor.pieces if f"{_layer(piece)}.lora_A" in saved.shapes)
@@ -118,7 +119,7 @@ def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> 
 
 
 def _layer(piece: TensorPiece) -> str:
-    """Name the module of a weight."""
+    """Return the name of a weight's module."""
     return piece.name.removesuffix(".weight")
 
 
@@ -128,7 +129,7 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
 
 
 def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
-    """adapter_config.json. Joined layers have a rank, and an alpha, of their own: peft scales by alpha / rank."""
+    """Return adapter_config.json. Joined layers have their own rank and alpha, because peft scales by alpha / rank."""
     joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",

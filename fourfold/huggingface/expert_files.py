@@ -1,4 +1,4 @@
-"""Experts of transformers' models in files: a matrix each, as on the Hub, where the modules stack and join them."""
+"""Experts of transformers' models in files: one matrix each, as on the Hub, though the modules stack and join them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 Rows = dict[str, range]
-"""Tensors of files → the rows of a parameter that each holds, counted through all the experts that it stacks."""
+"""Maps tensors in files to the rows of a parameter that each holds, counted through all the experts that it stacks."""
 
 
 def rows_in_files(model: Any) -> dict[str, Rows]:
-    """Find the tensors of files that every parameter of a model becomes, by all its names.
+    """Find the tensors in files that every parameter of a model becomes, by all its names.
 
-    The table of transformers says so, for its models: stacks of experts become a matrix for each expert, and some
-    parameters have another name. A parameter that files hold in another order keeps its own name.
+    transformers has a table for its models: stacks of experts become one matrix per expert, and some parameters have
+    another name. A parameter that files hold in another order keeps its own name.
     """
     found: dict[str, Rows] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -40,10 +40,13 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
 
 def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a model by the names of its modules, from all tensors of its files; differentiable.
+    """Return a model's weights by the names of its modules, from all tensors of its files. The result is
+    differentiable.
 
     Args:
+        model: The model.
         rows: What ``rows_in_files`` found for the model.
+        tensors: The tensors by their names in files.
     """
     found = {name: tensors[name] for name in dict(model.named_buffers()) if name in tensors}
     for name, parameter in model.named_parameters():

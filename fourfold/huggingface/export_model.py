@@ -1,4 +1,4 @@
-"""Export checkpoints: as a folder that transformers opens, or an adapter that peft opens."""
+"""Export checkpoints as a folder that transformers opens, or as an adapter that peft opens."""
 
 from __future__ import annotations
 
@@ -59,14 +59,24 @@ def export_huggingface(
     merge: bool = False,
     averaged: bool = False,
 ) -> Transferred:
-    """Write a checkpoint of any grid as a folder that transformers opens; one tensor is in memory at a time.
+    """Write a checkpoint of any grid as a folder that transformers opens, with one tensor in memory at a time.
 
-    LoRA's adapters become a folder that peft opens, or with ``merge`` the model that they make with their base.
+    LoRA adapters become a folder that peft opens, or with ``merge`` a model merged with its base.
 
-    dtype: of the weights; auto: as the model that training began with, else as stored. kind: the model_type to write,
-    by default that of the original, else the first that computes the same. tokenizer: a tokenizer.json; by default
-    the original's files, else the tokenizer of the run's corpus. averaged: the moving average of [ema] in place of the
-    weights.
+    Args:
+        checkpoint: The checkpoint's folder.
+        out: The folder to write.
+        dtype: Type of the weights. "auto" is the original model's type, or otherwise the stored type.
+        kind: The model_type to write. By default the original's, or otherwise the first that computes the same.
+        tokenizer: A tokenizer.json. By default the original's files, or otherwise the corpus's tokenizer.
+        merge: Merge adapters into their base model.
+        averaged: Write the moving average of [ema] instead of the weights.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: No family computes the model, an option does not fit it, or ``out`` exists.
     """
     checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint, averaged)
@@ -85,7 +95,7 @@ def export_huggingface(
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # transformers keeps a router's bias in float32 too.
+        # transformers also keeps a router's bias in float32.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -122,12 +132,13 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 @contextmanager
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
-    """The folders (or ids of the Hub) of a model for transformers and of its tokenizer.
+    """Yield the folders (or Hub ids) of a model for transformers and of its tokenizer.
 
-    The tokenizer may be "bytes", and is None where the run's corpora are not found.
+    The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of ours is
+    exported into a temporary folder while the block runs, in the types of its stored weights, with adapters merged.
 
-    A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
-    which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
+    Raises:
+        UserError: There is no model of that name.
     """
     path = Path(name).expanduser()
     if not path.is_dir() or (path / CONFIG_FILE).exists():
@@ -159,7 +170,7 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """The original's config.json as it was, where it still describes the model; else a new one."""
+    """Return the original's config.json unchanged if it still describes the model, or otherwise a new one."""
     if source is None:
         return config_of(model, kind)
     original = read_config(source)
@@ -170,6 +181,6 @@ def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[s
 
 
 def _tokenizer_of(checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer of the run that wrote a checkpoint, where its run file is there and names one."""
+    """Return the tokenizer of the run that wrote a checkpoint, if its run file exists and names one."""
     run_file = checkpoint.resolve().parent.parent / "run.toml"
     return open_run_tokenizer(load_run(run_file)) if run_file.is_file() else None

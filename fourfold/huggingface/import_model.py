@@ -1,4 +1,4 @@
-"""Import Hugging Face models: as a checkpoint, or straight into the shards of a run."""
+"""Import Hugging Face models as a checkpoint, or straight into the shards of a run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from fourfold.parallel.state import initialize_shards
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:
-    """Write a Hugging Face model as a checkpoint of weights, in the types in which its files have them.
+    """Write a Hugging Face model as a checkpoint of weights, in the types of its files.
 
-    One parameter is in memory at a time. Raises ``UserError`` for what the decoder does not compute, for files that are
-    missing, damaged or of other shapes, and when ``out`` exists.
+    One parameter is in memory at a time.
+
+    Raises:
+        UserError: The decoder does not compute the model, files are missing, damaged, or of other shapes, or ``out``
+            exists.
     """
     folder = local_folder(name, PATTERNS)
     model = model_of(read_config(folder), str(folder))
@@ -48,9 +51,9 @@ def import_huggingface(name: str, out: Path) -> Transferred:
 
 
 def load_pretrained(job: TrainingState, name: str) -> None:
-    """Fill a job's weights from a Hugging Face model; every process reads only the slices that it holds.
+    """Fill a job's weights from a Hugging Face model. Every process reads only the slices that it holds.
 
-    LoRA's adapters are initialized as at the start of a run.
+    LoRA adapters are initialized as at the start of a run.
     """
     if dist.get_rank() == 0:
         local_folder(name, PATTERNS)

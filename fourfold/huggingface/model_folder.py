@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder: its files beside the weights, and the record of an import or export."""
+"""A Hugging Face model's folder: its small files, and the record of an import or export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SOURCE_FOLDER = "huggingface"
-"""Beside the weights of an import, and in the folder of a run from one: the small files of the original."""
+"""Folder for the original's small files, inside the weights of an import and inside the folder of a run from it."""
 
 TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 SMALL_FILES = (
@@ -31,7 +31,7 @@ SMALL_FILES = (
     "chat_template.jinja",
 )
 PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
-"""Files that are downloaded of a model on the Hub: no pickles, and no code."""
+"""Files to download from the Hub: no pickles and no code."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Transferred:
     kind: str
     """The model_type."""
     parameters: int
-    """Without padding."""
+    """Number of parameters without padding."""
     files: dict[str, int]
-    """The size of each in bytes."""
+    """The size of each file in bytes."""
     has_tokenizer: bool = True
-    """False where an export found none to write."""
+    """False if an export found no tokenizer to write."""
 
     def record(self) -> dict[str, Any]:
-        """The result as JSON values."""
+        """Return the result as JSON values."""
         return {
             "folder": self.folder,
             "model_type": self.kind,
@@ -60,9 +60,10 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy the files that a Hugging Face model has besides its weights.
+    """Copy a Hugging Face model's files, except its weights.
 
-    Raises ``UserError`` for a link that leads out of the folder, and for a .json file that is not JSON.
+    Raises:
+        UserError: A link leads out of the folder, or a .json file is not JSON.
     """
     check_model_folder(folder)
     out.mkdir(exist_ok=True)
@@ -78,7 +79,7 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """The small files of the model that a checkpoint was imported from, or its run began with."""
+    """Return the folder with the small files of the model that a checkpoint was imported from or its run began with."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:
@@ -87,5 +88,5 @@ def source_of(checkpoint: Path) -> Path | None:
 
 
 def count_parameters(tensors: Sequence[TheirTensor]) -> int:
-    """Parameters of these tensors."""
+    """Return the number of parameters of these tensors."""
     return sum(math.prod(tensor.shape) for tensor in tensors)

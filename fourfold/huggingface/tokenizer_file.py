@@ -1,4 +1,4 @@
-"""The tokenizer.json of a Hugging Face model: checked against a model and a corpus, and written with an export."""
+"""A Hugging Face model's tokenizer.json: check it against a model and a corpus, and write it with an export."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fourfold.huggingface.model_folder import GENERATION_FILE, TOKENIZER_FILE
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
-    """Raise ``UserError`` when a corpus was made with a vocabulary other than the model's, ``name``.
+    """Raise ``UserError`` if a corpus was made with another vocabulary than that model ``name`` has.
 
-    Nothing is checked where the corpus or the model names no tokenizer.
+    Nothing is checked if the corpus or the model names no tokenizer.
     """
     file = local_folder(name, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
@@ -37,9 +37,10 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
 
 
 def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
-    """Return the added tokens of a tokenizer.json whose ids are beyond a vocabulary, such as a pad token without a row.
+    """Return the added tokens of a tokenizer.json with ids beyond a vocabulary, such as a pad token without a row.
 
-    Raises ``UserError`` for a file that is no tokenizer.json, and for ordinary tokens beyond the vocabulary.
+    Raises:
+        UserError: The file is no tokenizer.json, or an ordinary token is beyond the vocabulary.
     """
     tokenizer = _opened(file)
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
@@ -52,15 +53,16 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
 
 
 def added_beyond(model: ModelConfig) -> int:
-    """Count the tokens that the tokenizer of ``model.from_hf`` adds beyond the embedding."""
+    """Return the number of tokens that the tokenizer of ``model.from_hf`` adds beyond the embedding."""
     file = local_folder(str(model.from_hf), (TOKENIZER_FILE,)) / TOKENIZER_FILE
     return len(tokens_beyond(file, model.vocab_size)) if file.is_file() else 0
 
 
 def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
-    """Warn of added tokens of a tokenizer.json, if there is one, for which the model's embedding has no row.
+    """Warn if a tokenizer.json exists and adds tokens for which the model's embedding has no row.
 
-    Raises ``UserError`` for a file that is no tokenizer.json, and for ordinary tokens without a row.
+    Raises:
+        UserError: The file is no tokenizer.json, or an ordinary token has no row.
     """
     beyond = tokens_beyond(file, model.vocab_size) if file.is_file() else []
     if beyond:
@@ -79,7 +81,7 @@ def _opened(file: Path) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelConfig) -> dict[str, Any]:
-    """Write a tokenizer as transformers reads it (bytes have no such file); the keys that it adds to config.json."""
+    """Write a tokenizer as transformers reads it (bytes have no such file). Return the keys to add to config.json."""
     if tokenizer is None:
         return {}
     begin = next(iter(begin_of(tokenizer)), None)

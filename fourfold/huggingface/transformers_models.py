@@ -1,4 +1,4 @@
-"""Models of the transformers library, opened for inference."""
+"""Open models of the transformers library for inference."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ SEVERAL_SEQUENCES = ("num_return_sequences", "num_beams", "num_beam_groups", "ea
 
 
 def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
-    """A causal language model of the transformers library, ready to generate; no code of the model is run.
+    """Load a causal language model of the transformers library, ready to generate. No code of the model runs.
 
-    dtype: fp32, bf16, fp16, or auto for the one in which it is stored. device: by default a GPU where there is one.
-    Raises ``UserError`` when it cannot be loaded, or attends to later tokens.
+    Args:
+        name: A folder, or an id on the Hub.
+        dtype: fp32, bf16, fp16, or auto for the stored type.
+        device: By default a GPU if there is one.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: The model cannot be loaded, or it attends to later tokens.
     """
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -32,7 +40,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # no table of keys: those that matter are errors below
+    transformers.logging.set_verbosity_error()  # no table of keys: important ones are errors below
     try:
         settings = _generation_settings(Path(name), transformers)
         model, keys = transformers.AutoModelForCausalLM.from_pretrained(
@@ -68,27 +76,28 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
 
 @torch.no_grad()
 def _is_causal(model: Any) -> bool:
-    """True if two texts that differ only at their ends have the same logits at their beginning, up to rounding."""
+    """Return whether two texts that differ only at their ends have the same logits at their beginning, up to
+    rounding."""
     tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
     one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
-    # Logits that are not a number differ from themselves, and are refused elsewhere.
+    # Logits that are not a number differ from themselves. They are refused elsewhere.
     return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 
 def _generation_settings(folder: Path, transformers: Any) -> Any:
-    """The generation_config.json of a folder, for one sequence at a time; None if there is none."""
+    """Return a folder's generation_config.json for one sequence at a time, or None if there is none."""
     file = folder / GENERATION_FILE
     if not file.is_file():
         return None
     settings = parse_json(file.read_bytes())
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is not a table of settings")
-    # transformers refuses several sequences in a file whose other settings give one.
+    # transformers refuses several sequences in a file whose further settings give one.
     return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 
 def checked_device(name: str | None) -> str:
-    """The name of a device that this machine has; by default a GPU, if there is one."""
+    """Return the name of a device that this machine has, by default a GPU if there is one."""
     is_there = torch.cuda.is_available()
     name = name or ("cuda" if is_there else "cpu")
     kind, _, number = name.partition(":")
@@ -100,7 +109,7 @@ def checked_device(name: str | None) -> str:
 
 
 def checked_ids(model: Any, ids: list[int]) -> list[int]:
-    """Return the same ids. Raises ``UserError`` where the model has no such tokens."""
+    """Return the same ids. Raise ``UserError`` if the model has no such tokens."""
     known = model.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
         raise UserError(
@@ -110,5 +119,5 @@ def checked_ids(model: Any, ids: list[int]) -> list[int]:
 
 
 def positions_of(model: Any) -> int | None:
-    """The longest sequence that a model knows; None where it does not say."""
+    """Return the longest sequence that a model supports, or None if it does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

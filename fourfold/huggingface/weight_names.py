@@ -1,8 +1,8 @@
-"""The place of every parameter of the decoder in a Hugging Face model's files: one table per family.
+"""Where every parameter of the decoder is in a Hugging Face model's files: one table per family.
 
-A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, as wholes or
-head by head; ``i`` is the number of the layer, ``e`` of one of the experts that a parameter of ours stacks. A parameter
-that a model does not have (a bias) has no row in its map.
+A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, whole or head
+by head. ``i`` is the layer's number, and ``e`` the number of an expert in a parameter that stacks experts. A parameter
+that a model lacks (a bias) has no row in its map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Table = dict[str, tuple[str, ...]]
 
 
 def _weight_and_bias(prefix: str, modules: Mapping[str, str | tuple[str, ...]]) -> Table:
-    """Rows of modules that have a weight and may have a bias."""
+    """Return rows for modules that have a weight and may have a bias."""
     return {
         f"{prefix}{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ((ours,) if isinstance(ours, str) else ours))
         for theirs, ours in modules.items()
@@ -105,7 +105,7 @@ _GPT_NEOX: Table = {
 
 
 def _experts(block: str, **matrices: str) -> Table:
-    """Rows of a router and its experts; ``matrices``: our names of an expert's matrices → theirs."""
+    """Return rows for a router and its experts. ``matrices`` maps our names of an expert's matrices to theirs."""
     theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     router = ("gate.weight", "gate.e_score_correction_bias")
     routers: Table = {theirs + name: (ours + name,) for name in router}
@@ -116,7 +116,7 @@ def _experts(block: str, **matrices: str) -> Table:
 
 
 def _shared_expert(name: str) -> Table:
-    """Rows of the expert that reads every token, by their name of it."""
+    """Return rows for the expert that reads every token, by their name of it."""
     parts = {"gate_proj": "up.gate_proj", "up_proj": "up.up_proj", "down_proj": "down_proj"}
     modules = {f"{name}.{theirs}": f"layers.{{i}}.mlp.shared_expert.{ours}" for theirs, ours in parts.items()}
     return _weight_and_bias("model.layers.{i}.mlp.", modules)
@@ -133,16 +133,16 @@ class Format:
 
     table: Table
     prefix: str = "model."
-    """Left out of the names in files of the model without its head."""
+    """A prefix that files of the model without its head leave out."""
     transposed: tuple[str, ...] = ()
-    """Tensors that hold [in, out] where ours hold [out, in]."""
+    """Tensors stored as [in, out]. Ours are [out, in]."""
     by_head: tuple[str, ...] = ()
     """Tensors that join the rows of our parameters head by head."""
     layers_beyond: str | None = None
-    """Their key for the number of layers after the last, which predict further tokens and are left out."""
+    """Their key for the number of extra layers, which predict further tokens and are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The beginnings of the names of layers that are left out, after the ``last``."""
+        """Return the beginnings of the names of layers after the ``last``, which are not imported."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
         return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
 
@@ -169,19 +169,19 @@ BUFFERS = (
     ".attention.masked_bias",
     ".rotary_emb.inv_freq",
 )
-"""Endings of the names of tensors in older files that are not weights."""
+"""Endings of tensor names in older files that are not weights."""
 
 HEAD = "lm_head.weight"
 
 VOCABULARY = ("embed_tokens.weight", HEAD)
-"""Parameters with a row for every token; ours are padded, theirs not."""
+"""Parameters with a row per token. Ours are padded, theirs are not."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
     """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, in ``groups`` of equal size.
 
-    The first group begins at ``first``, the next ``stride`` rows further. Rows of ours beyond these are padding.
+    The first group begins at ``first``, and each next group ``stride`` rows later. Our further rows are padding.
     """
 
     name: str
@@ -190,14 +190,15 @@ class TensorPiece:
     groups: int
     stride: int
     expert: int | None = None
-    """The part of ours that it is, where ours stacks experts along the first dim."""
+    """The index of the expert, if our parameter stacks experts along the first dim."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The parameter, or one expert of it where it stacks them."""
+        """Return the parameter, or one expert of a parameter that stacks experts."""
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Rows of ours (all of them inside ``self.rows``) as consecutive ones: here, counted from the first, there."""
+        """Yield rows of ours (all inside ``self.rows``) as consecutive runs: positions here, counted from the first,
+        and there."""
         size = self.rows // self.groups
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
             begin, end = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
@@ -215,19 +216,19 @@ class TheirTensor:
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
-        """The tensor made of its pieces: without padding, one below the other, transposed where theirs is."""
+        """Join the pieces to the tensor: without padding, one below the other, transposed if theirs is."""
         groups = [t[: piece.rows].unflatten(0, (piece.groups, -1)) for piece, t in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
         return whole.T.contiguous() if self.transposed else whole
 
 
 def head_of(kind: str) -> str:
-    """Their name of the head."""
+    """Return their name of the head."""
     return next(theirs for theirs, ours in FORMATS[kind].table.items() if ours == (HEAD,))
 
 
 def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
-    """The tensors of a Hugging Face model of the family ``kind``, layer by layer."""
+    """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer."""
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []
     for theirs, ours, expert in _rows(FORMATS[kind].table, model):
@@ -241,7 +242,7 @@ def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
 
 
 def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """The rows of a table for every layer and expert: their name, ours, and the number of the expert if it is one's."""
+    """Yield a table's rows for every layer and expert: their name, ours, and the expert's number if it is one."""
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):

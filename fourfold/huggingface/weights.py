@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face model under our names; any slice of a parameter, without reading the rest."""
+"""Read a Hugging Face model's weights by our names: any slice of a parameter, and nothing more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from fourfold.models.transformer import parameter_shapes
 
 
 class Pretrained:
-    """A folder of transformers, opened for a model of the same sizes without reading weights.
+    """A transformers folder, opened for a model of the same sizes without reading weights.
 
-    Raises ``UserError`` naming the file and the tensor for a missing file or tensor, a wrong shape, a tensor that the
-    model has no place for, and weights that are only there as pickles.
+    Raises:
+        UserError: A file or tensor is missing, a shape is wrong, the model has no place for a tensor, or weights exist
+            only as pickles. The message names the file and the tensor.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -31,16 +32,16 @@ class Pretrained:
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each parameter of ours is; of stacked experts one place each, in their order."""
+        """Where each parameter of ours is. Stacked experts have one place each, in their order."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in self.tensors}
-        """The name in the files of every tensor of theirs."""
+        """The name in the files for every tensor of theirs."""
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a parameter of ours is stored. Raises ``UserError`` for experts of several types."""
+        """Return the stored type of a parameter of ours. Raise ``UserError`` for experts of several types."""
         types = {self.files.dtype(self._names[tensor.name]) for tensor, _ in self._places[name]}
         if len(types) > 1:
             raise UserError(
@@ -49,7 +50,7 @@ class Pretrained:
         return types.pop()
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """One whole parameter of ours, or one expert of it where it stacks them."""
+        """Read one whole parameter of ours, or one expert of a parameter that stacks experts."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
         self.read_into(whole, name, slices)
@@ -57,7 +58,7 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a parameter of ours into ``out``; rows of the vocabulary's padding are zero."""
+        """Copy the part ``slices`` of a parameter of ours into ``out``. Rows of the vocabulary's padding are zero."""
         places = self._places[name]
         if places[0][1].expert is None:
             self._read_piece(out, *places[0], slices)
@@ -78,8 +79,8 @@ class Pretrained:
                 self.files.read_into(out[here], self._names[tensor.name], (there, *slices[1:]))
 
     def _names_in_files(self, name: str) -> list[str]:
-        """The names that files may have for a tensor: those of a model without its head leave out the prefix."""
-        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 calls every head so
+        """Return the names that a tensor may have in files. A model without its head leaves out the prefix."""
+        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head
         return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ class Pretrained:
                 )
 
     def _check_tied(self, head: str) -> None:
-        """Refuse a stored head that differs from the embedding it is tied to: transformers would use it."""
+        """Refuse a stored head that differs from its tied embedding, because transformers would use the stored head."""
         embedding = self._names[self._places["embed_tokens.weight"][0][0].name]
         if self.files.are_equal(head, embedding):
             return

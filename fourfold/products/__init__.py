@@ -1,1 +1,1 @@
-"""Layouts of matrix products: measures them on this machine, and keeps those that are fastest."""
+"""Memory layouts of matmuls: measure them on this machine, and keep the fastest."""

@@ -1,4 +1,4 @@
-"""The layouts of a run's products: from the table of this machine, or measured; the same on every process."""
+"""Choose the layouts of a run's matmuls, from this machine's table or by measuring. All processes choose the same."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from fourfold.products.product_times import tune_layer
 
 
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
-    """The layouts that rank 0 finds, on every process: ranks that share a weight must store it in one way.
+    """Return the layouts that rank 0 finds, on every process. Ranks that share a weight must store it the same way.
 
-    Nothing where ``training.tuned_products`` is off. Raises ``UserError`` for a damaged table.
+    Return nothing if ``training.tuned_products`` is off.
+
+    Raises:
+        UserError: The table is damaged.
     """
     if run.training.tuned_products == "off":
         return {}
@@ -47,9 +50,13 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
 ) -> dict[ProductSizes, TunedLayer]:
-    """The tuned layers of a run's sizes; what the machine's table lacks is measured and added to it.
+    """Return the tuned layers of a run's sizes. Sizes that the machine's table lacks are measured and added.
 
-    again: measure also what is in the table.
+    Args:
+        run: The run.
+        dtype: The matmuls' dtype.
+        device: The device to measure on.
+        again: Also measure sizes that are in the table.
     """
     machine = machine_of(device)
     layers = {}

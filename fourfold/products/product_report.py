@@ -1,4 +1,4 @@
-"""`fourfold machine tune-matmul`: the products of a run file measured on this machine, as a record."""
+"""``fourfold machine tune-matmul``: measure a run file's matmuls on this machine, and return a record."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from fourfold.products.product_choice import tuned_layers
 from fourfold.products.product_table import TunedLayer, machine_of, table_file
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
-"""The products by the keys of a machine file's section ``layouts``, which are those of operands as stored."""
+"""The three matmuls of a layer, and their keys in a machine file's section ``layouts``, named after stored operands."""
 
 
 def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
-    """Measure the products of one rank of the run, as far as this machine's table lacks them, and report all of them.
+    """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
 
-    again: measure also what is in the table. On a CPU a rank has the threads that ``fourfold train`` gives it here:
-    OMP_NUM_THREADS, or its share of the cores.
+    On a CPU, a rank has the threads that ``fourfold train`` gives it here: OMP_NUM_THREADS, or its share of the cores.
+
+    Args:
+        run: The run.
+        again: Also measure sizes that are in the table.
     """
     device = choose_device(Place(0, 0, 1, 1, launcher="local"), run.training.device)
-    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # which torch has read
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch has read it already
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
     machine = machine_of(device)
@@ -42,7 +45,7 @@ def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
 
 
 def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSizes, TunedLayer]) -> list[dict[str, Any]]:
-    """One record for each size, with the names of its layers."""
+    """Return one record per size, with the names of its layers."""
     return [
         {
             "layers": [name for name, own in names.items() if own == sizes],
@@ -60,7 +63,7 @@ def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSize
 
 
 def rates(layers: Mapping[ProductSizes, TunedLayer]) -> dict[str, float]:
-    """FLOP/s of each of the three products over all sizes, in the layouts that were chosen."""
+    """Return FLOP/s of each of the three matmuls over all sizes, in the chosen layouts."""
     flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
     gains = {kind: [tuned.gains[product] for tuned in layers.values()] for product, kind in KINDS.items()}
     return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

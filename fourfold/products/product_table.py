@@ -1,4 +1,4 @@
-"""The file in the user's cache directory with the layouts of products that are fastest on this machine."""
+"""The file in the user's cache directory with the fastest matmul layouts on this machine."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """One product's measured time, and what its layout gains over operands as stored."""
+    """One matmul's measured time, and what its layout gains over operands as stored."""
 
     seconds: float = Field(gt=0)
     """With operands as stored."""
     gain: float = Field(gt=0)
-    """Seconds as stored over seconds of the layout: the median of the rounds."""
+    """Seconds as stored divided by seconds of the layout: the median of the rounds."""
     low: float = Field(gt=0)
     """The lower quartile of the rounds."""
     high: float = Field(gt=0)
-    """The upper quartile."""
+    """The upper quartile of the rounds."""
 
 
 class TunedLayer(Strict):
-    """The layouts of the three products of a layer, with their gains by the names in ``LayerLayout``."""
+    """The layouts of a layer's three matmuls, with their gains by the names in ``LayerLayout``."""
 
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of the three together with the weight in the order that was not chosen."""
+    """The gain of all three matmuls if the weight had the order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -51,24 +51,25 @@ class TunedLayer(Strict):
 
     @property
     def gain(self) -> float:
-        """That of the three products together."""
+        """Return the gain of all three matmuls."""
         return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
 
 
 class ProductTable(Strict):
-    """Tuned layers of one machine by type and sizes (``key_of``)."""
+    """Tuned layers of one machine, by dtype and sizes (``key_of``)."""
 
     machine: str
     layers: dict[str, TunedLayer]
 
 
 def key_of(sizes: ProductSizes, dtype: torch.dtype) -> str:
-    """The name of a layer's sizes in the table."""
+    """Return the name of a layer's sizes in the table."""
     return f"{str(dtype).removeprefix('torch.')} {sizes.tokens}x{sizes.outputs}x{sizes.inputs}"
 
 
 def machine_of(device: torch.device) -> str:
-    """All that the speed of a product depends on: the device, the libraries' versions, and the number of threads."""
+    """Return everything that a matmul's speed depends on: the device, the libraries' versions, and the number of
+    threads."""
     library = f"torch {torch.__version__}"
     if device.type == "cuda":
         version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -81,7 +82,7 @@ def machine_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The processor's name; Python knows it only on some systems."""
+    """Return the processor's name, which Python knows only on some systems."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -90,7 +91,7 @@ def _processor() -> str:
 
 
 def table_file(machine: str) -> Path:
-    """The file of a machine: in $XDG_CACHE_HOME/fourfold, or ~/.cache/fourfold. Raises ``UserError`` without a home."""
+    """Return a machine's file in $XDG_CACHE_HOME/fourfold or ~/.cache/fourfold. Raise ``UserError`` without a home."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -99,7 +100,7 @@ def table_file(machine: str) -> Path:
 
 
 def read_table(machine: str) -> ProductTable:
-    """The table of a machine; empty where there is no file. Raises ``UserError`` for a damaged one."""
+    """Return a machine's table, which is empty without a file. Raise ``UserError`` for a damaged one."""
     file = table_file(machine)
     try:
         text = file.read_bytes()
@@ -117,7 +118,7 @@ def read_table(machine: str) -> ProductTable:
 
 
 def write_table(table: ProductTable) -> Path:
-    """Write the file of the table's machine. Raises ``UserError`` where it cannot be written."""
+    """Write the file of the table's machine. Raise ``UserError`` if it cannot be written."""
     file = table_file(table.machine)
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)

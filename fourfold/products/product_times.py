@@ -1,7 +1,7 @@
-"""Times the products of a linear layer in all layouts, and chooses those that are faster by more than the noise.
+"""Time a linear layer's matmuls in all layouts, and choose layouts that are faster by more than the noise.
 
-Timings are noisy, and the best of many is often the luckiest. So a first few rounds only nominate one layout of each
-product for each way to store the weight; new rounds, in which it takes turns with operands as stored, decide.
+Timings are noisy, and the best of many is often the luckiest. So the first rounds only nominate one layout per matmul
+for each way to store the weight. New rounds, which alternate with operands as stored, decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fourfold.parallel.tensor.product_layouts import LaidOutProducts, LayerLayou
 from fourfold.products.product_table import Gain, TunedLayer
 
 LEAST_GAIN = 1.02
-"""A layout is taken if it is faster by this factor in three of four rounds."""
+"""A layout is chosen if it is faster by this factor in three of four rounds."""
 
 HOPELESS = 1.1
 """A layout that is slower than operands as stored by this factor in the first round is not timed again."""
@@ -30,7 +30,7 @@ HOPELESS = 1.1
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""A product is repeated for about this time, of which the clock's steps and a GPU's launches are a small part."""
+"""A matmul is repeated for about this time, so the clock's resolution and a GPU's launches matter little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -45,14 +45,14 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The copies that are tried for each product. Its other operand has its columns in the way of the sum already."""
+"""The copies to try for each matmul. Its other operand already has its columns along the sum."""
 
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Candidate(NamedTuple):
-    """A way to store the weight, and the copies that a product makes."""
+    """A way to store the weight, and the copies that a matmul makes."""
 
     turned: bool
     way: Way
@@ -60,18 +60,18 @@ class Candidate(NamedTuple):
 
 AS_STORED = Candidate(False, Way())
 Ratios = tuple[float, float, float]
-"""Lower quartile, median and upper quartile of seconds as stored over a candidate's."""
+"""Lower quartile, median, and upper quartile of seconds as stored divided by a candidate's seconds."""
 
 
 class Chosen(NamedTuple):
-    """The copies of one product for one way to store the weight."""
+    """The copies of one matmul for one way to store the weight."""
 
     way: Way
     ratios: Ratios
 
 
 def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
-    """Measure the three products of a layer of these sizes, and choose their layouts."""
+    """Measure the three matmuls of a layer of these sizes, and choose their layouts."""
     doing(f"timing products of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
     seconds, by_product = {}, {}
     for product in WAYS:
@@ -90,7 +90,8 @@ def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) ->
 
 
 def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Seconds of the three products together as stored, over those in ``layout``, in new rounds in which both run."""
+    """Return the seconds of all three matmuls as stored, divided by those in ``layout``, in new rounds that run
+    both."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
         own = {product: Candidate(layout.turned, getattr(layout, product)) for product in WAYS}
@@ -102,7 +103,7 @@ def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, d
 
 
 def _turning_pays(seconds: dict[str, float], by_product: dict[str, dict[bool, Chosen]]) -> bool:
-    """True where the layer is faster with a turned weight, whether or not the output is computed again."""
+    """Return whether the layer is faster with a transposed weight, whether or not the output is recomputed."""
 
     def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
         times = {product: seconds[product] / both[turned].ratios[quartile] for product, both in by_product.items()}
@@ -114,7 +115,7 @@ def _turning_pays(seconds: dict[str, float], by_product: dict[str, dict[bool, Ch
 def _tune_product(
     product: str, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Seconds with operands as stored, and the best copies where the weight is stored as it is, and turned."""
+    """Return the seconds with operands as stored, and the best copies for the weight as it is and transposed."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[product]]
     calls = _calls(product, candidates, sizes, dtype, device)
     times = _rounds(calls, 1, device)
@@ -133,7 +134,8 @@ def _tune_product(
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
-    """The fastest with this way to store the weight; without copies, if the others are hardly faster."""
+    """Return the fastest candidate for this way to store the weight, or the one without copies if it is hardly
+    slower."""
     plain = Candidate(turned, Way())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
     return best if medians[best] * LEAST_GAIN < medians[plain] else plain
@@ -148,7 +150,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
 def _calls(
     product: str, candidates: Iterable[Candidate], sizes: ProductSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
-    """Functions that compute the product on random operands, one for every candidate."""
+    """Return functions that compute the matmul on random operands, one per candidate."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:
@@ -169,7 +171,7 @@ def _calls(
 
 
 def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device) -> dict[K, list[float]]:
-    """Seconds of each call in each round; every round begins with another one."""
+    """Return the seconds of each call in each round. Every round begins with another call."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
     calls[turns[0]]()
@@ -181,7 +183,7 @@ def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, from as many as fill ``LEAST_SECONDS``."""
+    """Return the seconds of one call, measured over enough calls to fill ``LEAST_SECONDS``."""
     timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     once = timed(call, 1)
     repetitions = math.ceil(LEAST_SECONDS / max(once, 1e-7))
@@ -189,7 +191,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """On one thread without those in which other programs ran."""
+    """Return a call's CPU seconds. On one thread, they exclude time when other programs ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     for _ in range(repetitions):

@@ -1,1 +1,1 @@
-"""The architectures of transformers that the decoder computes, and their config.json; without torch."""
+"""transformers' architectures that the decoder computes, and their config.json. Nothing here imports torch."""

@@ -1,6 +1,6 @@
-"""config.json of a Hugging Face model ↔ the keys of ``[model]``; what the decoder does not compute is refused.
+"""Convert between a Hugging Face config.json and the keys of ``[model]``, and refuse what the decoder does not compute.
 
-A key that transformers would not read either is ignored. Where a key is left out, transformers' default holds.
+A key that transformers does not read either is ignored. A missing key has transformers' default.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DECISIVE_KEYS = (
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OF_SLIDING = {"rope_type", "rope_theta"}
-"""Keys that the table of the rotary embeddings of sliding layers may have."""
+"""Keys that the rotary table of sliding layers can have."""
 
 MOST_LAYERS = 10_000
-"""Layers whose kinds are listed one by one; no model has so many."""
+"""Number of layers up to which layer types are listed one by one. No model has more."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of theirs where null, and 0 in ours, is none."""
+"""Keys of theirs for which null means none. Ours use 0."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json, by its own path or its folder's; ``UserError`` where there is none."""
+    """Return a config.json, given its path or its folder. Raise ``UserError`` if there is none."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     if file is not path and path.is_dir():
         check_model_folder(path)
@@ -62,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> str:
-    """The ``model_type`` of a config.json; ``UserError`` names what the decoder lacks for it."""
+    """Return the ``model_type`` of a config.json. A ``UserError`` names what the decoder lacks for it."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{where}: model_type = {kind!r} is not the name of an architecture")
@@ -80,7 +80,8 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table ``[model]`` that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    """Return the table ``[model]`` that a config.json describes. Raise ``UserError`` for what the decoder does not
+    compute."""
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
@@ -103,7 +104,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given.get(theirs) is not None:
             keys[ours] = given[theirs]
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        if ours not in keys and family.keys[ours] != "n_inner":  # which is 4 × n_embd where it is left out
+        if ours not in keys and family.keys[ours] != "n_inner":  # its default is 4 × n_embd
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     for theirs in NONE_IS_0:
@@ -128,7 +129,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    """Return the model that a config.json describes. Raise ``UserError`` for what the decoder does not compute."""
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
@@ -136,7 +137,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The keys of [model] for layers that slide."""
+    """Return the keys of [model] for sliding layers."""
     window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
     if family.slides is None or window is None or not given.get("use_sliding_window", True):
         return none
@@ -147,7 +148,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
     kinds = given.get("layer_types")
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
-        # transformers reads such a file of Mistral as one of Ministral.
+        # transformers reads such a Mistral file as Ministral.
         raise UserError(
             f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
             f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"
@@ -162,9 +163,9 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
 
 
 def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5.
+    """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or 5.
 
-    A file may have both: transformers prefers rope_scaling, which cards of models say to add for long texts.
+    A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
     """
     tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     for key, table in tables.items():
@@ -195,7 +196,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     rope = {key: value for key, value in rope.items() if value is not None}
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
-    # Some files have original_max_position_embeddings with linear too, where it changes nothing.
+    # Some files have original_max_position_embeddings with linear scaling too, where it changes nothing.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
     if kind != "linear":
@@ -212,7 +213,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
 def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The base of sliding layers, and the table of full layers, which rope_scaling changes."""
+    """Return the base of sliding layers, and the table of full layers, which rope_scaling changes."""
     if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores one table for all layers
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
@@ -233,7 +234,7 @@ def _local_rope(
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
-    """The number of layers with a dense MLP; they must be the first ones."""
+    """Return the number of layers with a dense MLP. They must be the first ones."""
     layers = given.get("mlp_only_layers") or []
     if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(
@@ -250,7 +251,7 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
 
 
 def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: str) -> None:
-    """Refuse heads of another size than hidden_size / num_attention_heads in a family that has no other."""
+    """Refuse heads of another size than hidden_size / num_attention_heads in a family that has no other size."""
     if size is None or "head_dim" in family.keys or keys["position_embedding"] != "rope":
         return
     counts = (size, keys["num_attention_heads"], keys["hidden_size"])
@@ -271,14 +272,15 @@ def _check_count(name: str, value: Any, least: int, where: str) -> None:
 
 
 def _first(*values: Any) -> Any:
-    """The first that is given."""
+    """Return the first value that is given."""
     return next(value for value in values if value is not None)
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
-    """A config.json for a model of ours, of the family ``kind`` (default: the first that can be it).
+    """Return a config.json for a model of ours, of the family ``kind`` (by default the first that can compute it).
 
-    Raises ``UserError`` when no family computes what the model does.
+    Raises:
+        UserError: No family computes what the model does.
     """
     kinds = [kind] if kind is not None else list(FAMILIES)
     for each in kinds:
@@ -293,7 +295,7 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
 
 
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """True where a config.json describes a model of ours; names and the padding of the vocabulary may differ."""
+    """Return whether a config.json describes a model of ours. Names and the vocabulary's padding may differ."""
     aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
         theirs = model_of(config, CONFIG_FILE)
@@ -305,7 +307,7 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-    # Left out they would be those of the family's first model, perhaps beyond this one's vocabulary.
+    # Without these keys, the ids of the family's first model would apply, perhaps beyond this model's vocabulary.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
@@ -355,9 +357,14 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
-    """The folder of a model: ``name`` itself, or the Hub's cache of that id, downloaded if needed.
+    """Return a model's folder: ``name`` itself, or the Hub's cache of that id, downloaded if needed.
 
-    patterns: the files that are needed. Raises ``UserError`` for a name that is neither.
+    Args:
+        name: A folder, or an id on the Hub.
+        patterns: The files that are needed.
+
+    Raises:
+        UserError: The name is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -377,7 +384,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
 
 
 def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names; the table's own keys win."""
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys win."""
     name = section.get("from_hf")
     if name is None:
         return section

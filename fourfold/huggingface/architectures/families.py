@@ -1,4 +1,4 @@
-"""The architectures of transformers that the decoder computes: keys, defaults and requirements of config.json."""
+"""transformers' architectures that the decoder computes: keys, defaults, and requirements of their config.json."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
-"""Keys of config.json from which the layers that slide are counted → their least value."""
+"""Keys of config.json from which sliding layers are counted, with their smallest value."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The keys that decide the rotary frequencies, by their type."""
+"""The keys that decide the rotary frequencies, by type of scaling."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Keys of every family that must have one of these values, because the decoder computes nothing else."""
@@ -26,36 +26,37 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    """Our key → its name in a config.json that may give it."""
+    """Maps our key to its name in a config.json that may give it."""
     defaults: Mapping[str, Any]
-    """Their values of keys that are left out."""
+    """Their default values of missing keys."""
     fixed: Mapping[str, Any]
     """Our keys that every model of the family has."""
     activations: Mapping[str, Mapping[str, Any]]
-    """Our keys for each value of their ``activation_key``; the first holds where it is left out."""
+    """Our keys for each value of their ``activation_key``. The first is the default."""
     activation_key: str = "hidden_act"
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Their keys that must have one of these values, because the decoder computes nothing else."""
     rope_theta: str = "rope_theta"
     """Their key in files of transformers 4."""
     partial_rotary_factor: str | None = None
-    """The same; None where rotary embeddings rotate whole heads."""
+    """Their key in files of transformers 4. None if rotary embeddings rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The scalings of rotary frequencies that the family can have."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Names that transformers also reads or writes → the key of theirs that they stand for, and come before."""
+    """Names that transformers also reads or writes. Each maps to the key of theirs that it overrides."""
     lists_dense_layers: bool = False
-    """Their mlp_only_layers names the layers without experts; the decoder computes it where these are the first."""
+    """Whether their mlp_only_layers names the layers without experts. The decoder needs these to be the first
+    layers."""
     counts_shared_experts: bool = False
-    """Their n_shared_experts gives the shared expert's width, as a multiple of moe_intermediate_size."""
+    """Whether their n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
-    """True for the numbers of layers that have the sliding_window of a config.json; None: it has no such key."""
+    """Returns whether a layer number has the config's sliding_window. None if the family has no such key."""
     lists_layer_types: bool = False
-    """Their layer_types, where given, says it instead."""
+    """Whether their layer_types, if given, decides instead."""
     rope_local_theta: float | None = None
-    """Base of the rotary frequencies of layers that slide, where none is given; None: they have none of their own."""
+    """Default base of the rotary frequencies of sliding layers. None if they have no base of their own."""
     reads_local_theta: bool = False
-    """Their rope_local_base_freq gives it."""
+    """Whether their rope_local_base_freq gives it."""
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
@@ -206,7 +207,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
         _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
-        # "gelu" in the first files of the family means the approximation too, and is read so by transformers.
+        # In the family's first files, "gelu" means the approximation too, and transformers reads it so.
         _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
         required={"use_bidirectional_attention": (None, False)},
     ),
@@ -348,4 +349,4 @@ MISSING: dict[str, str] = {
     "deepseek_v2": "latent attention, and experts chosen by groups",
     "deepseek_v3": "latent attention, and experts chosen by groups",
 }
-"""Other architectures, and what the decoder lacks for them."""
+"""Refused architectures, and what the decoder lacks for them."""

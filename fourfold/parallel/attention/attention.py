@@ -1,4 +1,4 @@
-"""Attention between the 4D linears: every rank computes its own heads, sequences or queries; no work is repeated."""
+"""Attention between the 4D linear layers: every rank computes its own heads, sequences, or queries, and none twice."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore):
     """The attention core on this rank's share.
 
-    ``split`` says how y shares the work: "heads" (x·y divides the heads), else "batch" or "sequence" (of the queries),
-    with the heads over x alone. Key-value heads that do not divide like the query heads are gathered, and their
-    gradients summed, over the ranks that share them. ``method`` says how the ranks of cp, which share the sequence,
-    attend.
+    ``split`` says how y shares the work: by "heads" if x·y divides the heads, or otherwise by "batch" or by "sequence"
+    (of the queries), with the heads over x alone. Key-value heads that do not divide like the query heads are gathered,
+    and their gradients summed, over the ranks that share them. ``method`` says how the ranks of cp, which share the
+    sequence, attend.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class SharedAttentionCore(AttentionCore):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # torch's grouped attention needs equally many queries, in order, for each key-value head; else repeat heads.
+        # torch's grouped attention needs the same number of consecutive queries for each key-value head. Otherwise
+        # repeat heads.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed
@@ -88,7 +89,7 @@ class SharedAttentionCore(AttentionCore):
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """The attention of this rank's heads, after the collectives (but those of cp): what is compiled."""
+        """Attend with this rank's heads, after all collectives but those of cp. This part is compiled."""
         return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
@@ -107,7 +108,7 @@ class SharedAttentionCore(AttentionCore):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """A part of the queries, under a mask; where scores are capped, without keeping them for the backward."""
+        """Attend with a part of the queries, under a mask. Capped scores are not kept for the backward."""
         if not self.softcap:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
@@ -116,7 +117,7 @@ class SharedAttentionCore(AttentionCore):
         return attend_masked(q, k, v, mask_B1QS, AttentionScores(self.scale, self.softcap)).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """The whole heads that this rank's queries read, from a slice of the key (or value) features."""
+        """Return the whole heads that this rank's queries read, from a slice of the key (or value) features."""
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:
@@ -132,12 +133,12 @@ class SharedAttentionCore(AttentionCore):
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:
-    """Tokens of whole sequences, [B, n · T, …], from those of n ranks one after the other, [n · B, T, …]."""
+    """Reorder tokens of n ranks, one after the other, to whole sequences: [n · B, T, …] to [B, n · T, …]."""
     by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
     return by_sequence_BnTf.flatten(1, 2)
 
 
 def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
-    """The inverse of ``whole_sequences``."""
+    """Reverse ``whole_sequences``."""
     by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
     return by_rank_nBTf.flatten(0, 1)

@@ -1,7 +1,7 @@
-"""The context axis: each rank holds two chunks of every sequence, and attention runs as if it held them all.
+"""The context axis: each rank holds two chunks of every sequence, and attention runs as if it held all chunks.
 
-Head–tail layout: of 2n chunks, rank r of n has chunks r and 2n − 1 − r, so that under a causal mask all ranks have the
-same work. Everything but attention works token by token, and needs nothing from other ranks.
+In the head-tail layout with 2n chunks, rank r of n has chunks r and 2n − 1 − r, so all ranks have equal work under a
+causal mask. Everything except attention works token by token and needs nothing from other ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ C = TypeVar("C", bound=AttentionContext)
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two of a sequence's 2·ranks chunks that a rank holds."""
+    """Return the two of a sequence's 2·ranks chunks that a rank holds."""
     return rank, 2 * ranks - 1 - rank
 
 
 def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's tokens of whole sequences, [B, S] → [B, S/ranks]."""
+    """Return a rank's tokens of whole sequences, [B, S] → [B, S/ranks]."""
     if ranks == 1:
         return t_BS
     chunks = t_BS.chunk(2 * ranks, dim=1)
@@ -34,7 +34,8 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
-    """This rank's tokens of a micro-batch. Documents stay whole: attention compares those of all tokens."""
+    """Return this rank's tokens of a micro-batch. Documents stay whole, because attention compares the documents of all
+    tokens."""
     if cp.size == 1:
         return micro_batch
     positions = micro_batch.positions
@@ -47,13 +48,13 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Tables of this rank's tokens, with the documents of the whole sequence in place of a mask."""
+    """Tables of this rank's tokens. They hold the documents of the whole sequence instead of a mask."""
 
     document_ends_BE: Tensor | None = None
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
-    """The tables of some sequences of a batch. One that has a single row is for every sequence, and stays."""
+    """Return the tables of some sequences of a batch. A table with a single row serves every sequence and stays."""
 
     def rows(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[sequences]
@@ -104,6 +105,6 @@ def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
 
 
 def in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
-    """The tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
+    """Put the tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
     heads, tails = parts_nBT.chunk(2, dim=2)
     return torch.cat([*heads, *tails.flip(0)], dim=1)

@@ -1,8 +1,8 @@
 """Causal attention over sequences that the ranks of cp share, by passing keys and values around a ring.
 
-Liu et al. 2023 (arXiv 2310.01889), with the head–tail layout of ``context``: every rank attends to the keys and values
-of every other, one block at a time, while the next block is in flight; partial results are merged by their log-sum-exp.
-The backward passes the blocks around again, and their gradients with them.
+This is Liu et al. 2023 (arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends to the keys and
+values of each rank in turn, while the next block is in flight. Partial results are merged by their log-sum-exp. The
+backward passes the blocks around again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,20 @@ def ring_attention(
     scores: AttentionScores,
     window: int = 0,
 ) -> Tensor:
-    """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents; window: tokens
-    that a query sees, itself included, or 0 for all."""
+    """Attend to the keys of all cp ranks.
+
+    Args:
+        q_BTND: This rank's queries.
+        k_BTKD: This rank's keys.
+        v_BTKD: This rank's values.
+        document_ends_BE: The ends of documents, for attention within documents.
+        cp: The context axis.
+        scores: Scale and cap of the scores.
+        window: Number of tokens that a query sees, including itself. 0 means all.
+
+    Returns:
+        The outputs of this rank's queries, [B, T, N, D].
+    """
     documents_BS = None if document_ends_BE is None else documents_of(document_ends_BE, q_BTND.shape[1] * cp.size)
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
     out_BNTD = _Ring.apply(q, k, v, documents_BS, cp, scores, window)
@@ -42,7 +54,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The part of one ring step that is not masked away: which queries meet which keys, and under which mask."""
+    """The unmasked part of one ring step: which queries meet which keys, and under which mask."""
 
     queries: slice
     keys: slice
@@ -53,8 +65,10 @@ class VisibleBlock:
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
 ) -> VisibleBlock | None:
-    """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both. None where all of
-    them are before the windows of these queries."""
+    """Return the keys of rank ``source`` that this rank's queries see, or None if all of them are before the windows.
+
+    Each rank has ``tokens`` queries and keys.
+    """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
         queries, keys = everything, everything
@@ -81,7 +95,7 @@ def block_of_step(
 
 
 def _of_both(t_BS: Tensor, source: int, queries: slice, keys: slice, cp: Axis) -> tuple[Tensor, Tensor]:
-    """The entries of a block's queries, and of its keys."""
+    """Return the entries of a block's queries and of its keys."""
     return take_chunks(t_BS, cp.rank, cp.size)[:, queries], take_chunks(t_BS, source, cp.size)[:, keys]
 
 
@@ -133,7 +147,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # The gradients of these keys and values so far, from the ranks that have had them before.
+            # The gradients of these keys and values so far, from the ranks that had them before.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])
@@ -146,7 +160,7 @@ class _Ring(Function):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into the result so far, in place; the first block has a key for every query."""
+    """Merge the result over more keys into the result so far, in place. The first block has a key for every query."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)
