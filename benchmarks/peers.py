@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
-from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.initialize import initialize

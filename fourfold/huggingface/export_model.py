@@ -21,13 +21,8 @@ from fourfold.data.files import new_folder, temporary_folder, write_whole
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter
-from fourfold.huggingface.architectures.config_json import (
-    CONFIG_FILE,
-    config_of,
-    local_folder,
-    read_config,
-    same_model,
-)
+from fourfold.huggingface.architectures.config_json import CONFIG_FILE, local_folder, read_config
+from fourfold.huggingface.architectures.written_config import config_of, same_model
 from fourfold.huggingface.model_folder import (
     GENERATION_FILE,
     PATTERNS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches

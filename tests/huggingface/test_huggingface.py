@@ -20,7 +20,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
+from fourfold.huggingface.architectures.config_json import model_of, read_config
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
 from fourfold.parallel.grid.grid import Grid

@@ -13,7 +13,7 @@ from pool import Pool
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
-from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.tensor_files import Entry, write_tensor_files

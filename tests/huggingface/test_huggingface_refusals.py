@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of, from_huggingface, model_of, read_config
+from fourfold.huggingface.architectures.config_json import from_huggingface, model_of, read_config
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.import_model import import_huggingface
 from fourfold.huggingface.tokenizer_file import added_beyond
 

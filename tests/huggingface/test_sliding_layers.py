@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of, model_of
+from fourfold.huggingface.architectures.config_json import model_of
 from fourfold.huggingface.architectures.families import FAMILIES
+from fourfold.huggingface.architectures.written_config import config_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,7 +20,7 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.masks import labels_of
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.comparison import Against
 from fourfold.verification.deviation import deviation, deviations, replica_difference

@@ -1,0 +1,98 @@
+"""Write the config.json of a Hugging Face model for a model of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fourfold.config.model import ModelConfig
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import (
+    CONFIG_FILE,
+    DECISIVE_KEYS,
+    FULL,
+    NONE_IS_0,
+    SLIDING,
+    model_of,
+)
+from fourfold.huggingface.architectures.families import FAMILIES, ROPE_KEYS, Family
+
+
+def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
+    """Return a config.json for a model of ours, of the family ``kind`` (by default the first that can compute it).
+
+    Raises:
+        UserError: No family computes what the model does.
+    """
+    kinds = [kind] if kind is not None else list(FAMILIES)
+    for each in kinds:
+        if each not in FAMILIES:
+            raise UserError(f"model_type '{each}' is unknown here; there are {', '.join(FAMILIES)}")
+        config = _config(model, each)
+        if same_model(model, config):
+            return config
+    which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
+    computes = ", ".join(f"{key} = {getattr(model, key)!r}" for key in DECISIVE_KEYS)
+    raise UserError(f"no Hugging Face model {which} computes what this one does: {computes}")
+
+
+def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model of ours. Names and the vocabulary's padding may differ."""
+    aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
+    try:
+        theirs = model_of(config, CONFIG_FILE)
+    except UserError:
+        return False
+    return theirs.model_dump(exclude=aside) == model.model_dump(exclude=aside)
+
+
+def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
+    family = FAMILIES[kind]
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    # Without these keys, the ids of the family's first model would apply, perhaps beyond this model's vocabulary.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
+    config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
+    config |= {key: values[0] for key, values in family.required.items()}
+    for activation, ours in family.activations.items():
+        if all(getattr(model, key) == value for key, value in ours.items()):
+            config.setdefault(family.activation_key, activation)
+    if family.lists_dense_layers:
+        config["mlp_only_layers"] = list(range(model.first_k_dense_replace))
+    if family.counts_shared_experts and model.num_experts:
+        config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
+    if model.position_embedding == "rope":
+        config |= _their_rope(model, family)
+    if family.slides is not None:
+        config |= _their_windows(model, family)
+    return config
+
+
+def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    config: dict[str, Any] = {family.rope_theta: model.rope_theta}
+    if family.partial_rotary_factor is not None:
+        config[family.partial_rotary_factor] = model.partial_rotary_factor
+    if model.rope_scaling is not None:
+        kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
+        scaling = {key: getattr(model.rope_scaling, key) for key in kept}
+        config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+    if family.rope_local_theta is not None and not family.reads_local_theta:
+        of_full = config.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
+        local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or model.rope_theta}
+        return {"rope_parameters": {FULL: of_full, SLIDING: local}}
+    return config
+
+
+def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
+    slides = model.sliding_layers > 0
+    # Models with layer_types need a window even if no layer slides.
+    unused = family.defaults["sliding_window"] if family.lists_layer_types else None
+    config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
+    if "use_sliding_window" in family.defaults:
+        config["use_sliding_window"] = slides
+    if family.reads_local_theta:
+        config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
+    if family.lists_layer_types:
+        kinds = [SLIDING if model.is_sliding(layer) else FULL for layer in range(model.num_hidden_layers)]
+        config["layer_types"] = kinds
+    return config
