@@ -53,7 +53,11 @@ def list_left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in (path for item in inputs for path in _list_matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
-            why = "unsupported kind of file" if path.is_file() else "not a regular file (a pipe, a device, or a link)"
+            why = (
+                "unsupported kind of file"
+                if path.is_file()
+                else "not a regular file (a pipe, a device, a linked folder, or a broken link)"
+            )
             found.setdefault(why, []).append(path)
     return found
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of checkpoints."""
+"""Fixtures for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A default group of this process."""
+    """Start a default group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Small jobs, trained and saved."""
+"""Train and save small jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_job(run: RunConfig, initialized: bool = True) -> Job:
 
 
 def train(job: Job, steps: range) -> list[float]:
-    """The losses."""
+    """Train, and return the losses."""
     losses = []
     for step in steps:
         batch = random_micro_batches(job.run, step, job.grid, CPU)
@@ -38,7 +38,7 @@ def save(job: Job, folder: Path, step: int, **config: Any) -> Path:
 
 
 def tensors_of(job: Job) -> list[Tensor]:
-    """Everything that a checkpoint must bring back, as this process holds it."""
+    """Return everything on this process that a checkpoint must restore."""
     moments = [m for i in range(len(job.shards)) for m in job.optimizer.moments(i).values()]
     counts = [job.optimizer.adamw.state[p]["step"] for p in job.optimizer.parameters]
     return [tensor.clone() for tensor in [*(s.local for s in job.shards), *moments, *counts]]

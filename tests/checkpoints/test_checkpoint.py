@@ -1,4 +1,4 @@
-"""Checkpoints: bit-identical resume, any grid, whole or not at all, and damage that is told in a sentence."""
+"""Checkpoints: bit-identical resume on any grid, complete or absent, and damage reported in one sentence."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 
 SHORT = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
-"""With qk_norm: norm weights of 4 numbers, so that over z = 3 one process has none."""
+"""With qk_norm, norm weights have 4 numbers, so with z = 3 one process has none of them."""
 
 
 def whole(job: Job) -> dict[str, Tensor] | None:
-    """Weights and moments by name on rank 0."""
+    """Return the weights and moments by name, on rank 0."""
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
     found = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -42,7 +42,12 @@ def whole(job: Job) -> dict[str, Tensor] | None:
 
 
 def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: Path) -> tuple[bool, bool, int]:
-    """Whether losses and tensors are those of a job that was not interrupted; how many shards are empty here."""
+    """Resume on the same grid, and check the losses.
+
+    Returns:
+        Whether the tensors equal the interrupted job's after loading, whether they equal an uninterrupted job's at the
+        end, and the number of empty shards.
+    """
     straight = new_job(run)
     losses = train(straight, range(4))
     interrupted = new_job(run)
@@ -101,7 +106,7 @@ def load_elsewhere(rank: int, world_size: int, run: RunConfig, path: Path) -> di
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("model", [GPT, QWEN | SHORT], ids=["gpt", "short norms"])
-def test_every_grid_reads_it_exactly(pool: Pool, tmp_path: Path, model: dict[str, Any]) -> None:
+def test_every_grid_loads_a_checkpoint_exactly(pool: Pool, tmp_path: Path, model: dict[str, Any]) -> None:
     batch = {"training": {"global_batch_size": 12, "micro_batch_size": 1}}
     run = tiny_run(model, {"z": 3}, **batch)
     saved = pool.run(3, train_and_save, run, tmp_path)[0]
@@ -118,7 +123,7 @@ def test_every_grid_reads_it_exactly(pool: Pool, tmp_path: Path, model: dict[str
 
 
 def save_both_ways(rank: int, world_size: int, run: RunConfig, folder: Path) -> tuple[bool, list[str]]:
-    """Whether step_2 was there before it was waited for to be published; what was there while it was not."""
+    """Save in both modes. Return whether step_2 existed before `wait`, and the checkpoints listed before `wait`."""
     job = new_job(run)
     train(job, range(2))
     save(job, folder / "sync", 2)
@@ -140,8 +145,8 @@ def contents(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("parallel", [{}, {"x": 2}, {"z": 3}])
-def test_asynchronous_is_synchronous(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
-    """The weights of the step are written, though training goes on meanwhile."""
+def test_asynchronous_saves_equal_synchronous_saves(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
+    """The saved weights are the weights of that step, although training continues meanwhile."""
     run = tiny_run(QWEN, parallel, training={"global_batch_size": 12})
     answers = pool.run(run.parallel.world_size, save_both_ways, run, tmp_path)
     assert answers[0] == (False, [])
@@ -170,8 +175,8 @@ def test_keep_latest_k(tmp_path: Path, mode: str, keep: int, left: list[int]) ->
 
 
 @pytest.mark.usefixtures("alone")
-def test_turning_back_keeps_both_histories_apart(tmp_path: Path) -> None:
-    """After a return to step 2, steps 9 and 10 are no longer what 'auto' means, nor what is kept instead of step 3."""
+def test_resuming_from_an_earlier_step_keeps_both_histories_apart(tmp_path: Path) -> None:
+    """After a return to step 2, 'auto' no longer picks steps 9 and 10, and pruning does not count them."""
     job = new_job(tiny_run())
     checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(keep_latest_k=2))
     for step in (2, 9, 10):
@@ -206,7 +211,7 @@ def die_while_saving(rank: int, world_size: int, run: RunConfig, folder: Path) -
     checkpointer.save(4)
 
 
-def test_a_killed_save_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_a_killed_save_leaves_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     run = tiny_run()
     with pytest.raises(RuntimeError, match="rank 0 of 1 died: exit code -9"):
         pool.run(1, die_while_saving, run, tmp_path)
@@ -220,7 +225,7 @@ def test_a_killed_save_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_says_why(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -235,7 +240,7 @@ def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pyte
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
 
 
-def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
+def test_resume_finds_the_right_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert find_checkpoint("auto", folder) is None
     for name in ("step_9", "step_10", "step_²", "step_x", ".step_200.partial", "step_300.superseded"):
@@ -254,7 +259,7 @@ def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_random_state_comes_back(tmp_path: Path) -> None:
+def test_random_state_is_restored(tmp_path: Path) -> None:
     job = new_job(tiny_run())
     torch.manual_seed(5)
     path = save(job, tmp_path, 1)

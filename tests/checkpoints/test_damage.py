@@ -1,4 +1,4 @@
-"""Damage to a checkpoint is found before anything is loaded, and told in a sentence that names the file."""
+"""Damage to a checkpoint is found before anything is loaded, and reported in a sentence that names the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fourfold.errors import UserError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a tiny Llama after one step."""
+    """Save a checkpoint of a tiny Llama after one step."""
     folder = tmp_path_factory.mktemp("checkpoints")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -51,7 +51,7 @@ def shard_of(path: Path) -> Path:
 
 
 def change_state(**changes: Any) -> Callable[[Path], object]:
-    """As a program that writes another state would have left it, checksums and all."""
+    """Change the state as another program would have written it, with valid checksums."""
 
     def change(path: Path) -> None:
         state = json.loads((path / STATE_FILE).read_text())
@@ -76,7 +76,7 @@ def change_model(**changes: Any) -> Callable[[Path], object]:
 
 
 def make_pipe(file: Path) -> None:
-    """A reader would wait for someone to write."""
+    """Replace the file by a pipe. A reader would wait for a writer."""
     file.unlink()
     os.mkfifo(file)
 
@@ -122,7 +122,7 @@ def name_outside(path: Path) -> None:
 
 
 def halve_tensors(path: Path) -> None:
-    """Files that are what was written, by a program that wrote too little."""
+    """Write files with valid checksums but half of each tensor."""
     shard = shard_of(path)
     with safe_open(shard, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_told(saved: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_damage_is_reported(saved: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     path = tmp_path / "step_1"
     shutil.copytree(saved, path)
     damage(path)
@@ -212,8 +212,8 @@ def test_damage_is_told(saved: Path, tmp_path: Path, damage: Callable[[Path], ob
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_shard_without_a_tensor_is_told(saved: Path, tmp_path: Path) -> None:
-    """The sizes and checksums agree, but not with what is in the files."""
+def test_a_shard_without_a_tensor_is_reported(saved: Path, tmp_path: Path) -> None:
+    """Sizes and checksums agree with each other, but not with the tensors in the files."""
     path = tmp_path / "step_1"
     shutil.copytree(saved, path)
     content = shard_of(path).read_bytes()
@@ -225,8 +225,8 @@ def test_a_shard_without_a_tensor_is_told(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> None:
-    """At 20 random places of every file."""
+def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> None:
+    """Flip a bit at 20 random places of every file."""
     draw, job = random.Random(seed), new_job(tiny_run())
     path = tmp_path / "step_1"
     shutil.copytree(saved, path)
@@ -243,8 +243,8 @@ def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> Non
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("harm", ["cut", "grown", "of another step", "gone", "linked"])
-def test_harm_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> None:
-    """The error names the file, or the folder of which no file says what it is."""
+def test_damage_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> None:
+    """The error names the file, or the folder if no file says what it is."""
     job = new_job(tiny_run())
     train(job, range(2))
     other, path = save(job, tmp_path, 2), tmp_path / "step_1"
@@ -283,7 +283,7 @@ def damaged_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> st
     return ""
 
 
-def test_every_process_names_the_damage_that_one_has_found(pool: Pool, tmp_path: Path) -> None:
+def test_every_process_names_the_damage_that_one_found(pool: Pool, tmp_path: Path) -> None:
     run = tiny_run(LLAMA, {"z": 4})
     pool.run(4, save_body, run, tmp_path)
     path = tmp_path / "step_1"
@@ -322,14 +322,14 @@ def test_weights_that_are_not_finite_are_not_saved(pool: Pool, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_does_not_change_the_model_may_change(saved: Path) -> None:
+def test_settings_that_do_not_change_the_model_may_change(saved: Path) -> None:
     run = tiny_run({"initializer_range": 0.5, **LLAMA}, optimizer={"lr": 1.0, "weight_decay": 0.0})
     named = run.model.model_copy(update={"preset": None})
     job = new_job(run.model_copy(update={"model": named}))
     assert load_checkpoint(saved, job) == 1
 
 
-def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_older_than_a_key_can_be_resumed(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / saved.name
     shutil.copytree(saved, path)
     state = json.loads((path / STATE_FILE).read_text())
@@ -345,7 +345,7 @@ def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("key", "value"), [("seed", 1), ("global_batch_size", 16), ("seq_length", 16)])
 def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) -> None:
-    """A checkpoint counts steps: with other steps it would point to other samples."""
+    """A checkpoint counts steps. With other settings the same step would point to other samples."""
     job = new_job(tiny_run(LLAMA, training={key: value}))
     before = [tensor.clone() for tensor in tensors_of(job)]
     with pytest.raises(UserError, match=rf"training\.{key} = \d+, but the run file has {value}"):
@@ -362,7 +362,7 @@ def full_disk(*_: object) -> None:
     "place", ["checkpoint.write_file", "checkpoint.write_layout", "checkpoint.write_state", "checkpoint.seal"]
 )
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_leaves_the_checkpoint_before(
+def test_a_full_disk_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
 ) -> None:
     job = new_job(tiny_run())

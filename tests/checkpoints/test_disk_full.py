@@ -1,4 +1,4 @@
-"""Full disks, on real file systems that are small: what is said, what is left behind, and what goes on."""
+"""Full disks, on small real file systems: the message, the files left behind, and whether training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Disk = Callable[[int], Path]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """Makes a file system of so many bytes; where nobody may mount one, the test is skipped."""
+    """Make a file system of this size. Skip the test if nobody may mount one."""
     mounted: list[Path] = []
 
     def make(size: int) -> Path:
@@ -53,7 +53,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def fill(folder: Path, leave: int) -> Path:
-    """Fill a disk up to so many bytes."""
+    """Fill a disk until this many bytes are free."""
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(max(0, free_bytes(folder) - leave)))
     return ballast
@@ -62,7 +62,7 @@ def fill(folder: Path, leave: int) -> Path:
 def saved_on_a_disk_that_fills(
     rank: int, world_size: int, run: RunConfig, folder: Path, share: float, mode: str, required: bool
 ) -> tuple[str, list[str], bool]:
-    """Fill the disk while step 2 is saved: what was raised, what is left, and whether step 3 is saved and loaded."""
+    """Fill the disk while step 2 is saved. Return the error, the files left behind, and whether step 3 can be saved."""
     job = new_job(run)
     train(job, range(1))
     checkpointer = Checkpointer(folder / "checkpoints", job, CheckpointConfig(async_mode=mode, keep_latest_k=0))
@@ -97,8 +97,8 @@ POINTS = [0.995, 0.5, 0.0, *(n / 20 for n in range(1, 10)), *(n / 20 for n in ra
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("share", POINTS)
-def test_a_disk_that_fills_during_a_save(pool: Pool, disk: Disk, share: float) -> None:
-    """At 20 points, from the first byte to the list of files: all ranks say that the disk is full, and go on."""
+def test_a_disk_that_fills_during_a_save_is_reported(pool: Pool, disk: Disk, share: float) -> None:
+    """At 20 points, from the first byte to the manifest, all ranks report the full disk and continue."""
     number = POINTS.index(share)
     grid = [{"x": 2}, {"z": 2}, {"pp": 2}][number % 3]
     run, required = tiny_run(LLAMA, grid), number % 2 == 0
@@ -119,8 +119,10 @@ def test_a_disk_that_fills_during_a_save(pool: Pool, disk: Disk, share: float) -
 
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}, {"training": {"precision": "bf16"}}], ids=str)
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt tied"])
-def test_the_size_is_known_before(tmp_path: Path, pool: Pool, model: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Within the room that is counted for names."""
+def test_the_predicted_checkpoint_size_is_right(
+    tmp_path: Path, pool: Pool, model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """The predicted size is right, up to the bytes reserved for names."""
     run = tiny_run(model, {"x": 2}, **changes)
     written = pool.run(2, bytes_written, run, tmp_path)[0]
     assert written <= checkpoint_bytes(run) < 1.1 * written + 64 * 1024
@@ -141,8 +143,10 @@ def fourfold(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["warn", "stop"])
-def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Disk, choice: str) -> None:
-    """One checkpoint fits, and not two: the second is warned of, and the last is an error, or the second at once."""
+def test_a_run_on_a_small_disk_warns_or_fails(tmp_path: Path, prefix: str, disk: Disk, choice: str) -> None:
+    """One checkpoint fits, but not two. With 'warn' the second causes a warning and the last an error. With
+    'stop' the second is an error.
+    """
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 1}
     path = run_file(tmp_path, prefix, training__train_steps=6, **changes, checkpoint__on_failed_save=choice)
     size = checkpoint_bytes(load_run(path))
@@ -158,7 +162,9 @@ def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Di
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, prefix: str, disk: Disk) -> None:
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(
+    tmp_path: Path, prefix: str, disk: Disk
+) -> None:
     path = run_file(tmp_path, prefix, output_dir=str(disk(3 << 19)))
     done = fourfold("train", path)
     assert done.returncode == 2
@@ -168,8 +174,10 @@ def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, prefix: str, dis
     assert done.returncode == 0, done.stderr
 
 
-def test_room_for_what_is_kept(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
-    """A warning where not all fit; what was half-written is removed first."""
+def test_too_little_room_for_the_kept_checkpoints_is_warned_of(
+    tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Warn if not all checkpoints fit. Half-written checkpoints are removed first."""
     run = tiny_run(checkpoint={"interval": 1, "keep_latest_k": 3})
     folder = disk(int(4.5 * checkpoint_bytes(run)))
     (folder / ".step_3.partial").mkdir()
@@ -186,8 +194,10 @@ def test_room_for_what_is_kept(tmp_path: Path, disk: Disk, capsys: pytest.Captur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"parallel__x": 2}, {}], ids=str)
-def test_a_run_folder_that_is_full(tmp_path: Path, prefix: str, disk: Disk, parallel: dict[str, Any]) -> None:
-    """One sentence from whichever process, and nothing of a peer that left."""
+def test_a_full_run_folder_is_reported_in_one_sentence(
+    tmp_path: Path, prefix: str, disk: Disk, parallel: dict[str, Any]
+) -> None:
+    """Any process reports it in one sentence, and no process reports that a peer left."""
     folder = disk(20 * 1024)
     changes = {"checkpoint__save_last": False, "training__train_steps": 300, "output_dir": str(folder), **parallel}
     done = fourfold("train", run_file(tmp_path, prefix, **changes))
@@ -197,7 +207,7 @@ def test_a_run_folder_that_is_full(tmp_path: Path, prefix: str, disk: Disk, para
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 8
 
 
-def test_what_killed_jobs_left_is_removed_or_gets_its_name_back(tmp_path: Path) -> None:
+def test_leftovers_of_killed_jobs_are_removed_or_restored(tmp_path: Path) -> None:
     names = (".step_2.partial", ".step_4.removed", ".step_6.replaced", ".step_8.replaced", "step_8")
     for name in names:
         (tmp_path / name).mkdir()

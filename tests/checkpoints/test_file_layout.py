@@ -1,4 +1,4 @@
-"""The layout of a checkpoint: the file of every part, by rule, on any grid; and files that other programs read."""
+"""The layout of a checkpoint: which file has which part, on any grid, and files that other programs can read."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_element_is_in_one_file_and_is_found_there(seed: int) -> None:
-    """Files hold each element once, and the parts of a box are those of the files that overlap it, no more."""
+def test_every_element_is_in_exactly_one_file(seed: int) -> None:
+    """Each element is in exactly one file, and the parts of a box come only from files that overlap it."""
     draw = random.Random(seed)
     layout = random_layout(draw)
     held = {rank: layout.held_by(rank) for rank in range(layout.ranks)}
@@ -94,7 +94,7 @@ def test_impossible_layouts_are_refused(change: dict[str, object]) -> None:
 
 
 def save_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> list[str]:
-    """The files that this process opens to read back what it has saved."""
+    """Save, and return the files that this process opens to read its parts back."""
     job = new_job(run)
     path = save(job, folder, 1)
     layout = read_layout(path)
@@ -105,7 +105,7 @@ def save_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> list[
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_distributed_checkpoint_reads_it(pool: Pool, tmp_path: Path) -> None:
+def test_torch_distributed_checkpoint_can_read_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     run = tiny_run(LLAMA, {"x": 2, "z": 2})
     opened = pool.run(4, save_body, run, tmp_path)
     path = tmp_path / "step_1"

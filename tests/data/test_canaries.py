@@ -1,4 +1,4 @@
-"""Canaries stand in the corpus as often as their ledger says."""
+"""Canaries occur in the corpus as often as their ledger says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ledger(prefix: Path) -> list[dict]:
     return [json.loads(line) for line in ledger_path(prefix).read_text().splitlines()]
 
 
-def test_documents_become_canaries(text: Path, tmp_path: Path) -> None:
+def test_documents_become_canaries_with_the_given_counts(text: Path, tmp_path: Path) -> None:
     summary = plant(text, tmp_path / "c", Canaries(3, (0, 1, 5), length=40), validation_fraction=0.1)
     plain = prepare([text], tmp_path / "plain", tokenizer="bytes", workers=1, validation_fraction=0.1)
     rows = ledger(tmp_path / "c")
@@ -62,7 +62,7 @@ def test_documents_become_canaries(text: Path, tmp_path: Path) -> None:
     assert max(places) - min(places) > 20  # spread over the corpus
 
 
-def test_planting_again_is_noticed(text: Path, tmp_path: Path) -> None:
+def test_changed_canaries_are_planted_again(text: Path, tmp_path: Path) -> None:
     canaries = Canaries(2, (0, 2), length=30)
     assert not plant(text, tmp_path / "c", canaries).reused
     assert plant(text, tmp_path / "c", canaries).reused
@@ -87,7 +87,7 @@ def test_near_duplicates_and_shifts(text: Path, tmp_path: Path) -> None:
         assert differing == pytest.approx(0.1, abs=0.03)
 
 
-def test_canaries_of_ones_own_and_of_chance(text: Path, tmp_path: Path) -> None:
+def test_canaries_from_a_file_and_random_canaries(text: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text("".join(json.dumps({"text": f"{number} is my secret and {number}"}) + "\n" for number in range(7)))
     plant(text, tmp_path / "own", Canaries(2, (0, 3), length=10, source=str(own)))
@@ -99,8 +99,8 @@ def test_canaries_of_ones_own_and_of_chance(text: Path, tmp_path: Path) -> None:
     assert documents_of(tmp_path / "random").count((*rows[3]["tokens"], 256)) == 3
 
 
-def test_few_long_documents_give_passages(tmp_path: Path) -> None:
-    """Three books for twelve canaries: passages are cut out, and the books are whole but for them."""
+def test_few_long_documents_are_cut_into_passages(tmp_path: Path) -> None:
+    """Twelve canaries are cut as passages from three books. The books are otherwise complete."""
     books = [" ".join(f"{name}{number}" for number in range(800)) for name in "abc"]
     for name, book in zip("abc", books, strict=True):
         (tmp_path / f"{name}.txt").write_text(book)
@@ -138,7 +138,9 @@ def test_few_long_documents_give_passages(tmp_path: Path) -> None:
         (Canaries(500, (0, 1)), "canaries for each of 2 numbers of repeats need 1000"),
     ],
 )
-def test_what_cannot_be_planted(text: Path, tmp_path: Path, canaries: Canaries, message: str) -> None:
+def test_canaries_that_cannot_be_planted_are_refused(
+    text: Path, tmp_path: Path, canaries: Canaries, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         plant(text, tmp_path / "c", canaries)
     assert read_manifest(tmp_path / "c") is None

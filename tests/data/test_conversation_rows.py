@@ -1,4 +1,4 @@
-"""Rows of conversations: every key is in the corpus, or is refused by name."""
+"""Every key of a conversation row is used in the corpus or refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def calling(arguments: object, **more: object) -> dict:
 
 
 def rendered(tmp_path: Path, template: str, row: dict, **options: object) -> tuple[str, str]:
-    """The text of a row, and the part of it that is trained."""
+    """Return the text of a row, and the part of it that is trained."""
     transformers = pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", template)
     prepare_conversations([write_rows(tmp_path / "rows.jsonl", [row])], tmp_path / "c", tokenizer=folder, **options)
@@ -190,7 +190,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_row_says_is_in_the_corpus(name: str, tmp_path: Path) -> None:
+def test_every_key_of_a_row_is_used(name: str, tmp_path: Path) -> None:
     template, row, text, trained = ROWS[name]
     assert rendered(tmp_path, template, row) == (text, trained)
 
@@ -277,7 +277,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_row_says_and_would_be_dropped_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_key_that_would_be_dropped_is_refused(name: str, tmp_path: Path) -> None:
     template, of_row, of_answer, says = REFUSED[name]
     row = {"messages": [ASK, {**GOOD, **of_answer}], **of_row}
     with pytest.raises(UserError, match=f"rows.jsonl, line 1: {says}"):
@@ -310,7 +310,7 @@ WRONG_VALUES = [None, 5, "", "\ud800", [], {}, [5], {"a": 5}]
 
 
 def variants(value: object) -> Iterator[object]:
-    """The value with each of its parts, at any depth, replaced by values of other types, or under another name."""
+    """Yield the value with each of its parts, at any depth, replaced by a value of another type or renamed."""
     yield from WRONG_VALUES
     if isinstance(value, dict):
         for key, part in value.items():
@@ -322,7 +322,7 @@ def variants(value: object) -> Iterator[object]:
             yield from ([*value[:number], each, *value[number + 1 :]] for each in variants(part))
 
 
-def test_a_value_of_a_wrong_type_is_text_or_a_sentence(tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_used_or_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", TOOLS + "{# custom_tools #}")
     found = Counter[str]()
@@ -339,7 +339,7 @@ def test_a_value_of_a_wrong_type_is_text_or_a_sentence(tmp_path: Path) -> None:
     assert found["text"] > 100 and found["refused"] > 500, found
 
 
-def test_pairs_follow_the_same_rules(tmp_path: Path) -> None:
+def test_pairs_follow_the_rules_of_rows(tmp_path: Path) -> None:
     row = {"prompt": [ASK], "chosen": [GOOD], "rejected": [WRONG], "tools": [TOOL], "score_chosen": 1.0}
     with pytest.raises(UserError, match="the row has score_chosen, which would not be used"):
         rendered(tmp_path, TOOLS, row, format="preferences")
@@ -348,7 +348,7 @@ def test_pairs_follow_the_same_rules(tmp_path: Path) -> None:
     assert text == tools + said(ASK, GOOD) + tools + said(ASK, WRONG) and trained == "yes<|im_end|>no<|im_end|>"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -29,7 +29,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_masks_are_right_to_the_token(name: str, tmp_path: Path) -> None:
+def test_exactly_the_answer_tokens_are_trained(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     template, answers = ANSWERS[name]
     folder = make_chat_tokenizer(tmp_path, template)
@@ -38,7 +38,7 @@ def test_masks_are_right_to_the_token(name: str, tmp_path: Path) -> None:
     assert ids.tolist() == tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
     runs = [list(run) for key, run in itertools.groupby(range(len(ids)), key=lambda i: bool(trained[i])) if key]
     assert [tokenizer.decode(ids[run]) for run in runs] == answers
-    # What stands before an answer is the prompt that generation would see, token for token.
+    # The text before an answer is the prompt that generation would see, token for token.
     for number, run in zip((1, 3), runs, strict=True):
         prompt = tokenizer.apply_chat_template(
             TALK[:number], tokenize=True, return_dict=True, add_generation_prompt=True
@@ -86,7 +86,7 @@ def test_bad_rows_are_named(row: dict, says: str, tmp_path: Path) -> None:
 
 
 def completions(tmp_path: Path, lengths: list[tuple[int, int]], **options: float) -> str:
-    """A corpus of bytes: prompts and completions of these lengths."""
+    """Make a corpus of bytes from prompts and completions of these lengths."""
     rows = [
         {"prompt": chr(97 + i % 26) * asked, "completion": chr(65 + i % 26) * answered}
         for i, (asked, answered) in enumerate(lengths)
@@ -133,18 +133,18 @@ def test_every_epoch_has_every_conversation_once_in_another_order(tmp_path: Path
     assert sorted(map(tuple, epochs[0])) == sorted(map(tuple, epochs[1]))
 
 
-def test_a_part_is_held_out(tmp_path: Path) -> None:
+def test_validation_rows_are_held_out(tmp_path: Path) -> None:
     prefix = completions(tmp_path, [(2, 3)] * 200, validation_fraction=0.2)
     train, held_out = (PackedConversations.open(p, 64, 0).corpus.documents for p in (prefix, f"{prefix}-validation"))
     assert train + held_out == 200 and 20 < held_out < 60
 
 
-def test_nothing_to_train_is_a_sentence(tmp_path: Path) -> None:
+def test_a_corpus_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no conversation of .*c\.bin has an answer within training\.seq_length = 4"):
         PackedConversations.open(completions(tmp_path, [(9, 3)]), 4, 0)
 
 
-def test_talks_of_a_template_go_the_whole_way(tmp_path: Path) -> None:
+def test_templated_conversations_become_training_samples(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
     summary = prepare_conversations(
@@ -177,7 +177,7 @@ def test_two_preparations_of_one_corpus_are_refused(tmp_path: Path) -> None:
         rows_of(tmp_path, [{"prompt": "a", "completion": "b"}])
 
 
-def test_a_preparation_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_preparation_keeps_the_earlier_corpus(tmp_path: Path) -> None:
     good = {"prompt": "a", "completion": "b"}
     rows_of(tmp_path, [good] * 3)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("c*")}
@@ -191,7 +191,7 @@ def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
         rows_of(tmp_path, [{"messages": TALK}])
 
 
-def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_message_is_shown_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
 
     def fail(*arguments: object, **options: object) -> None:

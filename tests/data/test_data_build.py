@@ -15,13 +15,13 @@ from fourfold.errors import UserError
 
 
 def small_library(_: object) -> list[InputFile]:
-    """Stands for the standard library, which would take seconds to tokenize."""
+    """Replace the standard library, which would take seconds to tokenize."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [InputFile(str(path), path.stat().st_size, 0) for path in files] * 20
 
 
 def ensure(cache: Path) -> str:
-    """Build the corpus, as each of several processes does at once."""
+    """Build the corpus. Several processes call this at once."""
     import fourfold.data.prepare
 
     fourfold.data.prepare.list_inputs = small_library

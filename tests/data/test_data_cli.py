@@ -1,4 +1,4 @@
-"""`fourfold prepare`, as a user types it."""
+"""Run `fourfold prepare` as a user types it."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_canaries(tmp_path: Path) -> None:
         CliRunner().invoke(app, [*command, "--canaries", "2", "--repeats", "often"], catch_exceptions=False)
 
 
-def test_errors_are_left_to_the_caller(tmp_path: Path) -> None:
+def test_errors_reach_the_caller(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         CliRunner().invoke(
             app,
@@ -73,8 +73,8 @@ def test_the_command_line_starts_without_the_heavy_imports() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-def test_options_of_text_alone_are_listed_apart() -> None:
-    """What --format sft and preferences refuse is in a panel of its own."""
+def test_text_only_options_have_their_own_panel() -> None:
+    """Options that --format sft and preferences refuse are in a panel of their own."""
     text_only = ("--train-tokenizer", "--text-key", "--encoding", "--workers", "--canaries", "--force")
     _, _, apart = CliRunner().invoke(app, ["--help"]).output.partition("Options of --format text")
     assert [option in apart for option in text_only] == [True] * len(text_only)

@@ -20,7 +20,7 @@ def write(prefix: Path, vocab_size: int = 100) -> Path:
 
 
 def megatron_index(code: int, lengths: list[int], pointers: list[int], boundaries: list[int]) -> bytes:
-    """The .idx byte by byte, as Megatron-LM's _IndexWriter writes it."""
+    """Build the .idx byte by byte, as Megatron-LM's _IndexWriter writes it."""
     return b"".join(
         [
             b"MMIDIDX\x00\x00",
@@ -61,7 +61,7 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
 
 
 def test_documents_of_several_sequences_in_any_order(tmp_path: Path) -> None:
-    """Two documents; the first has two sequences; sequences lie in the .bin in another order."""
+    """The first of two documents has two sequences, and the .bin stores the sequences in another order."""
     (tmp_path / "c.bin").write_bytes(struct.pack("<6i", 60, 10, 20, 30, 40, 50))
     (tmp_path / "c.idx").write_bytes(megatron_index(4, [2, 3, 1], [4, 12, 0], [0, 2, 3]))
     corpus = IndexedDataset(tmp_path / "c")

@@ -1,4 +1,4 @@
-"""The loader: the global batch whatever the grid, and the same with or without prefetching."""
+"""The loader returns the same global batch on every grid, with and without prefetching."""
 
 import sys
 import threading
@@ -87,7 +87,7 @@ def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
 
 
 def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
-    """How many functions a batch of 8 sequences calls, of Python and of libraries."""
+    """Count the function calls, in Python and in libraries, for a batch of 8 sequences."""
     loader = Loader(TokenWindows(IndexedDataset(prefix), seq_length, 0), seq_length, 8, 8)
     loader.step(0)  # imports, and opens files
     calls = 0
@@ -105,7 +105,7 @@ def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
 
 
 def test_a_batch_takes_no_more_calls_when_sequences_are_longer(tmp_path: Path) -> None:
-    """Every loop over tokens is NumPy's; benchmarks/loader.py measures the time."""
+    """Every loop over tokens runs in NumPy. `benchmarks/loader.py` measures the time."""
     with IndexedWriter(tmp_path / "c", 50_000) as writer:
         writer.add_documents(np.arange(2_000_000) % 50_000, np.full(400, 5000))
     assert calls_of_a_batch(tmp_path / "c", 4096) == pytest.approx(calls_of_a_batch(tmp_path / "c", 64), rel=0.2)

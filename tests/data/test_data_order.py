@@ -1,4 +1,4 @@
-"""The order of samples: a bijection, another one for every seed and epoch, and well spread."""
+"""The order of samples is a well-spread permutation, different for every seed and epoch."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def test_bijection(size: int) -> None:
         assert sorted(image.tolist()) == list(range(size))
 
 
-def test_each_index_alone_or_together() -> None:
+def test_indices_give_the_same_result_alone_or_together() -> None:
     indices = np.array([[5, 0], [999, 5]])
     together = sample_permutation(indices, 1000, 7, np.array([[0, 1], [2, 3]]))
     for place in np.ndindex(2, 2):
@@ -28,13 +28,13 @@ def test_seeds_and_epochs_differ() -> None:
             assert (image == other).sum() < 10  # one fixed place is expected
 
 
-def test_it_stays_what_it_is() -> None:
-    """A change here would silently change the order of every run that is resumed."""
+def test_the_order_never_changes() -> None:
+    """A change here would silently change the order of every resumed run."""
     assert sample_permutation(np.arange(6), 1000, 1234, 0).tolist() == [600, 669, 332, 854, 216, 31]
 
 
-def test_spread() -> None:
-    """Where index 0 falls over 4,000 epochs fills 10 bins evenly; so do neighbors' distances."""
+def test_the_order_is_well_spread() -> None:
+    """Over 4,000 epochs, index 0 lands evenly in 10 bins, and so do the distances of neighbors."""
     epochs = np.arange(4000)
     first, second = (sample_permutation(np.full(4000, index), 1000, 3, epochs) for index in (0, 1))
     for values in (first, (second - first) % 1000):

@@ -1,4 +1,4 @@
-"""Preparing a corpus: the same bytes however it was made, nothing done twice, nothing half-made."""
+"""Preparing a corpus: the same bytes every time, no work done twice, and no half-written corpus."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from fourfold.errors import UserError
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A .jsonl that is cut into several shards, and small text files that share one."""
+    """Write a .jsonl that is cut into several shards, and small text files that share one shard."""
     monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 2000)
     folder = tmp_path / "in"
     folder.mkdir()
@@ -37,7 +37,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
-    """Records which shards are tokenized in this process from now on."""
+    """Record which shards this process tokenizes from now on."""
     seen: list[Shard] = []
     original = workers.tokenize
 
@@ -53,7 +53,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "in")
 
 
-def test_content(tmp_path: Path, inputs: Path) -> None:
+def test_the_corpus_has_the_text_of_the_inputs(tmp_path: Path, inputs: Path) -> None:
     summary = prepare([inputs], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
     corpus = IndexedDataset(tmp_path / "out" / "c")
     expected = [[*text.encode(), 256] for text in documents_of([inputs])]
@@ -157,14 +157,14 @@ def test_changed_input_is_tokenized_again(tmp_path: Path, inputs: Path, monkeypa
     assert any(piece.file.path.endswith("b4.txt") for shard in seen for piece in shard.pieces)
 
 
-def test_error_in_a_worker_process(tmp_path: Path, inputs: Path) -> None:
+def test_an_error_in_a_worker_process_is_raised_here(tmp_path: Path, inputs: Path) -> None:
     (inputs / "z.jsonl").write_text('{"text": "good"}\n{"text": 1}\n')
     with pytest.raises(UserError, match=r"z\.jsonl, line 2"):
         prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=2)
     assert names(tmp_path) == ["c.parts"]
 
 
-def test_the_same_input_twice(tmp_path: Path, inputs: Path) -> None:
+def test_the_same_input_can_be_given_twice(tmp_path: Path, inputs: Path) -> None:
     once = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
     twice = prepare([inputs, inputs], tmp_path / "d", tokenizer="bytes", workers=1)
     assert twice.train.tokens == 2 * once.train.tokens
@@ -201,7 +201,7 @@ def test_second_preparation_of_the_same_corpus_is_refused(tmp_path: Path, inputs
 
 @contextmanager
 def files_of_at_most(most: int) -> Iterator[None]:
-    """Let writing beyond so many bytes of a file fail, as on a full disk."""
+    """Make writes beyond this size of a file fail, as on a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
@@ -213,7 +213,7 @@ def files_of_at_most(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
 @pytest.mark.parametrize("most", [0, 600, 2500, 5000])
-def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, inputs: Path, most: int, options: dict) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(tmp_path: Path, inputs: Path, most: int, options: dict) -> None:
     with files_of_at_most(most), pytest.raises(WriteFailed, match=r"cannot write .*c\.parts: File too large"):
         prepare([inputs], tmp_path / "c", workers=1, **options)
     assert not list(tmp_path.rglob("*.tmp")) and not (tmp_path / "c.json").exists()
@@ -223,14 +223,14 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, inputs: Pat
         assert (tmp_path / f"c.{name}").read_bytes() == (tmp_path / f"expected.{name}").read_bytes()
 
 
-def test_a_full_disk_is_a_sentence_for_conversations_too(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_for_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "what", "completion": "that"}\n' * 300)
     with files_of_at_most(1000), pytest.raises(WriteFailed, match=r"cannot write .*c\.parts: File too large"):
         prepare_conversations([tmp_path / "a.jsonl"], tmp_path / "c", tokenizer="bytes")
     assert names(tmp_path) == ["a.jsonl"]
 
 
-def test_a_folder_for_the_built_in_corpus_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_an_unwritable_folder_of_the_built_in_corpus_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteFailed, match=r"cannot write .*file/cache: Not a directory"):
         ensure_builtin(tokenizer="bytes", cache_dir=tmp_path / "file" / "cache")

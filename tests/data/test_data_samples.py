@@ -1,4 +1,4 @@
-"""Windows, packing, masks and mixtures."""
+"""Windows, packing, masks, and mixtures."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from fourfold.errors import UserError
 
 
 def corpus(prefix: Path, lengths: list[int], first_token: int = 0) -> IndexedDataset:
-    """Documents of these lengths; the tokens count upwards over all of them."""
+    """Make documents of these lengths. Tokens count upwards over all documents."""
     with IndexedWriter(prefix, 10_000) as writer:
         for length in lengths:
             writer.add_document(np.arange(first_token, first_token + length))
@@ -66,7 +66,7 @@ def test_masks() -> None:
     assert tokens.tolist() == [[5, 6, 7, 8, 9]]
 
 
-def test_what_stands_before_a_window(tmp_path: Path) -> None:
+def test_look_back_has_the_tokens_before_a_window(tmp_path: Path) -> None:
     text = corpus(tmp_path / "c", [3, 9, 10], first_token=100)
     plain = TokenWindows(text, seq_length=7, seed=0).read(np.arange(3))
     looking_back = TokenWindows(text, seq_length=7, seed=0, look_back=5).read(np.arange(3))
@@ -96,8 +96,8 @@ def test_mixture_proportions_are_exact_and_even(tmp_path: Path) -> None:
         assert np.abs(np.bincount(source[:length]) - length * np.array([0.5, 0.3, 0.2])).max() <= 3
 
 
-def test_mixture_walks_through_each_source(tmp_path: Path) -> None:
-    """Each source gives its own samples 0, 1, 2 … in order, also across blocks, whatever is asked at once."""
+def test_mixture_reads_each_source_in_order(tmp_path: Path) -> None:
+    """Each source gives its samples 0, 1, 2 … in order, across blocks, however many are read at once."""
     parts = sources(tmp_path)
     mixture = SourceMixture(list(zip(parts, [1, 1, 1], strict=True)), seed=0)
     numbers = np.arange(BLOCK - 300, BLOCK + 300)
@@ -127,6 +127,6 @@ def test_mixture_of_one_is_the_source(tmp_path: Path) -> None:
         ([1e6, 1], "no sample"),
     ],
 )
-def test_mixture_refuses(tmp_path: Path, weights: list[float], message: str) -> None:
+def test_bad_mixtures_are_refused(tmp_path: Path, weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SourceMixture(list(zip(sources(tmp_path), weights, strict=False)), 0)

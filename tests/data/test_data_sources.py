@@ -1,4 +1,4 @@
-"""Documents out of every kind of file, and one sentence for each that cannot be read."""
+"""Documents from every kind of file, and one sentence for each file that cannot be read."""
 
 import codecs
 import gzip
@@ -57,7 +57,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         list(read_documents(tmp_path / "a.parquet"))
 
 
-def test_inputs_in_order(tmp_path: Path) -> None:
+def test_inputs_are_listed_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "ignored.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -107,7 +107,7 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
         list(read_documents(tmp_path / "a.jsonl", start=len(good) - 3))
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS * 50))[:-20])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz cannot be read"):
         list(read_documents(tmp_path / "a.jsonl.gz"))
@@ -117,7 +117,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
-def test_texts_of_unknown_encodings_are_all_named(tmp_path: Path, tokenizer: dict) -> None:
+def test_all_files_of_unknown_encoding_are_named(tmp_path: Path, tokenizer: dict) -> None:
     (tmp_path / "good.txt").write_text("ü", encoding="utf-8")
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "x"}')
     for number in range(13):
@@ -132,7 +132,7 @@ def test_texts_of_unknown_encodings_are_all_named(tmp_path: Path, tokenizer: dic
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_texts_of_all_shards_are_named_at_once(
+def test_unreadable_files_of_all_shards_are_named_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 8)
@@ -146,7 +146,7 @@ def test_bad_texts_of_all_shards_are_named_at_once(
     assert len(list((tmp_path / "out" / "c.parts").glob("*.npy"))) == 2, "the good shards stay"
 
 
-def test_texts_that_cannot_be_read_are_named_with_those_of_unknown_encodings(tmp_path: Path) -> None:
+def test_unreadable_files_and_unknown_encodings_are_named_together(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
     (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "c.txt").write_bytes("für".encode("latin-1"))
@@ -165,8 +165,8 @@ WIDE = {
 
 
 @pytest.mark.parametrize("encoding", WIDE)
-def test_every_file_is_decoded_by_its_own_encoding(tmp_path: Path, encoding: str) -> None:
-    """An encoding that is named is only for files that are not UTF-8 and have no byte-order mark."""
+def test_the_named_encoding_is_only_for_files_that_need_it(tmp_path: Path, encoding: str) -> None:
+    """A named encoding applies only to files that are not UTF-8 and have no byte-order mark."""
     texts = {"a.txt": ("Déjà vu, größer.", "utf-8"), "b.txt": ("Déjà vu ailleurs.", encoding)}
     texts |= {"c.txt": ("Déjà vu «ici».", "latin-1"), "d.txt": ("Déjà vu là.", "utf-8-sig")}
     for name, (text, each) in texts.items():
@@ -184,7 +184,7 @@ def test_every_file_is_decoded_by_its_own_encoding(tmp_path: Path, encoding: str
 
 
 def texts_of(folder: Path, **options: object) -> tuple[list[str], tuple[str, ...]]:
-    """The text of each document of a corpus made of the text files in a folder, and what `prepare` says of them."""
+    """Return the documents of a corpus made from the text files in a folder, and the notes of `prepare`."""
     summary = prepare([f"{folder}/*.txt"], folder / "c", tokenizer="bytes", workers=1, **options)
     corpus = IndexedDataset(folder / "c")
     text = bytes(token if token < 256 else 0 for token in corpus.read(0, corpus.tokens).tolist()).decode()
@@ -192,8 +192,10 @@ def texts_of(folder: Path, **options: object) -> tuple[list[str], tuple[str, ...
 
 
 @pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr", "hz", "utf-7", "unicode-escape"])
-def test_an_encoding_of_ascii_bytes_that_is_named_is_used(tmp_path: Path, encoding: str) -> None:
-    """Its bytes are valid UTF-8 as well. A file that is not ASCII is UTF-8, and a mark decides as always."""
+def test_a_named_seven_bit_encoding_is_used_for_ascii_files(tmp_path: Path, encoding: str) -> None:
+    """The file is valid UTF-8 as well. A file that is not ASCII is read as UTF-8, and a byte-order mark still
+    decides.
+    """
     (tmp_path / "a.txt").write_bytes("ein 日本 +1-".encode(encoding))
     (tmp_path / "b.txt").write_text("größer", encoding="utf-8")
     (tmp_path / "c.txt").write_text("plain", encoding="utf-8")
@@ -211,7 +213,7 @@ def test_an_encoding_of_ascii_bytes_that_is_named_is_used(tmp_path: Path, encodi
     )
 
 
-def test_a_mark_in_the_named_encoding_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_in_the_named_encoding_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffgrößer 日".encode("gb18030"))
     assert texts_of(tmp_path, encoding="gb18030")[0] == ["größer 日"]
 
@@ -223,7 +225,7 @@ def refusal(folder: Path, **options: object) -> str:
 
 
 def run_advice(message: str, command: str, file: Path) -> None:
-    """Run the command of a message on a file, and put its output in the file's place."""
+    """Run the command that a message suggests on a file, and replace the file by its output."""
     assert command in message
     new = file.with_name("NEW")
     subprocess.run(command.replace("FILE", str(file)).replace("NEW.txt", str(new)), shell=True, check=False)
@@ -285,7 +287,7 @@ def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: st
         prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1)
 
 
-def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
+def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     for name in ("latin-99", "hex", "idna", "undefined", "punycode"):
         with pytest.raises(
@@ -298,7 +300,7 @@ def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
         prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding="latin-1")
 
 
-def test_files_of_other_kinds_are_named_as_left_out(tmp_path: Path) -> None:
+def test_unsupported_files_are_named_as_left_out(tmp_path: Path) -> None:
     for name in ("a.txt", "notes.md", "sub/b.txt", "sub/page.html", ".hidden.md", ".git/x.md"):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "in" / name).write_text(name)
@@ -313,7 +315,7 @@ def test_files_of_other_kinds_are_named_as_left_out(tmp_path: Path) -> None:
     assert prepare([tmp_path / "in" / "a.txt"], tmp_path / "e", tokenizer="bytes", workers=1).notes == ()
 
 
-def test_what_is_no_file_is_named_as_left_out(tmp_path: Path) -> None:
+def test_pipes_and_links_are_named_as_left_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "in" / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "in" / "pipe.txt")
@@ -322,10 +324,12 @@ def test_what_is_no_file_is_named_as_left_out(tmp_path: Path) -> None:
     for _ in range(2):
         notes = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1).notes
         names = ", ".join(f"{tmp_path}/in/{name}" for name in ("broken.txt", "linked", "pipe.txt"))
-        assert notes == (f"left out, not a regular file (a pipe, a device, or a link): {names}",)
+        assert notes == (
+            f"left out, not a regular file (a pipe, a device, a linked folder, or a broken link): {names}",
+        )
 
 
-def test_several_keys_of_the_text(tmp_path: Path) -> None:
+def test_the_first_of_several_text_keys_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl([{"content": "one"}, {"body": "two", "content": "three"}]))
     (tmp_path / "b.jsonl").write_bytes(jsonl([{"body": "four", "a,b": "five"}]))
     assert [text for name in "ab" for text in read_documents(tmp_path / f"{name}.jsonl", "body,content")] == [
@@ -351,7 +355,7 @@ def test_text_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: p
     assert sum(map(len, read)) <= 2 << 20
 
 
-def test_text_that_does_not_fit_into_memory_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_does_not_fit_in_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
 
     def fail(*_: object) -> None:
@@ -366,7 +370,7 @@ def test_text_that_does_not_fit_into_memory_is_a_sentence(tmp_path: Path, monkey
         prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer="bytes", workers=1)
 
 
-def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x\\ud800y \\ud83d\\ude42"}\n')
     assert list(read_documents(tmp_path / "a.jsonl")) == ["x?y 🙂"]
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a trained BPE, and what a tokenizer.json may bring along."""
+"""Tokenizers: bytes, a trained BPE, and any settings that a tokenizer.json contains."""
 
 import json
 from itertools import count
@@ -43,7 +43,7 @@ def test_train_and_reload(tmp_path: Path) -> None:
     assert train_bpe([TEXT * 20], 270, tmp_path / "again.json").fingerprint == trained.fingerprint
 
 
-def test_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
+def test_the_name_of_a_special_token_inside_text_stays_text(tmp_path: Path) -> None:
     tokenizer = train_bpe([TEXT], 260, tmp_path / "t.json")
     [ids] = tokenizer.encode_batch(["a<|endoftext|>b"])
     assert tokenizer.eod_id not in ids
@@ -61,7 +61,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
 
 
 def write_tokenizer(folder: Path, special: list[str], plain: list[str], **files: dict) -> Path:
-    """A folder with a tokenizer.json of these special and ordinary tokens, and JSON files beside it."""
+    """Write a tokenizer.json with these special and ordinary tokens to a folder, and JSON files next to it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -110,7 +110,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_the_end_of_a_document_is_the_model_s_own_special_token(case: str, tmp_path: Path) -> None:
+def test_the_models_own_special_token_ends_documents(case: str, tmp_path: Path) -> None:
     special, plain, files, end = ENDS[case]
     tokenizer = HFTokenizer(write_tokenizer(tmp_path, special, plain, **files))
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).id_to_token(tokenizer.eod_id) == end
@@ -118,7 +118,7 @@ def test_the_end_of_a_document_is_the_model_s_own_special_token(case: str, tmp_p
     assert tokenizer.eod_id not in ids and tokenizer.eod_id in tokenizer.special_ids
 
 
-def test_a_named_end_of_documents_is_kept_by_the_corpus(tmp_path: Path) -> None:
+def test_the_corpus_keeps_the_named_end_of_document_token(tmp_path: Path) -> None:
     folder = write_tokenizer(
         tmp_path / "t", ["<bos>", "<eos>", "<pad>"], ["</s>"], tokenizer_config={"eos_token": "<eos>"}
     )
@@ -135,7 +135,7 @@ def test_a_named_end_of_documents_is_kept_by_the_corpus(tmp_path: Path) -> None:
             prepare([tmp_path / "a.txt"], tmp_path / "d", eos_token="<pad>", **options)
 
 
-def test_documents_begin_with_a_token_only_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_documents_begin_with_a_bos_token_only_on_request(tmp_path: Path) -> None:
     config = {"eos_token": "<eos>", "bos_token": "<bos>"}
     folder = write_tokenizer(tmp_path / "t", ["<bos>", "<eos>"], [], tokenizer_config=config)
     whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -185,7 +185,7 @@ def test_an_exported_tokenizer_begins_texts_as_the_corpus_does(tmp_path: Path) -
 
 @pytest.mark.parametrize(("key", "option"), [("eod_id", "eos_token"), ("bos_id", "bos_token")])
 @pytest.mark.parametrize("number", [400, 1 << 70, -1])
-def test_a_tokenizer_without_the_tokens_of_the_corpus_did_not_make_it(
+def test_a_tokenizer_that_lacks_the_corpus_tokens_is_recognized_as_another(
     tmp_path: Path, key: str, option: str, number: int
 ) -> None:
     folder = write_tokenizer(tmp_path / "t", ["<bos>", "<eos>"], [])

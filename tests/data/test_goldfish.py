@@ -1,4 +1,4 @@
-"""Goldfish masks: the published vectors, and what every one of ours promises."""
+"""Goldfish masks: the published vectors, and the guarantees of our own masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.data.masks import document_boundary
 from fourfold.errors import UserError
 
 VECTOR = ((7919 * np.arange(1, 41) + 13) % 32000)[None]
-"""The cross-check of the published code's commit 35d29f9."""
+"""Cross-check of the published code at commit 35d29f9."""
 
 
 def windows_of(tokens: np.ndarray, documents: np.ndarray | None = None, first_number: int = 0) -> Windows:
@@ -45,7 +45,7 @@ def text() -> np.ndarray:
 )
 def test_hash_table_is_the_published_one(k: int, h: int, expected: list[int]) -> None:
     assert np.flatnonzero(hash_table_drops(VECTOR, k, h)[0]).tolist() == expected
-    # As the mask of a loader, whose first token is no target.
+    # The loader's first token is not a target.
     tokens = np.concatenate([[[5]], VECTOR], axis=1)
     assert np.flatnonzero(drops(tokens, strategy="hash-table", k=k, h=h)[0]).tolist() == expected
 
@@ -58,8 +58,10 @@ def test_the_published_table_is_torchs() -> None:
         assert (table < np.float32(1 / k)).mean() == pytest.approx(share, abs=2e-6)
 
 
-def test_hash_table_of_the_paper_looks_only_back(text: np.ndarray) -> None:
-    """Its mask of a target is the official one of the target before, for the window ends there."""
+def test_hash_table_of_the_paper_sees_only_earlier_tokens(text: np.ndarray) -> None:
+    """Its window ends one token earlier, so its mask of a target equals the published code's mask of the
+    previous target.
+    """
     official = hash_table_drops(text, 4, 13)
     paper = hash_table_drops(text, 4, 13, include_target=False)
     assert (paper[:, 13:] == official[:, 12:-1]).all()
@@ -90,7 +92,7 @@ def test_static_drops_every_kth_place(text: np.ndarray) -> None:
     assert np.flatnonzero(drops(text, strategy="static", k=7)[3]).tolist() == list(range(0, 2000, 7))
 
 
-def test_random_is_another_for_every_sample_and_epoch(text: np.ndarray) -> None:
+def test_random_masks_differ_for_every_sample_and_epoch(text: np.ndarray) -> None:
     one = ~Goldfish(GoldfishConfig(strategy="random"))(windows_of(text))
     again = ~Goldfish(GoldfishConfig(strategy="random"))(windows_of(text))
     next_epoch = ~Goldfish(GoldfishConfig(strategy="random"))(windows_of(text, first_number=8))
@@ -101,14 +103,14 @@ def test_random_is_another_for_every_sample_and_epoch(text: np.ndarray) -> None:
     assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no sample has its neighbor's mask, moved
 
 
-def test_hash_depends_on_the_order_and_on_nothing_else(text: np.ndarray) -> None:
+def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndarray) -> None:
     h = 6
     dropped = drops(text, k=2, h=h)
     shuffled = text.copy()
     shuffled[:, 100 : 100 + h] = text[:, 100 : 100 + h][:, ::-1]
     assert not (drops(shuffled, k=2, h=h) == dropped)[:, 100 + h - 1].all()
     assert (hash_table_drops(text, 2, h)[:, 100 + h - 1] == hash_table_drops(shuffled, 2, h)[:, 100 + h - 1]).all()
-    # Neither the target nor what stands further back decides.
+    # Neither the target nor any token before the h tokens decides.
     elsewhere = text.copy()
     elsewhere[:, 100 + h] = 7
     elsewhere[:, 99] = 7
@@ -121,7 +123,7 @@ def test_hash_depends_on_the_order_and_on_nothing_else(text: np.ndarray) -> None
 
 
 def test_token_zero_and_powers_of_two_do_not_collapse_the_hash() -> None:
-    """In English bytes a product of 50 is nearly always 0 modulo 2^64, and the published mask is off."""
+    """A product of 50 English bytes is nearly always 0 modulo 2^64, so the published mask does not work there."""
     letters = np.frombuffer(b"the cat sat on the mat and saw that it was a good mat. ", dtype=np.uint8)
     rows = np.random.default_rng(0).choice(letters, (4, 4000)).astype(np.int64)
     assert drops(rows, k=50, h=50).mean() == pytest.approx(0.02, rel=0.2)
@@ -138,8 +140,8 @@ def test_documents_shorter_than_h_are_kept(text: np.ndarray) -> None:
     assert not drops(text[:, :10], strategy="hash-table").any()
 
 
-def test_every_document_begins_anew(text: np.ndarray) -> None:
-    """The mask of a document is that of the document alone, wherever it stands."""
+def test_a_document_has_the_same_mask_everywhere(text: np.ndarray) -> None:
+    """A document has the same mask at any place in the stream."""
     documents = (np.arange(2001) >= 700).astype(np.int64)[None] + np.zeros((8, 1), dtype=np.int64)
     packed = ~Goldfish(GoldfishConfig(strategy="hash"))(windows_of(text, documents))
     assert (packed[:, 700:] == drops(text[:, 700:])).all()
@@ -159,7 +161,7 @@ def test_special_tokens_and_the_first_steps_are_kept(text: np.ndarray) -> None:
     assert (~late(windows_of(text))[6:] == plain[6:]).all()
 
 
-def test_what_cannot_mask_is_refused() -> None:
+def test_a_mask_that_would_drop_nothing_is_refused() -> None:
     with pytest.raises(UserError, match=r"h = 64 is not below training\.seq_length = 64"):
         build_goldfish_mask(GoldfishConfig(strategy="hash-table", h=64), (), 64, 8)
     assert build_goldfish_mask(GoldfishConfig(strategy="hash", h=64), (), 64, 8) is not None
@@ -177,7 +179,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
 
 
 def drops_in_the_stream(corpus: IndexedDataset, seq_length: int, goldfish: Goldfish) -> dict[int, bool]:
-    """Return whether each token that is a target is dropped, by its place in the stream."""
+    """Return whether each target is dropped, by its place in the stream."""
     windows = TokenWindows(corpus, seq_length, 3, goldfish.look_back)
     read = windows.read(np.arange(len(windows)))
     whole = corpus.read(0, corpus.tokens)
@@ -188,7 +190,7 @@ def drops_in_the_stream(corpus: IndexedDataset, seq_length: int, goldfish: Goldf
     return found
 
 
-def test_the_mask_does_not_see_where_the_stream_is_cut(corpus: IndexedDataset) -> None:
+def test_the_mask_does_not_depend_on_where_the_stream_is_cut(corpus: IndexedDataset) -> None:
     goldfish = Goldfish(GoldfishConfig(strategy="hash", k=3, h=7))
     coarse, fine = (drops_in_the_stream(corpus, length, goldfish) for length in (128, 19))
     assert set(coarse.values()) == {True, False}

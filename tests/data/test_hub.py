@@ -1,4 +1,4 @@
-"""Datasets by the names hf:…, here a folder of Parquet files: what `prepare` reads is what is in them."""
+"""Datasets named hf:…, here a folder of Parquet files: `prepare` reads what the files contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return make_dataset(tmp_path / "tales")
 
 
-def test_the_corpus_of_a_dataset_is_that_of_its_files(dataset: str, tmp_path: Path) -> None:
+def test_a_dataset_gives_the_same_corpus_as_its_files(dataset: str, tmp_path: Path) -> None:
     first = prepare([dataset], tmp_path / "hub", tokenizer="bytes", workers=1)
     assert not first.reused
     corpus = IndexedDataset(tmp_path / "hub")
@@ -33,7 +33,7 @@ def test_the_corpus_of_a_dataset_is_that_of_its_files(dataset: str, tmp_path: Pa
     assert held_out.train.documents == 4
 
 
-def test_a_name_is_of_one_form() -> None:
+def test_malformed_dataset_names_are_refused() -> None:
     assert HubDataset.parse("hf:a/b") == HubDataset("a/b", None, "train")
     assert HubDataset.parse("hf:a/b:test") == HubDataset("a/b", None, "test")
     assert HubDataset.parse("hf:a/b:en:test") == HubDataset("a/b", "en", "test")
@@ -45,7 +45,7 @@ def test_a_name_is_of_one_form() -> None:
         HubDataset.parse("hf:a/b:train[:10%]")
 
 
-def test_what_cannot_be_read_is_one_sentence(dataset: str, tmp_path: Path) -> None:
+def test_an_unreadable_dataset_is_reported_in_one_sentence(dataset: str, tmp_path: Path) -> None:
     for name, said in {
         f"hf:{tmp_path}/none": "cannot be loaded",
         f"{dataset}:test": "cannot be loaded: ValueError: Unknown split",

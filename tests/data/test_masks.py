@@ -1,4 +1,4 @@
-"""Responses, masks of one's own, and what a mask does to the user's data."""
+"""Response masks, masks of the user's own, and the effect of masks on the user's data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_response_ends_with_its_document() -> None:
     assert trained(Responses((ANSWER,), (END,)), windows) == [[2, 3]]
 
 
-def test_a_marker_longer_than_the_window_is_nowhere() -> None:
+def test_a_marker_longer_than_the_window_never_matches() -> None:
     assert trained(Responses(tuple(range(9))), windows_of([1, 2, 3])) == [[]]
 
 
@@ -81,18 +81,18 @@ def test_masks_of_the_run_file() -> None:
         ("json:__name__", "is not a function"),
     ],
 )
-def test_functions_that_are_none(name: str, message: str) -> None:
+def test_names_that_are_not_functions_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_masks(MasksConfig(functions=[name]), None, 32, 4)
 
 
-def test_a_function_that_returns_no_mask() -> None:
+def test_a_function_that_does_not_return_a_mask_is_refused() -> None:
     masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:broken"]), None, 32, 4)
     with pytest.raises(UserError, match=r"broken' returned int64 \(1, 3\); a mask must be bool \(1, 2\)"):
         labels_of(windows_of([1, 2, 3]), masks)
 
 
-def test_a_full_disk_in_a_function_is_not_blamed_on_a_file_of_ours() -> None:
+def test_an_os_error_in_a_users_function_names_the_function() -> None:
     masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:fills_the_disk"]), None, 32, 4)
     with pytest.raises(UserError, match=r"masks\.functions: '.*fills_the_disk' failed: .*No space left .* 'cache.npy'"):
         labels_of(windows_of([1, 2, 3]), masks)

@@ -1,4 +1,4 @@
-"""Streamed samples: those of the same text prepared, whatever the grid and wherever a run stops."""
+"""Streamed samples equal the samples of the same text on disk, on any grid and after any stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOOK_BACK = 5
 
 
 class Listed:
-    """Documents from a list, over and over; before each it may wait."""
+    """Documents from a list, repeated endlessly. It can wait before each document."""
 
     def __init__(self, texts: list[str], wait: Any = lambda number: None) -> None:
         self.texts, self.wait, self.given = texts, wait, 0
@@ -58,7 +58,7 @@ TEXTS = [chr(ord("a") + number % 26) * (1 + 7 * number % 90) for number in range
 
 @pytest.fixture(scope="module")
 def in_order(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
-    """The same texts as a corpus on disk, read in its own order."""
+    """Read the same texts as a corpus on disk, in the corpus's own order."""
     prefix = tmp_path_factory.mktemp("corpus") / "c"
     with IndexedWriter(prefix, 257) as writer:
         for ids in ByteTokenizer().encode_batch(TEXTS):
@@ -67,14 +67,14 @@ def in_order(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
 
 
 def window_of(corpus: TokenWindows, window: int) -> tuple[list[int], list[int]]:
-    """Tokens and document starts, straight from the file."""
+    """Return tokens and document starts, straight from the file."""
     start = window * S - LOOK_BACK
     absent = max(0, -start)
     tokens = corpus.corpus.read(start + absent, LOOK_BACK + S + 1 - absent)
     return [0] * absent + tokens.tolist(), (corpus.corpus.document_starts(start + LOOK_BACK + 1, S) + 1).tolist()
 
 
-def test_windows_are_those_of_the_corpus_on_disk(in_order: TokenWindows) -> None:
+def test_streamed_windows_equal_the_corpus_on_disk(in_order: TokenWindows) -> None:
     count = len(in_order)
     samples = streamed(Listed(TEXTS))
     windows = samples.read(np.arange(count))
@@ -88,8 +88,8 @@ def test_windows_are_those_of_the_corpus_on_disk(in_order: TokenWindows) -> None
     assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # before the first token is nothing
 
 
-def test_every_position_continues_exactly() -> None:
-    """After each of 30 steps in a new reader, also where a window begins in the look-back of a document's end."""
+def test_a_stream_resumes_exactly_from_every_position() -> None:
+    """Continue in a new reader after each of 30 steps, even if a window begins in the look-back of a document's end."""
     whole, straight = (streamed(Listed(TEXTS), Listed(TEXTS[::-1])) for _ in range(2))
     for steps in range(30):
         batch = whole.read(np.arange(4 * steps, 4 * steps + 4))
@@ -107,7 +107,7 @@ def test_every_position_continues_exactly() -> None:
     straight.close()
 
 
-def test_a_run_whose_masks_look_back_less_goes_on_with_the_same_samples() -> None:
+def test_a_run_with_less_look_back_resumes_with_the_same_samples() -> None:
     whole, shorter = streamed(Listed(TEXTS)), streamed(Listed(TEXTS), look_back=2)
     for steps in range(1, 9):
         numbers = np.arange(4 * steps, 4 * steps + 4)
@@ -121,7 +121,7 @@ def test_a_run_whose_masks_look_back_less_goes_on_with_the_same_samples() -> Non
 
 
 def test_any_order_gives_the_same_samples() -> None:
-    """As after a return to an earlier checkpoint, a step that is left out, and a look at the beginning."""
+    """Covers a return to an earlier checkpoint, a skipped step, and a second read of the beginning."""
     samples, expected = streamed(Listed(TEXTS)), streamed(Listed(TEXTS)).read(np.arange(80))
     for first in (0, 8, 4, 76, 0, 40, 20):
         numbers = np.arange(first, first + 4)[::-1]
@@ -129,8 +129,8 @@ def test_any_order_gives_the_same_samples() -> None:
     samples.close()
 
 
-def test_a_look_at_the_beginning_forgets_no_position() -> None:
-    """As masks are measured when a run goes on."""
+def test_reading_the_beginning_again_keeps_all_positions() -> None:
+    """A resumed run measures its masks on the beginning of the stream."""
     whole, again = streamed(Listed(TEXTS)), streamed(Listed(TEXTS))
     expected = whole.read(np.arange(40, 48))
     again.go_to(10, [whole.positions(10, range(36, 40))[0]])
@@ -143,7 +143,7 @@ def test_a_look_at_the_beginning_forgets_no_position() -> None:
     again.close()
 
 
-def test_a_step_that_is_left_out_has_a_position_too() -> None:
+def test_a_skipped_step_has_a_position() -> None:
     samples, other = streamed(Listed(TEXTS)), streamed(Listed(TEXTS))
     samples.read(np.arange(4))
     other.read(np.arange(8))
@@ -158,7 +158,7 @@ GRIDS = (1, 2, 4)
 def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
     streams: int, shuffled: int, tmp_path: Path
 ) -> None:
-    """Each document has a word of its own; the tokens of all ranks, step by step, are those of one process."""
+    """Each document has its own word. The tokens of all ranks equal the tokens of one process, step by step."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     dataset = HubDataset.parse(make_dataset(tmp_path / "tales", documents=1200))
@@ -203,7 +203,7 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
 
 
 def in_blocks(documents: list[Any], size: int) -> list[Any]:
-    """All whole blocks of documents, each in the order of its own permutation."""
+    """Return all full blocks of documents, each in the order of its own permutation."""
     found = []
     for number in range(len(documents) // size):
         order = sample_permutation(np.arange(size), size, 3, number)
@@ -212,7 +212,7 @@ def in_blocks(documents: list[Any], size: int) -> list[Any]:
     return found
 
 
-def test_a_shuffled_stream_continues_from_every_document_and_holds_one_block() -> None:
+def test_a_shuffled_stream_resumes_from_every_document_and_holds_one_block() -> None:
     source = Listed([str(number) for number in range(25)])
     whole = list(islice(ShuffledDocuments(source, 10, 7).read(None), 60))
     assert source.given <= 65
@@ -226,7 +226,7 @@ def test_a_shuffled_stream_continues_from_every_document_and_holds_one_block() -
 
 
 class Text(str):
-    """A text that can be watched."""
+    """A string that supports weak references."""
 
 
 @pytest.mark.parametrize("size", [1, 10, 24, 25, 26, 1000])
@@ -250,7 +250,7 @@ def test_each_epoch_has_every_document_once_and_is_held_once(size: int) -> None:
     assert size == 1 or epochs[0] != epochs[1] != epochs[2]
 
 
-def test_goldfish_drops_the_same_tokens_of_a_text_wherever_it_is_cut() -> None:
+def test_goldfish_drops_the_same_tokens_of_a_stream_wherever_it_is_cut() -> None:
     mask = Goldfish(GoldfishConfig(strategy="hash", k=3, h=LOOK_BACK))
     words = [f"{number} " + "the same tale of a grid " * 4 for number in range(200)]
     samples = streamed(Listed(words))
@@ -267,7 +267,7 @@ def test_goldfish_drops_the_same_tokens_of_a_text_wherever_it_is_cut() -> None:
     samples.close()
 
 
-def test_a_slow_source_stalls_no_step_that_is_buffered() -> None:
+def test_a_slow_source_does_not_stall_buffered_steps() -> None:
     released = threading.Event()
     source = Listed(["x" * 4 * S] * 50, wait=lambda number: number < 6 or released.wait(PATIENCE))
     loader = Loader(streamed(source, look_back=0, ahead=24), S, 4, 4, masks=(), prefetch=True)
@@ -289,7 +289,7 @@ def test_the_buffer_is_bounded() -> None:
     samples.close()
 
 
-def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
+def test_a_dead_source_is_reported_after_its_timeout() -> None:
     released = threading.Event()
     samples = streamed(Listed(TEXTS, wait=lambda number: number != 5 or released.wait(PATIENCE)), timeout=0.5)
     with pytest.raises(UserError, match=r"hf:tales has sent no text for 0.5 s; check the network"):
@@ -299,7 +299,7 @@ def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 documents at 0.4 s take many times the timeout; then none comes. The clock is the test's."""
+    """16 documents at 0.4 s each take many times the timeout. Then none arrives. The test controls the clock."""
     released, now, looks, is_dead = threading.Event(), 0.0, 0, False
 
     def monotonic() -> float:
@@ -329,7 +329,7 @@ def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.Mon
     samples.close()
 
 
-def test_a_source_that_fails_is_a_sentence() -> None:
+def test_a_failing_source_is_reported() -> None:
     def fail(number: int) -> None:
         if number == 5:
             raise ConnectionError("the line\nis cut")
@@ -351,7 +351,7 @@ def test_closing_ends_a_read_that_waits() -> None:
     loader.close()
 
 
-def test_what_a_dataset_lacks_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_files_and_columns_of_a_dataset_are_reported(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     dataset = HubDataset.parse(make_dataset(tmp_path / "tales"))
     with pytest.raises(UserError, match=r"has 4 files, so data.streams must be at most that, not 5"):

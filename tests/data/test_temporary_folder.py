@@ -1,4 +1,4 @@
-"""Folders that a killed process has left: the next one removes them, and no folder of a process that still runs."""
+"""The next process removes folders that a killed process left behind, but no folder of a running process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with temporary_folder(Path(sys.argv[1]), "job-"), new_folder(Path(sys.argv[1], "
 """
 
 
-def test_what_a_killed_process_has_left_is_removed_and_what_another_holds_stays(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed_and_folders_in_use_stay(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", HOLD, str(tmp_path)]] * 2
     running, killed = (subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for each in commands)
     try:
@@ -67,14 +67,14 @@ def test_folders_of_other_machines_other_names_and_links_stay(tmp_path: Path, mo
     assert set(tmp_path.iterdir()) == {elsewhere, link, tmp_path / "job-of-mine", theirs}
 
 
-def test_a_folder_is_as_readable_as_others(tmp_path: Path) -> None:
+def test_a_folder_has_the_usual_permissions(tmp_path: Path) -> None:
     with new_folder(tmp_path / "model"):
         pass
     (tmp_path / "other").mkdir()
     assert (tmp_path / "model").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_too_few_open_files_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_a_file_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     limits: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of starting a job."""
+"""Fixtures for the tests of starting a job."""
 
 import multiprocessing
 
@@ -9,5 +9,5 @@ from fourfold.launch import worker_processes
 
 @pytest.fixture(autouse=True)
 def real_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start workers as programs do: how is what these tests are about."""
+    """Start workers as programs do, because these tests check how workers start."""
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))

@@ -1,4 +1,4 @@
-"""Programs of the workers of test_launch; torch is imported only where it is used, so that they start at once."""
+"""Programs that the workers of test_launch run. They import torch inside functions, so that they start at once."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from fourfold.errors import UserError
 
 IMPORTED_BY = os.getpid()
 LONG = 3600
-"""Seconds that a worker sleeps that must be ended by others: more than tests wait for its end."""
+"""Seconds that a worker sleeps if another process must end it. Longer than any test waits."""
 
 
 def who_imported(place: Place) -> tuple[int, int]:
-    """The process that imported this module, and the one that started this worker."""
+    """Return the process that imported this module, and the process that started this worker."""
     return IMPORTED_BY, os.getppid()
 
 
@@ -75,7 +75,7 @@ def sleep(place: Place, folder: str) -> None:
 
 
 class InterruptedStart:
-    """An argument at whose pickling, which is while the workers start, a Ctrl-C comes."""
+    """An argument that sends a Ctrl-C when it is pickled, which happens while the workers start."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -94,7 +94,7 @@ def save_at_sigterm(place: Place, folder: str) -> str:
 
 
 def write_process_id(place: Place, folder: str) -> None:
-    """Into a file of the rank's name, whole from the moment that it is there."""
+    """Write the process id to a file named after the rank. The file is complete as soon as it exists."""
     part = Path(folder, f"{place.rank}.part")
     part.write_text(str(os.getpid()))
     part.rename(Path(folder, str(place.rank)))

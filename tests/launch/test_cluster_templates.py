@@ -1,4 +1,4 @@
-"""The templates of examples/clusters: scripts and manifests that start a job, to be copied and changed."""
+"""The templates in examples/clusters: scripts and manifests that start a job, for users to copy and change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHELLCHECK = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
 
 
 def started(folder: Path, command: list[str], **environment: str) -> list[str]:
-    """The words of torchrun that a command on a node starts, which a stand-in for torchrun prints."""
+    """Return the torchrun command that a node's command starts. A stand-in for torchrun prints it."""
     (folder / "torchrun").write_text('#!/bin/bash\nprintf "%q " torchrun "$@"\n')
     (folder / "torchrun").chmod(0o755)
     environment |= {"PATH": f"{folder}:{BIN}:{os.environ['PATH']}"}
@@ -40,7 +40,9 @@ def options_of(words: list[str]) -> dict[str, str]:
 
 
 def processes_of(words: list[str]) -> int:
-    """Processes of torchrun's command, after checking that fourfold and torchrun would accept their parts of it."""
+    """Check that fourfold and torchrun would accept their parts of a torchrun command. Return its number of
+    processes.
+    """
     from torch.distributed.run import parse_args
 
     at = words.index("fourfold")
@@ -72,7 +74,7 @@ def test_the_script_for_torchrun(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_conforms_to_its_types(file: str, types: list[str]) -> None:
-    """Nothing is missing, and nothing is there that the type does not have."""
+    """Every required field is present, and every field belongs to its type."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     documents = list(yaml.safe_load_all((CLUSTERS / file).read_text()))
     assert [getattr(models, name).from_dict(each).to_dict() for name, each in zip(types, documents, strict=True)] == (
@@ -109,7 +111,7 @@ def test_the_manifest_for_kubeflow_trainer() -> None:
 
 
 def test_the_task_for_skypilot(tmp_path: Path) -> None:
-    """Its script, as SkyPilot would run it on a node, gives torchrun a process for each GPU."""
+    """Run as on a SkyPilot node, its script gives torchrun one process per GPU."""
     task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
     place = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     words = started(tmp_path, ["bash", "-c", task["run"]], **place)

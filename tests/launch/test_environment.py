@@ -1,4 +1,4 @@
-"""Reading the launcher's variables: each launcher, shells that look like one, and contradictions."""
+"""Reading the launcher's variables: every launcher, shells that look like a launcher, and contradictions."""
 
 import pytest
 
@@ -62,7 +62,7 @@ IN_SRUN = Place(17, 1, 20, 4, "slurm")
         pytest.param(SRUN | ONE_TASK | {"SLURM_NTASKS": "1"}, None, id="srun --pty of a shell"),
     ],
 )
-def test_place(environ: dict[str, str], place: Place | None) -> None:
+def test_the_place_is_read_from_each_launchers_variables(environ: dict[str, str], place: Place | None) -> None:
     assert read_environment(environ) == place
 
 

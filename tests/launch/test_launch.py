@@ -1,4 +1,4 @@
-"""One job on all its processes: groups, local workers, how they fail and how they end."""
+"""One job on all its processes: groups, local workers, how they fail, and how they end."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from fourfold.launch.local_workers import WorkerFailed, run_workers
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of rank 0 of 1."""
+    """Return the environment of rank 0 of 1."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -32,7 +32,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_parent(body: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process of its own that runs the body in two workers, and the ids of those, once they are there."""
+    """Start a process that runs the body in two workers. Return it and the workers' ids once they exist."""
     code = (
         "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
         f"print(run_workers(launch_bodies.{body}, [{str(folder)!r}], 2))"
@@ -50,7 +50,7 @@ def start_parent(body: str, folder: Path) -> tuple[subprocess.Popen[str], list[i
 
 
 def wait_for_end_of(process_ids: list[int]) -> None:
-    """Return when the processes have ended; their parent may no longer be there to collect them."""
+    """Wait until the processes have ended. Their parent may no longer exist to reap them."""
     wait_until(lambda: not any(map(is_running, process_ids)))
 
 
@@ -83,7 +83,7 @@ def test_workers_end_with_their_starter(tmp_path: Path) -> None:
     wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
 
 
-def test_a_process_knows_when_it_was_started(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_knows_its_start_time(capfd: pytest.CaptureFixture[str]) -> None:
     before = time.time()
     code = "import time; time.sleep(0.3); from fourfold.processes import time_of_start; print(time_of_start())"
     started = float(subprocess.check_output([sys.executable, "-c", code]))
@@ -108,13 +108,13 @@ def test_launched_process_joins_its_group() -> None:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_launcher_of_another_size_is_refused() -> None:
+def test_a_launcher_with_another_world_size_is_refused() -> None:
     with pytest.raises(UserError, match=r"torchrun started 1 processes, but the run file's \[parallel\] needs 4"):
         run_on_grid("launch_bodies:sum_of_ranks", [0.5], 4, "cpu")
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_meeting_point_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -146,13 +146,13 @@ def test_launched_process_is_not_aborted_after_an_error() -> None:
     assert errors[1] == ""
 
 
-def test_user_error_of_a_worker_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_workers_user_error_is_raised_by_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"^this corpus has no documents$"):
         run_on_grid("launch_bodies:refuse_on_rank_1", [], 2, "cpu")
     assert capfd.readouterr() == ("", "")
 
 
-def test_crash_of_a_worker_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_workers_crash_ends_all_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerFailed, match=r"^worker 2 of 4 failed:\nTraceback") as failure:
         run_workers(launch_bodies.crash_on_rank_2, [str(tmp_path)], 4)
     assert str(failure.value).count("ZeroDivisionError: rank 2 divides by zero") == 1
@@ -160,21 +160,21 @@ def test_crash_of_a_worker_ends_the_others(tmp_path: Path, capfd: pytest.Capture
     wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
 
 
-def test_death_of_a_worker_is_told() -> None:
+def test_the_death_of_a_worker_is_reported() -> None:
     with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 was ended by SIGKILL, which the kernel sends"):
         run_workers(launch_bodies.be_killed, [], 2)
     with pytest.raises(WorkerFailed, match=r"^worker 0 of 1 exited with code 5 before it had finished$"):
         run_workers(launch_bodies.leave, [], 1)
 
 
-def test_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
     parent.kill()
     wait_for_end_of(workers)
     parent.communicate()
 
 
-def test_sigterm_is_passed_on_so_that_workers_can_save(tmp_path: Path) -> None:
+def test_sigterm_reaches_the_workers_so_that_they_can_save(tmp_path: Path) -> None:
     parent, workers = start_parent("save_at_sigterm", tmp_path)
     parent.send_signal(signal.SIGTERM)
     assert parent.communicate(timeout=PATIENCE) == ("saved\n", "")
@@ -190,7 +190,7 @@ def test_sigterm_that_no_worker_handles_ends_the_job(tmp_path: Path) -> None:
     wait_for_end_of(workers)
 
 
-def test_interrupt_ends_the_job_and_workers_are_silent(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_job_and_workers_print_nothing(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
     for process_id in (*workers, parent.pid):  # as a terminal does
         os.kill(process_id, signal.SIGINT)

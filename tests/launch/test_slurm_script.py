@@ -1,4 +1,4 @@
-"""Batch scripts: each site's conventions, clean shell, and what a job does at its end, with stand-ins for SLURM."""
+"""Batch scripts: each site's conventions, clean shell code, and how a job ends, with stand-ins for SLURM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ open("srun.pid", "w").write(str(os.getpid()))
 codes = [process.wait() for process in processes]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
-"""A stand-in: starts the tasks of one node, relays signals to them, and gives the highest exit code."""
+"""A stand-in for srun: it starts the tasks of one node, relays signals to them, and returns the highest exit code."""
 
 
 def make_run(folder: Path, **parallel: int) -> RunConfig:
@@ -58,7 +58,7 @@ def make_script(folder: Path, site: str = "generic", **job: object) -> str:
 
 
 def stand_ins(folder: Path, **programs: str) -> dict[str, str]:
-    """An environment in which these programs, and ``scontrol``, which notes how it is called, come first."""
+    """Return an environment whose PATH begins with these programs and a `scontrol` that records its calls."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"scontrol": '#!/bin/bash\necho "$@" >> scontrol.calls\n', **programs}.items():
         (folder / "bin" / name).write_text(text)
@@ -126,7 +126,7 @@ def test_the_user_replaces_the_sites_options(tmp_path: Path) -> None:
     assert "--cpu-bind=none" in script and " --label " in script
 
 
-def test_a_site_of_the_users_own(tmp_path: Path) -> None:
+def test_a_users_own_site_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('gpus_per_node = 2\n[sbatch]\nexclusive = true\n[environment]\nA = "$USER"\n')
     site = load_site(str(tmp_path / "mine.toml"))
     assert (site.name, site.gpus_per_node, site.sbatch) == ("mine", 2, {"exclusive": ""})
@@ -147,7 +147,7 @@ def test_a_site_of_the_users_own(tmp_path: Path) -> None:
         ("name = ", "not valid TOML"),
     ],
 )
-def test_site_files_that_are_none(text: str, message: str) -> None:
+def test_invalid_site_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_site(text, "x.toml")
 
@@ -161,7 +161,7 @@ def test_site_files_that_are_none(text: str, message: str) -> None:
         ("generic", 3, {"z": 4}, "needs 4 GPUs, but they cannot be divided over --nodes 3"),
     ],
 )  # fmt: skip
-def test_nodes_that_do_not_fit_the_grid(
+def test_nodes_that_do_not_fit_the_grid_are_refused(
     tmp_path: Path, site: str, nodes: int, parallel: dict[str, int], message: str
 ) -> None:
     path = run_file(
@@ -250,7 +250,7 @@ def test_which_exit_codes_restart_a_job(
         assert (tmp_path / "run-7.restarts").read_text() == f"{restarts + 1}\n"
 
 
-def test_the_setup_comes_before_the_site_and_is_kept(tmp_path: Path) -> None:
+def test_the_setups_variables_take_precedence_over_the_sites(tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("export NCCL_CROSS_NIC=0\nfalse\n")
     (tmp_path / "job.sh").write_text(make_script(tmp_path, "alps", setup="setup.sh"))
     process = start(tmp_path, stand_ins(tmp_path, srun='#!/bin/bash\necho "$NCCL_CROSS_NIC $NCCL_NET"\n'))
@@ -259,7 +259,7 @@ def test_the_setup_comes_before_the_site_and_is_kept(tmp_path: Path) -> None:
 
 
 def free_job_id() -> int:
-    """One whose port (``rendezvous``) nobody has."""
+    """Return a job id whose port (`rendezvous`) is free."""
     for job_id in range(os.getpid() % 10_000, 20_000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 10_000 + job_id)):
@@ -268,8 +268,8 @@ def free_job_id() -> int:
 
 
 @pytest.mark.slow
-def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Path, prefix: str) -> None:
-    """Two ranks for real: SIGUSR1 as SLURM sends it before the end of the wall time, then the requeued job."""
+def test_a_job_saves_at_the_signal_restarts_and_finishes(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    """Run two real ranks: SLURM's SIGUSR1 before the wall time ends, then the requeued job."""
     changes = {"parallel__dp": 2, "training__device": "cpu", "lr_scheduler__decay_style": "constant"}
     path = run_file(tmp_path, prefix, training__train_steps=100_000, **changes)
     assert cli("launch", "slurm", path, "--site", "generic", "--nodes", 1, "--output", tmp_path / "job.sh")[0] == 0

@@ -1,4 +1,4 @@
-"""One command with limits of time and memory, and what it did that no command may do."""
+"""Run one command with limits of time and memory, and report whatever no command may do."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from command_line import exit_code
 
 SECONDS = 20
 BYTES = 3 << 30
-"""Beyond what the process has when the command begins."""
+"""Memory that the command may use on top of what the process has at its start."""
 LONGEST_SENTENCE = 1500
 PROGRAM = Path(__file__).parents[2] / "fourfold"
 
 
 class TookTooLong(BaseException):
-    """Not an Exception, so that nothing in the program takes it for an error of its own."""
+    """Not an Exception, so that nothing in the program catches it."""
 
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Stop the block after ``SECONDS``, and refuse it more than ``BYTES``."""
+    """Stop the block after `SECONDS`, and refuse it more than `BYTES`."""
 
     def stop(signal_number: int, frame: object) -> NoReturn:
         raise TookTooLong
@@ -37,7 +37,7 @@ def limits() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     previous = signal.signal(signal.SIGALRM, stop)
-    faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # for a hang outside Python
+    faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # in case the hang is outside Python
     signal.alarm(SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + BYTES, hard))
     try:
@@ -50,12 +50,14 @@ def limits() -> Iterator[None]:
 
 
 def listing(root: Path) -> set[str]:
-    """Every file and folder below a folder."""
+    """Return every file and folder below a folder."""
     return {os.path.join(folder, name) for folder, inner, files in os.walk(root) for name in (*inner, *files)}
 
 
 def finding(arguments: Sequence[object], codes: Sequence[int] = (0, 2)) -> str | None:
-    """Run a command; None where it did what it may, and else one line of what and where."""
+    """Run a command. Return None if it did only what it may do. Otherwise return one line that says what it did
+    and where.
+    """
     output, errors = io.StringIO(), io.StringIO()
     code = None
     try:
@@ -65,7 +67,7 @@ def finding(arguments: Sequence[object], codes: Sequence[int] = (0, 2)) -> str |
         raise
     except TookTooLong as error:
         return f"took more than {SECONDS} s at {_where(error)}"
-    except BaseException as error:  # whatever it is: the traceback is the finding
+    except BaseException as error:  # any exception is a finding
         return f"{type(error).__name__} at {_where(error)}: {str(error)[:160]}"
     if code not in codes:
         return f"exit code {code}: {errors.getvalue()[-300:]}"
@@ -78,12 +80,12 @@ def finding(arguments: Sequence[object], codes: Sequence[int] = (0, 2)) -> str |
 
 
 def _where(error: BaseException) -> str:
-    """The last place in the program, and the last of all."""
+    """Return the last place in the program and the last place of all."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(PROGRAM)] or frames
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in (frames[-1], own[-1]))
 
 
 def same_kind(found: str) -> str:
-    """Equal for findings of one cause, as far as their text says."""
+    """Return a text that is equal for findings with the same cause."""
     return re.sub(r"\d+|'.*?'", "…", found.split(": ")[0])

@@ -1,4 +1,4 @@
-"""Everything that the program reads: a good one of each kind, its damage, and the command that reads it."""
+"""Everything that the program reads: a good input of each kind, ways to damage it, and the command that reads it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fourfold.data.tokenizer import train_bpe
 from fourfold.planning.machines.machine import load_machine
 
 Changes = dict[str, bytes]
-"""New contents of files, by their path in the folder of the input."""
+"""New contents of files, by their path in the input's folder."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of input; its command runs in the input's folder."""
+    """A kind of input. Its command runs in the input's folder."""
 
     make: Callable[[Path], None]
     damage: Callable[[Path], st.SearchStrategy[Changes]]
@@ -37,13 +37,13 @@ class Kind:
     finish: Callable[[Path], object] = lambda folder: None
     """Makes the damage look intended."""
     seeds: int = 1
-    """Seeds, of 250 cases each."""
+    """Number of seeds, with 250 cases each."""
     fast: int = 3
-    """Cases of the fast tests."""
+    """Number of cases in the fast tests."""
 
 
 def one_file(name: str, tree: Callable[[bytes], Any] | None = None, write: Callable[[Any], str] = as_json) -> Any:
-    """Damage of one file, as a tree where it is one."""
+    """Damage one file, as a tree if it is one."""
 
     def damage(folder: Path) -> st.SearchStrategy[Changes]:
         good = (folder / name).read_bytes()
@@ -81,11 +81,11 @@ MORE = {
     "validation": {"interval": 1, "steps": 1},
     "sample": {"prompt": "the", "max_new_tokens": 2, "temperature": 0.8},
 }  # fmt: skip
-"""Keys of the run file, so that damage meets them."""
+"""More keys for the run file, so that damage can hit them."""
 
 
 def make_run_file(folder: Path) -> None:
-    """A run file with relative paths, and its corpora."""
+    """Write a run file with relative paths, and its corpora."""
     corpus = make_corpus(folder)
     path = run_file(folder, corpus, training__train_steps=1, optimizer__lr=1e-3, validation__interval=0)
     table = tomllib.loads(path.read_text().replace(f"{folder}/", ""))
@@ -95,7 +95,7 @@ def make_run_file(folder: Path) -> None:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """The folder of a run that has taken one of two steps."""
+    """Make the folder of a run that has taken one of two steps."""
     make_run_file(folder)
     assert exit_code("train", "run.toml", "--set", "checkpoint.keep_latest_k=0") == 0
     state = next((folder / "runs").rglob("state.json"))
@@ -122,7 +122,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_basis(folder: Path) -> None:
-    """A model of transformers, its tokenizer and a basis."""
+    """Write a model of transformers, its tokenizer, and a basis."""
     model = make_model(folder / "model", "llama gqa tied", vocab_size=300, max_position_embeddings=64)
     (folder / "text.txt").write_text("grid axis tile shard gather reduce scatter token layer head norm loss " * 20)
     train_bpe([(folder / "text.txt").read_text()], 290, model / "tokenizer.json")
@@ -131,7 +131,7 @@ def make_basis(folder: Path) -> None:
 
 
 def header_of(content: bytes) -> Any:
-    """The header of a safetensors file."""
+    """Return the header of a safetensors file."""
     return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
@@ -153,7 +153,7 @@ def make_rows(folder: Path) -> None:
 
 
 def as_csv(rows: Any) -> str:
-    """A list of rows as CSV; anything else as it is."""
+    """Return a list of rows as CSV, and anything else unchanged."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return as_json(rows)[:10_000]
     text = io.StringIO()

@@ -1,4 +1,4 @@
-"""Damage to files: of any bytes, and of trees of values (TOML, JSON) by the types of their values."""
+"""Damage files: any bytes, or trees of values (TOML, JSON) according to the types of the values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 Place = tuple[str | int, ...]
-"""The keys and places that lead to a value of a tree."""
+"""Keys and indices that lead to a value in a tree."""
 
 DEPTH = 3000
-"""More than Python recurses."""
+"""Deeper than Python recurses."""
 
 
 def _nested() -> list[Any]:
@@ -33,7 +33,7 @@ STRANGE: tuple[Any, ...] = (
     ".", "..", "../../../up", "../../../../../../etc/passwd", "/dev/null", "/proc/self/mem", "a/b", "~", "-x",
     datetime.date(2026, 1, 1),
 )  # fmt: skip
-"""Values that a file could have in place of its own. ``_nested`` makes one more, too deep to be compared or copied."""
+"""Values that can replace a file's own values. `_nested` makes one more, which is too deep to compare or copy."""
 
 NUMBERS = tuple(n % 256**8 for n in (0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**62,
                                      2**63 - 1, 2**63, -(2**31), 10**12))  # fmt: skip
@@ -41,7 +41,7 @@ NUMBERS = tuple(n % 256**8 for n in (0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**
 
 
 def places(tree: Any, here: Place = ()) -> Iterator[Place]:
-    """Every place of a tree but its root."""
+    """Yield every place in a tree except its root."""
     items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*here, key)
@@ -50,7 +50,7 @@ def places(tree: Any, here: Place = ()) -> Iterator[Place]:
 
 @st.composite
 def trees(draw: st.DrawFn, good: Any, strange: tuple[Any, ...] = STRANGE) -> Any:
-    """One to three changes of a good tree: a value replaced or scaled, a key removed, renamed or added."""
+    """Make one to three changes to a good tree: replace or scale a value, or remove, rename, or add a key."""
     tree = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(list(places(tree)) or [()]))
@@ -62,7 +62,7 @@ def trees(draw: st.DrawFn, good: Any, strange: tuple[Any, ...] = STRANGE) -> Any
             holder = holder[step]
         match draw(st.sampled_from(["replace"] * 5 + ["scale"] * 2 + ["remove", "rename", "add", "nest"])):
             case "replace":
-                holder[key] = copy.deepcopy(draw(st.sampled_from(strange)))  # the next change may be inside it
+                holder[key] = copy.deepcopy(draw(st.sampled_from(strange)))  # the next change may be inside this value
             case "scale" if isinstance(holder[key], int | float):
                 factor = draw(st.sampled_from([-1, 2, 3, 10, 1000, 10**6, 10**12, 0.5]))
                 if abs(holder[key]) < 1e300:
@@ -81,7 +81,7 @@ def trees(draw: st.DrawFn, good: Any, strange: tuple[Any, ...] = STRANGE) -> Any
 
 @st.composite
 def contents(draw: st.DrawFn, good: bytes) -> bytes:
-    """One to three changes of bytes, half of them in the first 64, where headers are."""
+    """Make one to three changes of bytes, half of them in the first 64, because headers are there."""
     content = bytearray(good)
     for _ in range(draw(st.integers(1, 3))):
         end = len(content) if draw(st.booleans()) else min(64, len(content))
@@ -107,14 +107,16 @@ def contents(draw: st.DrawFn, good: bytes) -> bytes:
 
 
 def texts(good: Any, write: Callable[[Any], str]) -> st.SearchStrategy[bytes]:
-    """Changes of a tree that ``write`` makes a text of, and one time in four of the text's bytes."""
+    """Change a tree and let `write` turn it into text. One time in four, change bytes of the text instead."""
     whole = contents(write(good).encode())
     changed = trees(good).map(lambda tree: write(tree).encode(errors="surrogatepass"))
     return st.sampled_from([whole, changed, changed, changed]).flatmap(lambda kind: kind)
 
 
 def as_toml(tree: Any) -> str:
-    """A table as TOML, sections as inline tables; a root of another type as a line that is no TOML."""
+    """Return a table as TOML, with sections as inline tables. A root of another type becomes a line that is not
+    TOML.
+    """
     if not isinstance(tree, dict):
         return str(tree)
     return "".join(f"{json.dumps(key)} = {_toml(value)}\n" for key, value in tree.items() if value is not None)
@@ -138,7 +140,7 @@ def _toml(value: Any) -> str:
 
 
 def as_json(tree: Any) -> str:
-    """A tree as JSON; dates as text."""
+    """Return a tree as JSON, with dates as text."""
     depth, inner = 0, tree
     while isinstance(inner, list) and len(inner) == 1:
         depth, inner = depth + 1, inner[0]

@@ -1,4 +1,4 @@
-"""Inputs that once ended in a traceback, or never: each is refused in one sentence."""
+"""Inputs that once caused a traceback or a hang. Each is now refused in one sentence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def run_text(key: str, value: str) -> str:
-    """A run file in which one key is as given."""
+    """Return a run file with one key set to this value."""
     sections = {
         "model": ['preset = "llama-tiny"'],
         "data": ['source = "python-stdlib"'],
@@ -126,14 +126,14 @@ def test_the_state_of_a_checkpoint(change: dict[str, Any], tmp_path: Path) -> No
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A default group of this process."""
+    """Start a default group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def sample(logit: float, temperature: float) -> str:
-    """A sample of a model that gives every token the same logit, but 65 a larger one by 1."""
+    """Sample from a model that gives every token the same logit, except token 65, whose logit is larger by 1."""
     logits_V = torch.full((257,), logit)
     logits_V[65] += 1
     job: Any = SimpleNamespace(

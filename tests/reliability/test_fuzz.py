@@ -1,4 +1,6 @@
-"""Damaged input: exit code 0 or 2 with one sentence; no traceback, no hang, no file outside the folder of the run."""
+"""Damaged input ends with exit code 0, or with 2 and one sentence: no traceback, no hang, no file outside the
+run's folder.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from inputs import KINDS, Changes, Kind
 
 CASES = 250
-"""Cases of one seed."""
+"""Number of cases per seed."""
 
 pytest.importorskip("transformers")
 
 
 class Workplace:
-    """A folder with a good input, in folders that must stay as they are."""
+    """A folder with a good input, inside folders that must not change."""
 
     def __init__(self, root: Path, kind: Kind) -> None:
         self.root, self.kind, self.folder = root, kind, root / "a" / "b" / "work"
@@ -30,7 +32,7 @@ class Workplace:
         self.before = listing(root)
 
     def finding(self, changes: Changes) -> str | None:
-        """Run the command with changed files, which are then put back."""
+        """Run the command with changed files, and restore the files."""
         good = {name: (self.folder / name).read_bytes() for name in changes}
         manifests = {path: path.read_bytes() for path in (self.folder / "step_1").glob("manifest-*.json")}
         try:
@@ -57,7 +59,7 @@ class Workplace:
 
 @pytest.fixture(scope="module")
 def workplaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Workplace]]:
-    """Those made so far."""
+    """Keep the workplaces made so far."""
     before = Path.cwd()
     yield {}
     os.chdir(before)
@@ -71,7 +73,7 @@ def workplace(made: dict[str, Workplace], name: str, factory: pytest.TempPathFac
 
 
 def fuzz(place: Workplace, cases: int, number: int) -> dict[str, tuple[str, Changes]]:
-    """Try ``cases`` damaged inputs; the findings, one of each kind."""
+    """Try `cases` damaged inputs. Return the findings, one of each kind."""
     found: dict[str, tuple[str, Changes]] = {}
 
     @seed(number)
