@@ -1,4 +1,4 @@
-"""A small Llama that was really trained, for tests that random weights cannot give; not part of the repository."""
+"""A small trained Llama for tests that random weights cannot serve. It is not part of the repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = Path(os.environ.get("FOURFOLD_TEST_DATA", Path(__file__).parents[2] / "sh
 
 
 def needs_babyllama() -> Path:
-    """The folder of its data; the test is skipped where there is none, or no sentencepiece."""
+    """Return the folder of its data. Skip the test without the data or without sentencepiece."""
     pytest.importorskip("sentencepiece")
     if not (DATA / "babyllama" / "model5000.bin").is_file():
         pytest.skip(f"no trained model in {DATA}: set FOURFOLD_TEST_DATA")
@@ -32,7 +32,7 @@ def stories(data: Path) -> list[list[int]]:
 
 
 def babyllama(data: Path) -> Any:
-    """From llama2.c's format; its rotary pairs are neighbors, and transformers' are half a head apart."""
+    """Convert llama2.c's format. Its rotary pairs are neighbors, and transformers' pairs are half a head apart."""
     import transformers
 
     content = (data / "babyllama" / "model5000.bin").read_bytes()

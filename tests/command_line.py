@@ -1,4 +1,4 @@
-"""The command line in this process; with what it prints, the fixture ``cli``."""
+"""The fixture ``cli``: run the command line in this process, and capture what it prints."""
 
 import sys
 from collections.abc import Callable

@@ -39,9 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample, and write results, if an option says so. Hide GPUs from all tests but those that ``-m gpu`` selects."""
+    """Sample tests and write results if options say so. Hide GPUs from all tests except those that ``-m gpu``
+    selects."""
     if not wants_gpus(config.getoption("markexpr")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one; worker processes inherit it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one, and worker processes inherit it
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
@@ -80,14 +81,14 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Worker processes for tests on several ranks: ``pool.run(world_size, body, *args)``; started at first use."""
+    """Worker processes for tests on several ranks, started at first use: ``pool.run(world_size, body, *args)``."""
     with contextlib.closing(Pool()) as workers:
         yield workers
 
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_starter() -> Iterator[None]:
-    """Fork the local workers of jobs in this process from the server that forks those of ``pool``."""
+    """Fork the local workers of jobs in this process from the server that forks the workers of ``pool``."""
     prepare_fork_server()
     with patch.object(worker_processes, "STARTED_BY", ForkedStarter()):
         yield
@@ -95,13 +96,13 @@ def forked_starter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The workers have the other cores."""
+    """The workers have all remaining cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def heed_interrupts() -> None:
-    """Undo what a shell does for background jobs, of which the tests may be one."""
+    """Undo what a shell does for background jobs, because the tests may be one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -132,6 +133,6 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")  # its event loop is in the way of asyncio's own
 def browser() -> Iterator[Browser]:
-    """A headless Chromium; skips where there is none."""
+    """A headless Chromium. Skip the test if there is none."""
     with chromium() as started:
         yield started

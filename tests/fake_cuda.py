@@ -1,8 +1,8 @@
-"""A GPU without hardware: tensors that say they are on CUDA, and a record of everything the host would wait for.
+"""A GPU without hardware: tensors that claim to be on CUDA, and a record of everything the host would wait for.
 
-``FakeTensorMode`` gives tensors shapes and devices without memory. Torch can run a backward on such tensors if it
-believes that a GPU is there, which ``pretend`` arranges for the rest of this process. Use it in a process of its own:
-``python tests/fake_cuda_steps.py``.
+``FakeTensorMode`` gives tensors shapes and devices without memory. torch runs a backward on such tensors if it believes
+that a GPU exists, which ``pretend`` arranges until the process ends. Use it in a process of its own: ``python
+tests/fake_cuda_steps.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pretend() -> None:
     if torch.version.cuda is not None:
         return
     # A torch without CUDA has no guard to replace, and says that it has no accelerator. Give it a guard that counts no
-    # device, so that torch replaces it by its own that does nothing.
+    # device, so that torch replaces it with its own guard, which does nothing.
     libraries = Path(torch.__file__).parent / "lib"
     guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
     nothing = TABLE(*[_function(0)] * len(TABLE()))
@@ -58,9 +58,9 @@ def _kept(value: Any) -> Any:
 
 
 class HostWaits(TorchDispatchMode):
-    """Records the lines of fourfold at which the host waits for a GPU: numbers it reads, and copies it waits for.
+    """Record the lines of fourfold at which the host waits for a GPU: numbers it reads, and copies it waits for.
 
-    Enter it inside of a ``FakeTensorMode``. Operations whose output's shape depends on data raise by themselves.
+    Enter it inside a ``FakeTensorMode``. Operations with data-dependent output shapes raise by themselves.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -115,7 +115,7 @@ class HostWaits(TorchDispatchMode):
         return out
 
     def _list(self, tensor: Tensor) -> Any:
-        """What ``tolist`` gives, for which the host waits once."""
+        """Return what ``tolist`` gives. The host waits for it once."""
         waited, self.waits = self.waits, Counter()
         values: Any = [self._list(each) for each in tensor] if tensor.dim() else tensor.item()
         self.waits = waited

@@ -1,6 +1,6 @@
-"""Takes one training step of every case of the parity suite on fake CUDA tensors; prints where the host would wait.
+"""Take one training step of every case of the parity suite on fake CUDA tensors, and print where the host would wait.
 
-``python tests/fake_cuda_steps.py [NAME ...]``: JSON by name of the case; without names all cases.
+``python tests/fake_cuda_steps.py [NAME ...]`` prints JSON by name of the case. Without names it takes all cases.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cases() -> dict[str, Case]:
 
 
 def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
-    """The lines at which the host waits in a step and an asynchronous save, with how often it does."""
+    """Return the lines at which the host waits in a step and an asynchronous save, and how often it waits there."""
     model, grid_sizes, sections = case
     training = {**sections.get("training", {}), "precision": precision}
     micro_batches = 2 * grid_sizes.get("pp", 1) * grid_sizes.get("dp", 1) * grid_sizes.get("z", 1)

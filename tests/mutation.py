@@ -20,10 +20,12 @@ Body = list[ast.stmt]
 
 @contextmanager
 def mutated(place: str, old: str, new: str) -> Iterator[list[str]]:
-    """Run the block with ``old`` replaced by ``new``; yields the functions that change.
+    """Run the block with ``old`` replaced by ``new``, and yield the functions that change.
 
-    place: ``module:function``, with the class of a method, or only the module. old: an expression or statements, which
-    must stand there once. new: the same kind, or for an expression that is a statement by itself, statements.
+    Args:
+        place: ``module:function``, including the class of a method, or only the module.
+        old: An expression or statements that occur there exactly once.
+        new: The same kind, or statements for an expression that is a statement by itself.
     """
     module_name, _, function_name = place.partition(":")
     module = importlib.import_module(module_name)
@@ -106,7 +108,7 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _statements(text: str) -> Body:
-    """Statements; ``return`` and ``yield`` may stand outside of a function in a tree."""
+    """Parse statements. ``return`` and ``yield`` may be outside a function in a tree."""
     return ast.parse(textwrap.dedent(text)).body
 
 
@@ -138,14 +140,15 @@ def _bodies(node: ast.AST) -> Iterator[Body]:
 
 
 def _locate(new: list[Any], old: ast.AST) -> None:
-    """Give new nodes the line of the old one, so that no other function seems changed."""
+    """Give new nodes the line of the old one, so that no further function seems changed."""
     for root in new:
         for node in ast.walk(root):
             ast.copy_location(node, old)
 
 
 def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
-    """Code by qualified name, of a compiled module or class; functions in functions belong to their outer one."""
+    """Return the code by qualified name of a compiled module or class. Inner functions belong to their outer
+    function."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             name = prefix + constant.co_name

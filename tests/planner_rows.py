@@ -16,6 +16,6 @@ HEADER = ",".join(COLUMNS)
 
 
 def row_text(**cells: object) -> str:
-    """One line; cells that are not given are those of a small GPT on a node of A100s."""
+    """Return one line. Cells that are not given describe a small GPT on a node of A100s."""
     assert set(cells) <= set(COLUMNS), set(cells) - set(COLUMNS)
     return ",".join(str(cells.get(name, default)) for name, default in COLUMNS.items())

@@ -26,7 +26,7 @@ from patience import PATIENCE
 from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
-"""How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""
+"""How long the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
 
 
 class RemoteTraceback(Exception):
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A body's result, or the exception that it raised, its traceback, and when; a death comes before them."""
+    """A body's result, or its exception with traceback and time. A death is ordered before them."""
 
     value: Any = None
     error: BaseException | None = None
@@ -55,7 +55,7 @@ class Answer:
 
 
 class Pool:
-    """As many workers as the largest run needs; one test at a time runs on the first of them.
+    """As many workers as the largest run needs. One test at a time runs on the first of them.
 
     Every run has a new default group (gloo), one thread, and torch's generator seeded with 0.
     """
@@ -67,7 +67,8 @@ class Pool:
         self._runs = 0
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
-        """Call ``body(rank, world_size, *args)``, a function of a module, on every rank; what they returned.
+        """Call ``body(rank, world_size, *args)``, a function of a module, on every rank. Return what the ranks
+        returned.
 
         The first exception of a rank is raised here. Ranks that hang or die cost the pool a restart.
         """
@@ -96,7 +97,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
             process.start()
-            theirs.close()  # so that the worker's death is the end of the pipe
+            theirs.close()  # so that the worker's death ends the pipe
             self._processes.append(process)
             self._pipes.append(ours)
 
@@ -108,7 +109,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, Answer]:
-        """The answers by rank; incomplete when time is up."""
+        """Return the answers by rank. They are incomplete if time is up."""
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, Answer] = {}
         deadline, died = time.monotonic() + timeout, False
@@ -129,7 +130,7 @@ class Pool:
         return answers
 
     def _show_stacks(self, ranks: list[int]) -> None:
-        """Have the ranks that hang write where to standard error."""
+        """Make hanging ranks write where they hang to standard error."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -141,7 +142,8 @@ def prepare_fork_server() -> None:
 
 
 def imported_by_bodies() -> list[str]:
-    """Modules that the fork server imports: those of this package that the tests have imported, and what they need."""
+    """Return the modules that the fork server imports: modules of this package that the tests have imported, and
+    what they need."""
     models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
     return [
         "pytest",
@@ -183,7 +185,7 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        # Who failed at once would leave while others still connect to it, and these could not connect ever after.
+        # A rank that fails at once would leave while its peers still connect to it, and they could never connect again.
         dist.barrier()
         torch.manual_seed(0)
         body, args = pickle.loads(task.call)
@@ -209,7 +211,7 @@ def _leave_group() -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The exception itself where it survives pickling."""
+    """Return the exception itself if it survives pickling."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:  # an exception's constructor may raise anything

@@ -24,7 +24,7 @@ WINDOWS = [
     pytest.param(width, scheme, marks=() if (width, scheme) in ((400, "dark"), (1280, "light")) else pytest.mark.slow)
     for width, scheme in itertools.product(WIDTHS, SCHEMES)
 ]
-"""Every width in every scheme; one narrow dark window and one wide light window are fast."""
+"""Every width in every scheme. One narrow dark window and one wide light window are fast."""
 FIGURE = re.compile(r'<figcaption><b>([^<]*)</b>[^\n]*?</figcaption><div class="plot"[^<]*</div><script[^>]*>([^<]*)<')
 LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
   const svg = figure.querySelector(".plot svg"), frame = svg.getBoundingClientRect();
@@ -67,7 +67,7 @@ def points(page: str, title: str) -> dict[str, list[Any]]:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A headless Chromium of this machine; the test is skipped where there is none."""
+    """A headless Chromium of this machine. Skip the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
@@ -81,7 +81,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 900) -> Iterator[Page]:
-    """A page in a window of some width, in light or dark colors; then it has said no error, and fetched nothing."""
+    """Open a page in a window of some width, in light or dark colors. It reports no error and fetches nothing."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
     problems: list[str] = []
@@ -103,7 +103,7 @@ class Drawn:
 
 
 def check_looks(page: Page) -> dict[str, Drawn]:
-    """Check that nothing is wider than the window or cut, and that every chart is drawn; return the charts."""
+    """Check that nothing is wider than the window or cut off, and that every chart is drawn. Return the charts."""
     width, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert width <= window
     assert page.evaluate(TOO_WIDE) == []
@@ -117,7 +117,7 @@ def check_looks(page: Page) -> dict[str, Drawn]:
 def check_page(
     browser: Browser, path: Path, widths: Sequence[int] = WIDTHS, schemes: Sequence[str] = SCHEMES
 ) -> dict[str, Drawn]:
-    """Check how a page looks in windows of these widths, light and dark; return its charts in the last one."""
+    """Check how a page looks in windows of these widths, light and dark. Return its charts in the last window."""
     drawn: dict[str, Drawn] = {}
     for width, scheme in itertools.product(widths, schemes):
         with opened(browser, path, width, scheme) as page:

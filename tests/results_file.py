@@ -1,4 +1,4 @@
-"""Results of tests in a file, written as they come, so that a session that is killed leaves them."""
+"""Write test results to a file as they come, so that a killed session leaves them."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ class OnGpu(Tensor):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Everything on ``cuda`` inside is simulated.
+    """Simulate everything on ``cuda`` inside the block.
 
     Attributes:
         waits: How often the host waited for the device, by the line of fourfold that made it wait.
-        collectives: How often each operation of c10d ran, but for those that send Python objects.
+        collectives: How often each c10d operation ran, except operations that send Python objects.
     """
 
     def __init__(self, meta: AsksForMeta) -> None:

@@ -1,4 +1,4 @@
-"""Every benchmark runs, in its tiny form, on a CPU; its numbers mean nothing here."""
+"""Every benchmark runs in its tiny form on a CPU. Its numbers mean nothing here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("bench
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],
     "train_cpu": ["--only", "b"],
-    "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
+    "loki_decode": ["--kernels", "torch"],  # all further benchmarks compile for seconds
 }
 SLOW = {
     "kernels",
@@ -105,7 +105,7 @@ def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Pa
 
 
 class Clock:
-    """A clock that goes on by some seconds whenever it is read."""
+    """A clock that advances by some seconds whenever it is read."""
 
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds
@@ -184,7 +184,7 @@ def test_a_kill_leaves_the_figures(number: signal.Signals, tmp_path: Path) -> No
 
 
 def is_alive(pid: int) -> bool:
-    """True for a process that has not ended; a zombie has."""
+    """Return whether a process is alive. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

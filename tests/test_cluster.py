@@ -83,7 +83,7 @@ def test_on_the_cluster(nodes: int, per_node: int, grid: str, switch: str) -> No
         try:
             out, err = cluster.communicate(timeout=PATIENCE)
         finally:
-            cluster.terminate()  # where the time was up: it removes its links
+            cluster.terminate()  # after a timeout it removes its links
     assert cluster.returncode == 0, err
     if out.startswith("skipped"):
         pytest.skip(out.strip())

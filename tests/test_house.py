@@ -92,7 +92,7 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
 INSIDE_TORCH = {"fake_cuda.py", "simulated_gpu.py"}
-"""Test files that take the place of a GPU below torch, where no name is public."""
+"""Test files that replace a GPU below torch, where no name is public."""
 
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "perf_counter_ns", "monotonic_ns"}
 WITH_A_CLOCK = {
@@ -142,7 +142,8 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def module_of(name: str) -> str | None:
-    """The module that a dotted name is or is in; a public name of the package is in the module that defines it."""
+    """Return the module that a dotted name is or is in. A public name of the package is in the module that defines
+    it."""
     parent, _, attribute = name.rpartition(".")
     if name in MODULES or parent == "fourfold":
         return name if name in MODULES else PUBLIC.get(attribute)
@@ -181,7 +182,7 @@ def room(module: str) -> str:
 
 
 def circles() -> set[frozenset[str]]:
-    """Groups of modules of which each imports all others, directly or by way of others (Tarjan 1972)."""
+    """Return groups of modules that all import each other, directly or through further modules (Tarjan 1972)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -269,7 +270,7 @@ def test_no_import_points_upwards() -> None:
 
 
 def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
-    """It would not start on another's."""
+    """It would not start on GPUs of another maker."""
     for path in MODULES.values():
         for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -24,7 +24,7 @@ def documents_of(inputs: Iterable[str | Path]) -> list[str]:
 
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60, tokenizer: str = "bytes") -> str:
-    """Sentences of random words, about 100 bytes each; a fifth is held out. The prefix of the corpus."""
+    """Write sentences of random words, about 100 bytes each, and hold out a fifth. Return the prefix of the corpus."""
     chance = random.Random(name)
     texts = (" ".join(chance.choices(WORDS, k=chance.randint(10, 30))) for _ in range(documents))
     lines = folder / f"{name}.jsonl"

@@ -11,7 +11,7 @@ FILES = 4
 
 
 def make_dataset(folder: Path, documents: int = 40) -> str:
-    """Write so many documents in four files, and five more in a split `validation`; the name of the dataset."""
+    """Write documents in four files, and five more in a split `validation`. Return the name of the dataset."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save a random model whose every parameter matters, in several files; its folder."""
+    """Save a random model in several files, and return its folder. Every parameter matters."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

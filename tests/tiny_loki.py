@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def loki_model(name: str = "llama", kv_heads: int = 2, seed: int = 0, **changes: Any) -> Any:
-    """Eight query heads; logits of size about 1."""
+    """Eight query heads, with logits of size about 1."""
     import transformers
 
     kind, keys = SHAPES[name]
@@ -59,7 +59,7 @@ def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
 def slow_decode(
     query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_KDD: Tensor, d: int, k: int, scaling: float
 ) -> Tensor:
-    """One step of Loki of one sequence, head by head, as the paper writes it; the group sums its softmaxes."""
+    """Run one step of Loki on one sequence, head by head, as the paper writes it. The group sums its softmaxes."""
     group = len(query_ND) // len(key_KSD)
     out = []
     for head, (key_SD, value_SD, basis_DD) in enumerate(zip(key_KSD, value_KSD, basis_KDD, strict=True)):
@@ -75,7 +75,7 @@ def slow_decode(
 
 @cache
 def name_of_cache() -> str:
-    """The keyword of a forward for its cache; transformers before 5.24 has another."""
+    """The keyword of a forward for its cache, which has another name before transformers 5.24."""
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"

@@ -66,7 +66,7 @@ GEMMA2 = GEMMA | {
     "attn_logit_softcapping": 0.7,
     "final_logit_softcapping": 0.9,
 }
-"""Norms before and after, every second layer slides, capped scores and logits; the caps are so low that they matter."""
+"""Norms before and after, every second layer slides, and scores and logits are capped so low that the caps matter."""
 
 GEMMA3 = GEMMA2 | {
     "num_hidden_layers": 3,
@@ -123,7 +123,7 @@ DEEPSEEK = {
 
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
-    """A run of 8 sequences of 32 tokens a step; ``training`` and other sections are merged over that."""
+    """Return a run of 8 sequences of 32 tokens per step, with ``training`` and further sections merged over it."""
     training = {
         "global_batch_size": 8,
         "micro_batch_size": 2,

@@ -24,7 +24,7 @@ metric_list: [{{metric: acc}}]
 
 
 def make_task(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write a task ``tiny_choice`` of rows of question, choices and label; returns the folder for --include-path."""
+    """Write a task ``tiny_choice`` with rows of question, choices, and label. Return the folder for --include-path."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tasks").mkdir()
     (folder / "tasks" / "tiny.yaml").write_text(_TASK.format(rows=folder / "rows.jsonl"))

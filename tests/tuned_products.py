@@ -1,4 +1,4 @@
-"""Layouts of products that no measurement would choose for a tiny model, so that tests run through all of them."""
+"""Matmul layouts that no measurement would choose for a tiny model, so that tests run through all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVEN = dict.fromkeys(PRODUCTS, Gain(seconds=1, gain=1, low=1, high=1))
 
 
 def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") -> ParityReport | None:
-    """``parity``, with forced layouts of the products where the run's are tuned, also on the grid that resumes."""
+    """Run ``parity`` with forced matmul layouts if the run's are tuned, also on the grid that resumes."""
     verified = as_verified(run, steps)
     with forced_layouts(verified, resharded(verified)):
         return parity(run, torch.device("cpu"), steps, against)

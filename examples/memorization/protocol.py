@@ -1,11 +1,11 @@
-"""The protocol of the goldfish paper at laptop scale: train every arm, audit it, and put them side by side.
+"""Run the goldfish paper's protocol at laptop scale: train every arm, audit it, and compare them.
 
     python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
 
-Documents stand 0 or 300 times in a small corpus; a Llama of about 1 million parameters sees it once (or a quarter of
-it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209; canaries and buckets as in Singh
-et al. 2024, arXiv 2502.08145). An arm takes about two minutes of one core, one of the tutorial's half a minute. What is
-finished is not done again. Writes OUT/results.json and OUT/results.md.
+A small corpus contains documents 0 or 300 times. A Llama of about 1 million parameters sees the corpus once (or a
+quarter of it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209, with canaries and
+buckets as in Singh et al. 2024, arXiv 2502.08145). An arm takes about two minutes on one core, and a tutorial arm half
+a minute. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
 """Tokens of a canary, and how many of its last ones must be repeated."""
 CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
-TUTORIAL_CHARACTERS = 150_000  # likewise, of tutorial.toml
+TUTORIAL_CHARACTERS = 150_000  # the same for tutorial.toml
 HELD_BACK = 0.05
 CORPORA = {
     "exact": Canaries(16, (0, 300), LENGTH),
@@ -50,7 +50,7 @@ CORPORA = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training. corpus: one of ``CORPORA``; the tutorial's has a run file of its own."""
+    """One way of training. ``corpus`` is one of ``CORPORA``. The tutorial has a run file of its own."""
 
     name: str
     title: str
@@ -148,8 +148,8 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     ]
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
-        raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
-    # The suffix after all that precedes it, for members and for those that stand 0 times alike.
+        raise SystemExit(3)  # by a signal: another start continues from its checkpoint
+    # The suffix after everything before it, equally for members and for documents planted 0 times.
     prefix = CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
     record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
@@ -227,7 +227,7 @@ def row_of(arm: Arm, row: dict[str, Any]) -> str:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The mean, and in brackets the range where there are several."""
+    """Return the mean, and in brackets the range if there are several."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 

@@ -15,7 +15,7 @@ SHORTEST = 200  # characters
 
 
 def docstrings() -> Iterator[str]:
-    """Of modules, classes and functions, in the order of the files; those shorter than 200 characters left out."""
+    """Return docstrings of modules, classes, and functions in file order, without those shorter than 200 characters."""
     seen: set[str] = set()
     for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:

@@ -1,4 +1,4 @@
-"""Commands as a user types them: what they print, where they exit, and what they leave behind."""
+"""Commands as a user types them: what they print, how they exit, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_help(cli: Cli) -> None:
 
 
 def test_commands_keep_their_earlier_names(cli: Cli) -> None:
-    """Scripts that call them still work; the help lists them in their groups alone."""
+    """Scripts that call old names still work. The help lists the commands in their groups only."""
     names = [name for commands in PANELS.values() for name in commands]
     assert len(names) == 15
     groups = {"machine": ["doctor", "calibrate", "tune-matmul"], "checkpoint": ["import-hf", "export-hf"]}

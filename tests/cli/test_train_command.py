@@ -1,4 +1,4 @@
-"""``fourfold train`` as a user types it: what it prints, where it exits, and what it leaves behind."""
+"""``fourfold train`` as a user types it: what it prints, how it exits, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
     (run_dir / "report.html").unlink()
     assert cli("report", run_dir) == (0, f"{run_dir / 'report.html'}\n", "")
     assert (run_dir / "report.html").is_file()
-    # Two more steps: the page has a mark where they begin.
+    # Two more steps: the page marks where they begin.
     assert cli("train", path, "--set", "training.train_steps=6", "--set", "name=other")[0] == 0
     loss = chart_specs((run_dir / "report.html").read_text())["Loss"]
     assert [mark["place"][0] for mark in loss["marks"]] == [4]
@@ -155,7 +155,7 @@ def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) ->
 
 @pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
-    """A mistake that only the workers can find is one sentence of the parent, whatever they and torch log."""
+    """A mistake that only the workers can find is one sentence of the parent, whatever torch and the workers log."""
     done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))
     assert "set model.vocab_size = 257" in one_sentence((done.returncode, done.stdout, done.stderr))
     assert not (tmp_path / "runs").exists()

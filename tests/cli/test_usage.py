@@ -24,7 +24,7 @@ def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def wrong_values(kind: object, limits: Any) -> Iterator[str]:
-    """Values that an option of a type refuses, whatever else the command line has."""
+    """Values that an option's type refuses, whatever else the command line has."""
     yield ""
     kinds = {kind, *typing.get_args(kind)}
     if kinds & {int, float}:

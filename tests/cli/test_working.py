@@ -28,7 +28,7 @@ def on_terminal(*arguments: object) -> tuple[str, str]:
     try:
         while part := os.read(outside, 4096):
             shown += part
-    except OSError:  # the other end is closed
+    except OSError:  # the reading end is closed
         pass
     os.close(outside)
     output, _ = process.communicate(timeout=PATIENCE)

@@ -28,7 +28,7 @@ train_steps = 2
 
 
 def table(**sections: Any) -> dict[str, Any]:
-    """The run of FILE; sections are merged over it, other values replace, None removes."""
+    """Return the run of FILE. Sections are merged over it, further values replace, and None removes."""
     result: dict[str, Any] = {
         "model": {"preset": "llama-tiny"},
         "data": {"source": "python-stdlib"},
@@ -79,7 +79,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
             "model.rope_scaling.factr",
             "did you mean 'model.rope_scaling.factor'?",
         ),
-        # The right key in the wrong section, also where that section has one that is spelled alike.
+        # The right key in the wrong section, even if that section has a key with a similar spelling.
         ({"training": {"lr": 1.0}}, "training.lr", "did you mean 'optimizer.lr'?"),
         ({"training": {"warmup_steps": 1}}, "training.warmup_steps", "did you mean 'lr_scheduler.warmup_steps'?"),
         ({"model": {"seq_length": 1}}, "model.seq_length", "did you mean 'training.seq_length'?"),

@@ -15,7 +15,7 @@ CALIBRATION = REPOSITORY / "fourfold" / "planning" / "calibration"
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """A folder in which the pages' commands find what they speak of."""
+    """A folder with everything that the pages' commands name."""
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a copy: some commands write there
     shutil.copy(REPOSITORY / "docs" / "slingshot_runs.csv", tmp_path / "rows.csv")

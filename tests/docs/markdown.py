@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "docs" / "planner_validation.md"
-"""A page that git ignores, and that is only there where docs/planner_validation.py has run."""
+"""A page that git ignores. It exists only if docs/planner_validation.py has run."""
 TRACKED = (page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page != GENERATED)
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *TRACKED]
 
@@ -27,7 +27,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:
-    """The rows of every table, by its header row as it stands, without the outer bars."""
+    """Return the rows of every table by its header row, without the outer bars."""
     tables: dict[str, list[list[str]]] = {}
     for part in re.findall(r"(?:^\|.*\|\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
         header, _, *rows = part.splitlines()

@@ -1,4 +1,4 @@
-"""The API page: its examples run, in order, and its reference is that of the code."""
+"""The API page's examples run in order, and its reference matches the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command in the documentation runs; those that say that they do not are checked for what can be checked."""
+"""Every command in the documentation runs. Commands that cannot run here are checked as far as possible."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def is_quick(block: Block) -> bool:
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
-    """The words of every line, continued lines joined; a command inside srun or torchrun begins at its own name."""
+    """Return the words of every line, with continued lines joined. A command in srun or torchrun begins at its own
+    name."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -85,7 +86,7 @@ WHOLE = [
     for page in PAGES
     if any(is_run(block) and (page.name in LONG or not is_quick(block)) for block in blocks_of(page))
 ]
-"""Pages of which a slow test runs all blocks."""
+"""Pages whose blocks a slow test runs."""
 TUTORIAL = REPOSITORY / "docs" / "memorization.md"
 """Run by tests/docs/test_doc_memorization.py, which looks at what it makes."""
 
@@ -197,7 +198,7 @@ def test_what_is_not_run_has_a_reason() -> None:
 
 
 def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
-    """So that what is run is what is shown; or its commands write it."""
+    """A page runs what it shows, or its commands write it."""
     for page in PAGES:
         shown = {name for block in blocks_of(page) for name in re.findall(r"^# (\w+\.toml)$", block.text, re.MULTILINE)}
         made = {name for block in blocks_of(page) for name in re.findall(r"--(?:out|write) (\w+\.toml)", block.text)}
@@ -235,7 +236,7 @@ def test_every_command_exists_and_its_run_file_loads(page: Path, monkeypatch: py
 
 
 def check_command(words: list[str]) -> None:
-    """Parse without running; ``||`` and what follows is the shell's."""
+    """Parse without running. Everything after ``||`` belongs to the shell."""
     is_refused = "||" in words
     words = words[: words.index("||")] if is_refused else words
     words = words[: words.index(">")] if ">" in words else words

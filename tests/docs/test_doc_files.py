@@ -104,7 +104,7 @@ def test_the_glossary_names_keys_as_the_loader_does() -> None:
 
 
 def test_workflows_and_templates_name_what_exists() -> None:
-    """Parsed as YAML; make targets, paths and versions of Python are the repository's."""
+    """Parse as YAML. Make targets, paths, and Python versions are the repository's."""
     yaml = pytest.importorskip("yaml")
     files = [
         *(REPOSITORY / ".github").rglob("*.yml"),

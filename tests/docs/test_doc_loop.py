@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def program_of(page: str, number: int = 0) -> str:
-    """A block of Python on a page; each is run by a test here."""
+    """A block of Python on a page. A test here runs each of them."""
     found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
     assert len(found) == {"README.md": 1, "docs/parallelize.md": 2}[page]
     return found[number].text
@@ -83,7 +83,8 @@ def check_the_loop_in_the_readme(folder: Path, run: Callable[[str], object]) -> 
 
 
 def test_the_loop_in_the_readme_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
-    """With the variables that torchrun sets; eight of its own processes import transformers for half a minute."""
+    """Run with the variables that torchrun sets. Eight of its own processes would import transformers for half a
+    minute."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -103,7 +104,7 @@ def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> Non
 
 
 def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:
-    """The gradient norm that it prints is that of one process with plain torch."""
+    """The gradient norm that it prints equals one process's with plain torch."""
     printed = torchrun(program, folder, processes)
     names: dict[str, Any] = {}
     exec(program[: program.index("grid = ")], names)

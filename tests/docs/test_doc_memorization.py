@@ -26,7 +26,7 @@ def test_the_law_of_exact_matches() -> None:
 
 
 def test_the_tables_are_what_was_measured() -> None:
-    """The tutorial's arms, which have another model and corpus, stand in a table of their own."""
+    """The tutorial's arms have another model and corpus, so they have a table of their own."""
     results = json.loads((REPOSITORY / "docs" / "figures" / "memorization.json").read_text(encoding="utf-8"))
     protocol = script(REPOSITORY / "examples" / "memorization" / "protocol.py")
     arms = [arm for arm in protocol.ARMS if arm.name in results]

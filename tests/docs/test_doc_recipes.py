@@ -1,4 +1,4 @@
-"""Every run file of examples/ is planned, fits, and stands in the table of docs/recipes.md with what is predicted."""
+"""Every run file of examples/ is planned, fits, and is in the table of docs/recipes.md with its prediction."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_recipe_is_as_declared_and_fits(recipe: recipes.Recipe) -> None:
     if recipe.layout:
         assert describe_layout(workload_of(run).but(**dict(recipe.layout))) == describe_layout(workload_of(run))
     if not run.lora.rank:
-        # A paper's layout, in fourfold, may be more likely to fit than not; the page says so.
+        # A paper's layout, in fourfold, may be more likely to fit than not. The page says so.
         assert recipes.prediction(recipe).p_oom <= (0.5 if recipe.layout else MAX_P_OUT_OF_MEMORY)
 
 
@@ -101,7 +101,8 @@ def test_the_memory_of_lora_is_what_the_trace_counts(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["pretraining/gpt2-xl-1gpu.toml", "axonn/alps/gpt-10b.toml"])
 def test_the_planned_memory_is_what_the_trace_counts(path: str) -> None:
-    """Besides the planner's reserve; where the fullest moment is the beginning of the only backward, no gradients."""
+    """In addition to the planner's reserve. If memory peaks at the beginning of the only backward, there are no
+    gradients."""
     recipe = next(recipe for recipe in recipes.RECIPES if recipe.path == path)
     memory, stage = recipes.traced(recipe), recipes.prediction(recipe).stages[0]
     for states in ("parameters", "optimizer"):

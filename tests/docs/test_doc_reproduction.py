@@ -45,7 +45,7 @@ def test_its_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_options(words: list[str]) -> None:
-    """The command exists, and has the options that are named; what they need is left out."""
+    """Check that the command exists and has the named options, leaving out what they need."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
         name = words[0] if words and words[0] in command.commands else "layout"  # as `fourfold plan` has it
@@ -56,7 +56,7 @@ def check_options(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("k", "h"), [(4, 13), (50, 50)])
 def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> None:
-    """On random tokens, where nothing repeats; the published code falls short with k = 50 and h = 50."""
+    """Random tokens never repeat. The published code falls short with k = 50 and h = 50."""
     tokens = np.random.default_rng(0).integers(2, 8192, (64, 4097))
     documents = np.broadcast_to(np.arange(4097) // 1000, tokens.shape)
     windows = Windows(tokens, documents, np.arange(64))

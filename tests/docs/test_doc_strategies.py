@@ -119,7 +119,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     ids=lambda row: " ".join(row[:2]),
 )
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
-    """A block is the difference of two models, of which one has a layer more."""
+    """A block is the difference between two models with one layer more."""
     model, kept, formula = row
     recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", kept) or ["", "none"])[1]}
     if modules := re.search(r"\[\"(\w+)\"\]", kept):

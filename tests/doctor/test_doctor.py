@@ -71,7 +71,7 @@ def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_processes_of_a_launcher(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of another machine shows what is not in order there; all others say nothing."""
+    """The first process of another machine shows what is wrong there. All further processes say nothing."""
     monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
     monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
     monkeypatch.setattr(examine, "examine_ports", some())
@@ -142,7 +142,7 @@ def test_states_of_a_gpu(changed: dict[str, str], level: str, text: str) -> None
 
 
 def test_older_drivers_have_another_name_for_throttling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for nvidia-smi that knows the old name only, and adds a line for each of two GPUs."""
+    """A stand-in for nvidia-smi that knows only the old name and adds a line for each of two GPUs."""
     values = ", ".join([*list(GPU.values())[:-1], "0x40"])
     refusal = 'case "$1" in *event*) exit 2 ;; esac'
     (tmp_path / "nvidia-smi").write_text(f'#!/bin/bash\n{refusal}\necho "{values}"\necho "{values}" | tr 1 2\n')

@@ -152,7 +152,7 @@ def test_refusals(trained: Path, cli: Cli, tmp_path: Path, options: list, says: 
 
 
 def make_folder(folder: Path, bos: bool) -> Path:
-    """A tiny Llama with a tokenizer that puts a token before a text where ``bos``, and has no EOS where not."""
+    """A tiny Llama. With ``bos`` its tokenizer puts a token before a text, and without it there is no EOS."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, processors
 

@@ -47,7 +47,7 @@ class Steps:
 
 
 def wide(device: torch.device) -> dict[str, Any]:
-    """The wide model on a GPU; its shape in small on a CPU."""
+    """The wide model on a GPU, and a small model of the same shape on a CPU."""
     small = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 257}
     return WIDE if device.type == "cuda" else WIDE | small
 
@@ -63,7 +63,7 @@ def run_on(device: torch.device, model: dict[str, Any], precision: str = "fp32",
 
 
 def long_sequences(device: torch.device, tokens: int, **training: Any) -> dict[str, Any]:
-    """Four micro-batches of one sequence of so many tokens; one of them has no label, another all."""
+    """Return four micro-batches of one sequence of this length. One has no label, another has all."""
     return {"seq_length": length(device, tokens), "global_batch_size": 4, "micro_batch_size": 1, **training}
 
 
@@ -84,7 +84,7 @@ def job_on(device: torch.device, run: RunConfig) -> Iterator[Job]:
 
 
 def steps_on(device: torch.device, run: RunConfig, steps: int = 2) -> Steps:
-    """Train from the run's initial weights on random tokens; the same on every device."""
+    """Train from the run's initial weights on random tokens, which are the same on every device."""
     losses, norms, gradients = [], [], {}
     with job_on(device, run) as job:
         for step in range(steps):

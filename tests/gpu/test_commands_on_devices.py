@@ -28,7 +28,7 @@ def test_one_process_computes_what_float64_does(
 
 
 def test_a_run_resumes_from_an_async_save(command: Command, device: torch.device, prefix: str, tmp_path: Path) -> None:
-    """Resumed steps are those of a run that was not stopped. Every step of the second run is replayed."""
+    """Resumed steps equal the steps of an uninterrupted run. Every step of the second run is replayed."""
     sizes = {"training__train_steps": 6, "training__precision": "bf16", "training__device": device.type}
     file = run_file(tmp_path, prefix, **sizes, checkpoint__interval=3, checkpoint__async_mode="async")
     command("train", file, "--set=name=whole")

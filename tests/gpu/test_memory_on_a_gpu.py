@@ -12,7 +12,7 @@ from one_device import PACKED, run_on
 from benchmarks.one_step import step_of
 
 WIDE_BLOCKS = {"preset": "llama3-8b", "rope_scaling": None, "num_hidden_layers": 2, "vocab_size": 32_000}
-"""As wide as Llama 3 8B, with a small vocabulary, so that several processes fit a GPU."""
+"""As wide as Llama 3 8B, with a vocabulary so small that several processes fit on a GPU."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective": {"activation_checkpoint": {"mode": "selective"}},

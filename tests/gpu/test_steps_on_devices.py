@@ -115,7 +115,7 @@ def test_a_replayed_step_raises_no_false_alarm(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two passes of a healthy device have the same bits, whatever kernels add in any order."""
+    """Two passes of a healthy device have the same bits, in whatever order kernels add."""
     training = more.get("training", {})
     if device.type == "cpu" and training:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -34,7 +34,7 @@ GENERIC = (
 
 @functools.cache
 def keys_of(kind: str) -> tuple[str, ...]:
-    """The keys that transformers' classes of a family read, from whatever release is installed."""
+    """Return the keys that transformers' classes of a family read, in whatever release is installed."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config_class = CONFIG_MAPPING[kind]
@@ -124,14 +124,14 @@ SPECIAL: dict[str, list[Any]] = {
     "layer_norm_eps": [0.5],
     "layer_norm_epsilon": [0.5],
 }
-"""Values of keys for which a value of another kind, or a small change, says little."""
+"""Values of keys that say little if a value of another kind, or a small change, replaces them."""
 
 UNTYPED: list[Any] = [None, True, False, 1, 3, 0.5]
 """Values of a key whose type is unknown, because no configuration of the family has it by itself."""
 
 
 def other_values(key: str, value: Any) -> list[Any]:
-    """Values of a key that are not ``value``, which a configuration has; empty if these are ``UNTYPED``."""
+    """Return the values of a key in a configuration that are not ``value``. Empty if they are ``UNTYPED``."""
     if key in SPECIAL:
         values = SPECIAL[key]
     elif isinstance(value, bool):

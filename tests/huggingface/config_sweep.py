@@ -30,7 +30,7 @@ class Sweep:
         self.config, self.weights, self.ours = model.config, model.state_dict(), model_of(self.raw, name)
         self.tokens = tokens()[:, :24]
         self.compared = 0
-        """Changes with which transformers computes logits, and we compute them too or name what we refuse."""
+        """Changes with which transformers computes logits. We compute them too, or name what we refuse."""
         with torch.no_grad():
             self.logits = model(self.tokens).logits
 
@@ -44,7 +44,8 @@ class Sweep:
         return [sentence for sentence in found if sentence is not None]
 
     def faults_of_any(self, keys: Sequence[str], value: Any) -> list[str | None]:
-        """The faults of keys with the same value: of all at once, then of halves, so that a thousand take no time."""
+        """Return the faults of keys with the same value: of all at once, then of halves, so a thousand keys take no
+        time."""
         if len(keys) == 1:
             return [self.fault({keys[0]: value})]
         if not keys or (self._changes_nothing(dict.fromkeys(keys, value))):
@@ -82,7 +83,7 @@ class Sweep:
             return str(error)
 
     def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor] | None:
-        """The folder of a model with the change, and its logits; None if transformers refuses the change.
+        """Return the folder of a model with the change, and its logits, or None if transformers refuses the change.
 
         The model has the weights of this one if they still fit.
         """
@@ -117,7 +118,7 @@ def _made(folder: Path) -> Any:
 
 
 def _tried(compute: Callable[[], Any]) -> Any:
-    """What transformers computes with a changed configuration; None if it raises, which it does with any error."""
+    """Return what transformers computes with a changed configuration, or None if it raises, with whatever error."""
     try:
         return compute()
     except Exception:  # nothing narrower holds for all keys
@@ -129,7 +130,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _names(change: dict[str, Any]) -> set[str]:
-    """Names by which a refusal may call a change: the key's, or a key's in the table that it names."""
+    """Return names that a refusal may use for a change: the key's, or a key in the table that it names."""
     tables = [value for value in change.values() if isinstance(value, dict)]
     tables += [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
     return {*change, *(key for table in tables for key in table)}

@@ -103,7 +103,7 @@ def test_every_preset_has_a_hugging_face_config(preset: str) -> None:
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
-    """One file, and names without the prefix, as base models are stored; buffers of older files."""
+    """One file with names without the prefix, as base models are stored, and with buffers of older files."""
     folder = make_model(tmp_path / "hf", "gpt2")
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights_of(folder).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -182,7 +182,7 @@ FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixt
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in GRIDS]
 )
 def test_a_grid_reads_its_slices(case: str, pool: Pool, tmp_path: Path) -> None:
-    """Weights bit-equal, the loss that of transformers; and the checkpoint of the grid goes out again bit-equal."""
+    """Weights are bit-equal, the loss is transformers' loss, and the grid's checkpoint is exported bit-equal."""
     name, parallel = GRIDS[case]
     folder = make_model(tmp_path / "hf", name)
     run = run_from(folder, parallel)
@@ -221,7 +221,7 @@ def test_a_run_begins_with_an_import(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_hub_files_may_name_the_experts_otherwise(tmp_path: Path) -> None:
-    """transformers reads both keys, whichever the other families have."""
+    """transformers reads both keys in every family."""
     config = read_config(make_model(tmp_path / "hf", "qwen3_moe"))
     experts = config.pop("num_experts", None) or config.pop("num_local_experts")
     config.pop("num_local_experts", None)
@@ -239,7 +239,7 @@ def test_positions_limit_the_sequence(tmp_path: Path) -> None:
 
 
 def test_ids_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pickles nor code are fetched; without a network and a cache there is a sentence."""
+    """Neither pickles nor code are fetched. Without a network and a cache there is a sentence."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -23,7 +23,7 @@ def loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def gradients_by_their_names(model: Transformer, theirs: Any) -> dict[str, Tensor]:
-    """Our gradients under the names of transformers' modules; zero for what is not trained."""
+    """Return our gradients under the names of transformers' modules, with zeros for frozen parameters."""
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     tensors = name_map(theirs.config.model_type, model.config)
     found = {t.name: t.joined([p.of(grads[p.name]) for p in t.pieces]) for t in tensors}

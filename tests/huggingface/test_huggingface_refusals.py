@@ -93,7 +93,7 @@ def test_mixtures_that_are_not_computed_are_refused(
 
 
 def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
-    """transformers computes such a model, without any rotation; whole heads would be silently wrong."""
+    """transformers computes such a model without any rotation. Rotating whole heads would be silently wrong."""
     folder = make_model(tmp_path / "hf", "gpt_neox")
     config = {key: v for key, v in read_config(folder).items() if key != "rope_parameters"} | {"rotary_pct": 0.0}
     with pytest.raises(UserError, match=r"partial_rotary_factor = 0.0: must be a number > 0 and ≤ 1, such as 1.0"):
@@ -108,7 +108,7 @@ def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """transformers does not load them either; another layer would be an error."""
+    """transformers does not load them either. Another layer would be an error."""
     folder = make_model(tmp_path / "hf", "glm4_moe")
     expected = ours_of(folder)(tokens())
     extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}

@@ -245,7 +245,8 @@ def test_gradients_are_not_summed_over_ranks_twice(pool: Pool, grid: dict[str, i
 
 
 def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) -> list[Tensor]:
-    """Logits after each way to set the weights, all behind a forward without a backward; and a step's behind one."""
+    """Return the logits after each way to set the weights, each after a forward without a backward, and after a
+    step."""
     model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens, labels = (model.rows(each) for each in make_batch())
@@ -328,8 +329,8 @@ def test_what_would_be_lost_or_wrong_is_refused_on_every_process(pool: Pool, tmp
 
 
 def low_precision_body(rank: int, world_size: int, grid: dict[str, int]) -> list[float] | None:
-    """The relative error of a bf16 model's gradients, in two steps each with one micro-batch and with one a sequence;
-    every step on the same weights."""
+    """Return the relative error of a bf16 model's gradients, in two steps each with one micro-batch and with one per
+    sequence. Every step uses the same weights."""
     model = fourfold.parallelize(make("llama").bfloat16(), Grid(ParallelConfig(**grid), "cpu"))
     exact = make("llama").bfloat16().float()
     tokens = torch.randint(4, 200, (128, 8), generator=torch.Generator().manual_seed(6))

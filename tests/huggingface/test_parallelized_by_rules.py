@@ -103,7 +103,7 @@ HEAD_NORMS = {"*.q_norm": "replicate", "*.k_norm": "replicate"}
 
 
 class Flat(nn.Module):
-    """A layer whose norm stands in one module with the linear layers."""
+    """A layer whose norm is in one module with the linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

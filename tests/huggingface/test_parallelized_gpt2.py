@@ -100,7 +100,7 @@ def counted_heads_body(rank: int, world_size: int, sizes: dict[str, int]) -> dic
 
 @pytest.mark.parametrize("axis", ["x", "y"])
 def test_heads_that_are_counted_are_not_cut(pool: Pool, axis: str) -> None:
-    """As in OpenAI's first GPT, which has a ``split_size`` as GPT-2 has; what the refusal advises is exact."""
+    """OpenAI's first GPT has a ``split_size`` as GPT-2 does. What the refusal advises is exact."""
     found = pool.run(2, counted_heads_body, {axis: 2})[0]
     assert difference(found, reference("openai_gpt")[2]) < 5e-6
 
@@ -118,7 +118,7 @@ def decayed_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str,
 
 @pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}])
 def test_decay_by_the_dims_of_the_untouched_model(pool: Pool, sizes: dict[str, int]) -> None:
-    """As docs/parallelize.md has it; by the dims of the local parameters the biases in parts would decay too."""
+    """Weight decay follows docs/parallelize.md. By the dims of local parameters, biases in parts would decay too."""
     found = pool.run(2, decayed_body, sizes)[0]
     model, (tokens, labels) = make("gpt2"), make_batch()
     model(input_ids=tokens, labels=labels).loss.backward()

@@ -1,4 +1,4 @@
-"""Sliding layers of a config.json: transformers' kinds and bases of rotary frequencies; malformed ones are refused."""
+"""Sliding layers of a config.json have transformers' kinds and rotary bases, and malformed ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of models that others made: no path out of them is followed, no code is run, nothing hangs."""
+"""Untrusted model folders: no path out of them is followed, no code runs, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refusal(folder: Path) -> str:
 
 
 def changed_index(folder: Path, file: object) -> str:
-    """Have the index place all tensors of the first file in another one; the name of the first file."""
+    """Make the index place all tensors of the first file in another file. Return the first file's name."""
     index = json.loads((folder / INDEX_FILE).read_text())
     first = sorted(index["weight_map"].values())[0]
     index["weight_map"] = {name: file if old == first else old for name, old in index["weight_map"].items()}

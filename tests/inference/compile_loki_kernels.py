@@ -11,8 +11,8 @@ from triton.compiler import ASTSource
 from fourfold.inference.loki import triton_kernels
 
 TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "gfx942", 64), "hsaco", 64 * 1024)]
-"""An H100, with warps of 32 threads, and an MI300, with wavefronts of 64: machine code, and the shared memory that a
-block can have (NVIDIA's is that of compute capability 8.6 and 8.9, which have least)."""
+"""An H100 with warps of 32 threads, and an MI300 with wavefronts of 64: machine code, and a block's shared memory.
+NVIDIA's limit is for compute capability 8.6 and 8.9, which have the least."""
 
 ALIGNED = [["tt.divisibility", 16]]
 SIZES = {"G": 4, "GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
@@ -25,7 +25,7 @@ TYPES = {
 
 
 def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
-    """For heads of this width, of which d dims rank; as they are launched: with aligned sizes and pointers."""
+    """Compile for heads of this width, ranked by d dims, as they are launched: with aligned sizes and pointers."""
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):

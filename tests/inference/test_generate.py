@@ -88,7 +88,7 @@ def test_generation_ends_at_a_stop_string(tmp_path: Path) -> None:
 
 
 def test_without_stop_strings_each_token_decodes_the_text_once(tmp_path: Path) -> None:
-    """For the streamer, and not once more to look for texts at which to stop."""
+    """Decode once for the streamer, and not again to look for texts that stop generation."""
     lengths = []
 
     class Counted(ByteTokenizer):

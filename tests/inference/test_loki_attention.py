@@ -1,4 +1,4 @@
-"""Loki inside models of transformers: exact where it must be, and what it says to be everywhere else."""
+"""Loki inside transformers models is exact if it must be, and what it claims to be in every other case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = LokiConfig(k_f=1.0, min_seq=0)
 
 @pytest.fixture
 def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loki's own path is taken even where it attends to everything."""
+    """Take Loki's own path even if it attends to everything."""
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
 
 
@@ -65,7 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "SmolLM3": FULL,
     "Starcoder2": {},
 }
-"""Supported besides SHAPES, with keys that make them small and without windows."""
+"""Further supported model types, with keys that make them small and without windows."""
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -202,7 +202,7 @@ def test_layers_with_a_window_stay_dense(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_two_models_may_share_a_configuration(llama: tuple[Any, LokiBasis]) -> None:
-    """transformers keeps the choice of attention there: the other model must go on as it was."""
+    """transformers keeps the choice of attention there. The second model must stay as it was."""
     model, basis = llama
     other = type(model)(model.config).eval()
     tokens = prompt()
@@ -240,7 +240,7 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
 
 @pytest.mark.slow
 def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
-    """With all keys nothing changes; with some, nearly the same ones are chosen, and attended to exactly."""
+    """With all keys nothing changes. With some, nearly the same keys are chosen, and attended to exactly."""
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits

@@ -72,7 +72,7 @@ def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
 
 
 def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention filled it; Loki goes on, with one width and with another, and full attention after it."""
+    """Full attention fills it, Loki continues with one width and with another, and full attention follows."""
     model, basis = llama
     tokens = prompt()
 
@@ -96,7 +96,7 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
 
 
 def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
-    """The cache goes on with rotated keys, and gives what one that began with them does."""
+    """The cache continues with rotated keys, and gives the same as a cache that began with them."""
     model, basis = llama
     tokens, rotated = prompt(), replace(SPARSE, cache="rotated")
     enable_loki(model, basis.random(), rotated)

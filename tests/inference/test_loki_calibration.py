@@ -220,7 +220,7 @@ def test_how_many_keys() -> None:
 
 @pytest.mark.parametrize("length", [50, 20_000, 40_000])
 def test_the_best_are_the_best(length: int) -> None:
-    """Also with ties, with nothing to choose from, and where the sample misleads."""
+    """Also with ties, with nothing to choose from, and with a misleading sample."""
     generator = torch.Generator().manual_seed(length)
     periodic = torch.zeros(length)
     periodic[::SAMPLED] = torch.rand(len(periodic[::SAMPLED]), generator=generator)

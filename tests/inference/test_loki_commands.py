@@ -126,7 +126,7 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_but_the_text_is_printed(model: Path) -> None:
-    """A fresh process, in which transformers imports its own dependencies, leaves standard error empty."""
+    """A fresh process leaves standard error empty, though transformers imports its own dependencies there."""
     command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

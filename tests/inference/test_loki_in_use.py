@@ -93,7 +93,7 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
 
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    """As transformers does after each update; what is gone from the device is NaN here."""
+    """Replace the device's copy with NaN, as transformers frees it after each update."""
     model, basis = llama
     enable_loki(model, basis, replace(SPARSE, cache=cache))
     tokens, found = prompt(), []
@@ -182,7 +182,7 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
     ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
 )
 def test_padding_does_not_count(llama: tuple[Any, LokiBasis], config: LokiConfig) -> None:
-    """A sequence of 46 tokens chooses as many keys alone as beside one of 86."""
+    """A sequence of 46 tokens chooses as many keys alone as in a batch with one of 86."""
     model, basis = llama
     enable_loki(model, basis, config)
     tokens, padding = prompt(2, 90), 40
@@ -351,7 +351,7 @@ def test_a_benchmark_of_a_short_context() -> None:
 
 
 def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention filled it; then two widths rank it in turn."""
+    """Full attention fills it. Then two widths rank it in turn."""
     model, basis = llama
     tokens, found = prompt(), []
     with torch.no_grad():

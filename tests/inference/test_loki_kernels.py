@@ -49,7 +49,7 @@ def step(
     rotated: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One step by the kernels, and by torch's operations; the cache has room to grow behind each head's rows."""
+    """Return one step by the kernels and by torch's operations. The cache has room to grow after each head's rows."""
     generator = torch.Generator().manual_seed(length)
     heads = 2
     room = torch.randn(batch, heads, length + 13, width, generator=generator)
@@ -132,7 +132,7 @@ def test_splits_of_a_row_stay_few() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
-    """Ranks in float32 may prefer another key than ranks rounded to 16 bits; nearly all keys are the same set."""
+    """Ranks in float32 may prefer another key than ranks rounded to 16 bits. Nearly all keys are the same set."""
     if kernels == "numba" and dtype == torch.float16:
         pytest.skip("Numba does not compute with float16")
     if kernels == "triton" and DEVICES["triton"] == "cpu" and dtype == torch.bfloat16:
@@ -155,7 +155,7 @@ def test_padding_and_ends(kernels: str, ends: dict[str, int]) -> None:
 
 
 def test_rotated_cache_and_extreme_scores(kernels: str) -> None:
-    """A proxy that is part of each key's row; softmaxes in which nearly every weight is zero, so that most keys tie."""
+    """The proxy is part of each key's row. In the softmaxes nearly every weight is zero, so most keys tie."""
     ours, torchs = step(kernels, LokiConfig(k=64, min_seq=0), 900, rotated=True)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
     ours, _ = step(kernels, LokiConfig(k=64, min_seq=0), 900, scale=300.0)
@@ -192,7 +192,7 @@ def test_a_model_generates_by_kernels(kernels: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
-    """Keys and values of all others may be NaN; what is chosen may not: it must be seen, never silently lost."""
+    """Keys and values that are not chosen may be NaN. A chosen NaN must show, and never be lost silently."""
     config = LokiConfig(k=20, min_seq=0, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)

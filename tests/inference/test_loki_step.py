@@ -105,7 +105,7 @@ def test_a_key_that_is_no_number_shows(config: LokiConfig, group: int, reduce: s
 
 
 def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
-    """Also where its softmax is too small for a number: the best is far above, and the others are not alike."""
+    """Also if its softmax is too small for a number: the best is far above all unequal rest."""
     value = torch.linspace(-1.0, 1.0, 600)[None, None, :, None].repeat(1, 1, 1, 2)
     key = value.clone()
     key[0, 0, 300] = torch.tensor([300.0, -300.0])  # ranks first, and weighs little
@@ -115,7 +115,7 @@ def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
 
 
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:
-    """Behind each head's rows there is room; the rows of the next head begin after it."""
+    """There is room after each head's rows. The rows of the next head begin after it."""
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
@@ -127,7 +127,7 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
 def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all at once, also where some sequences may attend to fewer keys, or to none; sums in fp32 or wider."""
+    """As all at once, also if some sequences may attend to fewer keys, or to none. Sums are in fp32 or wider."""
     monkeypatch.setattr(attend, "GATHER_BYTES", at_once)
     visible = torch.arange(40) >= torch.tensor([0, 30, 40])[:, None, None]
     chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
@@ -149,7 +149,7 @@ def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
-    """Nor spoils those of others."""
+    """A NaN in one sequence does not spoil another sequence."""
     visible = torch.ones(2, 1, 40, dtype=torch.bool)
     visible[1] = False
     basis = torch.linalg.qr(torch.randn(2, 8, 8)).Q[..., :4]

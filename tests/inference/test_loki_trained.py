@@ -18,7 +18,7 @@ Trained = tuple[Any, LokiBasis, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def trained() -> Trained:
-    """The model, a basis of three stories, and two others in windows of its context."""
+    """The model, a basis from three stories, and two more stories in windows of its context."""
     data = needs_babyllama()
     model, tokens = babyllama(data), stories(data)
 

@@ -183,7 +183,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
     assert found["generation"]["agrees_with_one_pass"] == 1
     assert found["loss"]["mean"] != record["loss"]["mean"]
     assert found["by_position"][-1]["to"] == record["by_position"][-1]["to"] == 39
-    # What stands before is no part of a document: the mask is replayed as without it.
+    # Tokens before a document are no part of it: the mask is replayed as without them.
     assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
     with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
         pool.run(1, on_grid, request_of(trained, offset=45))
@@ -292,7 +292,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
 
 def test_gate(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--prefix", 10]
-    # One token is repeated by chance; twenty are not.
+    # One token is repeated by chance. Twenty are not.
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0
 

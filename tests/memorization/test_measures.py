@@ -32,7 +32,7 @@ def same_draws() -> None:
 
 
 def scores_of(agrees: list[int], log_prob: float = -0.5) -> TokenScores:
-    """Scores of a document in which greedy decoding is right at these places."""
+    """Return scores of a document for which greedy decoding is right at these positions."""
     tokens = np.arange(len(agrees) + 1)
     predicted = np.where(np.array(agrees, dtype=bool), tokens[1:], -1)
     filled = np.full(len(agrees), log_prob)
@@ -140,7 +140,7 @@ def test_exposure() -> None:
 
 
 def longest_common_subsequence(a: list[int], b: list[int]) -> int:
-    """By its definition: the longest subsequence of one that is one of the other."""
+    """Follow the definition: the longest subsequence of one that is also a subsequence of the second."""
     for size in range(len(a), 0, -1):
         for chosen in itertools.combinations(a, size):
             rest = iter(b)

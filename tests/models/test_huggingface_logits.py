@@ -81,7 +81,7 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def gpt2_weights(model: Transformer) -> dict[str, Tensor]:
-    """GPT-2's names; its linear layers hold [in, out], and queries, keys and values in one."""
+    """GPT-2's names. Its linear layers hold [in, out], and join queries, keys, and values."""
     ours = model.state_dict()
     vocab = model.config.vocab_size
     weights = {
@@ -138,7 +138,7 @@ def test_llama(sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_stretched_frequencies(rope: dict[str, Any]) -> None:
-    """At the real head size, where channels fall on both sides of every border and between them."""
+    """Use the real head size, so that channels are on both sides of every border and between the borders."""
     model = filled(head_dim=128, rope_theta=500000.0, rope_scaling={**rope, "original_max_position_embeddings": 8192})
     frequencies, factor = rope_frequencies(model.config)
     theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model)).model.rotary_emb

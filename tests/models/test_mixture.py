@@ -224,7 +224,7 @@ def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.M
 @NEEDS_THE_KERNEL
 @pytest.mark.parametrize("sizes", [[0, 24, 0], [0, 0, 7, 0, 1, 0], [129, 0, 0, 3], [1, 0]], ids=str)
 def test_the_gpus_kernel_takes_empty_groups(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of an empty group's matrix are zero, whatever the memory held before (pytorch issue 172439)."""
+    """The gradient of an empty group's matrix is zero, whatever the memory held before (pytorch issue 172439)."""
     loop = grouped_by(False, sizes, "cuda", monkeypatch)
     poison = [torch.full((len(sizes), 32, 16), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
     del poison  # the allocator gives this memory to the kernel's output

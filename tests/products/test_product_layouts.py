@@ -63,7 +63,7 @@ def test_layouts_change_no_product(layout: LayerLayout) -> None:
 
 
 def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
-    """Compare the sizes of all products of a step with those that are tuned."""
+    """Compare the sizes of all matmuls of a step with the tuned sizes."""
     seen: set[tuple[str, ProductSizes]] = set()
 
     class Noting(Products):
@@ -124,7 +124,7 @@ def test_all_ranks_take_the_layouts_of_the_first(pool: Pool, tmp_path: Path) -> 
 
 
 def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict[str, Tensor]]:
-    """The weights after a step with stochastic rounding, whatever the order of their memory."""
+    """Return the weights after a step with stochastic rounding, whatever the order of their memory."""
     found = []
     for run in runs:
         with forced_layouts(run):
@@ -136,7 +136,7 @@ def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict
 
 
 def test_stochastic_rounding_steps_turned_weights_alike(pool: Pool, tmp_path: Path) -> None:
-    """Noise comes in the order of memory, so each weight may be rounded to the other neighbor, and no further."""
+    """Noise follows the order of memory, so each weight may be rounded to its second neighbor, and no further."""
     training = {"precision": "bf16", "master_weights": "bf16"}
     runs = [
         tiny_run(

@@ -85,7 +85,7 @@ def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("output", "turned"), [(2.2, True), (3.0, False)])
 def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
-    """Input gradients in half the time; outputs, which recomputation may run twice, are slower."""
+    """Input gradients take half the time. Outputs, which recomputation may run twice, are slower."""
     copies = (Way(right="turned"), Way(right="padded"), Way(left="padded"), Way(right="turned and padded"))
     times = {("output", True, way): 4.0 for way in copies} | {("output", True, Way()): output}
     slow_products(monkeypatch, times | {("input_gradient", True, Way()): 1.0})

@@ -4,7 +4,7 @@ import json
 
 
 def make_run(run_dir, records, **files):
-    """A run's folder; ``sample_txt`` and the like are further files."""
+    """Write a run's folder. ``sample_txt`` and similar arguments are further files."""
     run_dir.mkdir(exist_ok=True, parents=True)
     (run_dir / "run.toml").write_text("[model]\nhidden_size = 64 # <tiny> & fast\n")
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -20,7 +20,7 @@ def record(step, **changes):
 
 
 def expert_record(step, **changes):
-    """Two layers of three experts; the second layer is uneven."""
+    """Two layers of three experts. The second layer is uneven."""
     values = {"layers": [1, 2], "dropped_share": [0.0, 0.0], "router_entropy": [1.0, 0.5]}
     return {"step": step, "tokens": step * 1000, "tokens_per_expert": [[4, 4, 4], [9, 3, 0]]} | values | changes
 

@@ -101,7 +101,7 @@ def test_curves_follow_the_controls(browser: Browser, run_page: Path) -> None:
 
 
 def test_smoothing_is_the_mean_of_neighbors(browser: Browser, run_page: Path) -> None:
-    """Weighted by exp(−distance/tau), at the ends too; evaluations and the learning rate stay as they are."""
+    """Weights are exp(−distance/tau), at the ends too. Evaluations and the learning rate stay as they are."""
     with opened(browser, run_page, 1280, "light") as page:
         page.locator("[data-control=smoothing]").fill("100")
         assert "over 10 % of the run" in page.inner_text(".controls")

@@ -53,13 +53,13 @@ def request(folder: Path) -> Any:
 
 
 def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> Candidates:
-    """Layouts within ``LIMITS``; ``memory``: bytes of a device."""
+    """Return layouts within ``LIMITS``. ``memory`` is in bytes of a device."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    # As on a CPU, where none is left out for its memory, but with a GPU's doubt.
+    # As on a CPU, no layout is left out for its memory, but with a GPU's doubt.
     return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 
@@ -84,7 +84,8 @@ class FakeTrial:
     polls: int = field(default=0)
 
     def has_started(self) -> bool:
-        """At once if it hangs; else when it ends, so that no limit of time ends it before on a busy machine."""
+        """Answer at once if it hangs, and otherwise when it ends, so that no time limit ends it early on a busy
+        machine."""
         return self.what == "hang" or self.polls > 0
 
     def exit_code(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The layouts of a search: those that the planner's rules and the given values leave."""
+"""A search tries the layouts that the planner's rules and the given values allow."""
 
 from __future__ import annotations
 

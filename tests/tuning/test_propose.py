@@ -24,7 +24,7 @@ def failed(index: int, outcome: Outcome) -> Trial:
 
 
 def played(candidates: Candidates, truth: np.ndarray, limit: float = np.inf, most: int = 60) -> list[Trial]:
-    """A whole search, where layouts that truly need more than ``limit`` run out of memory."""
+    """Run a whole search. Layouts that truly need more than ``limit`` run out of memory."""
     trials: list[Trial] = []
     need = candidates.needed * 1.4
     while len(trials) < most and (index := propose(candidates, trials).index) is not None:
@@ -180,7 +180,7 @@ def test_trials_that_surprise_make_the_others_less_certain(candidates: Candidate
 
 
 def test_a_slow_axis_is_slow_elsewhere(candidates: Candidates) -> None:
-    """One trial whose time is mostly communication over x corrects the other layouts that have it."""
+    """One trial that mostly communicates over x corrects all layouts with x."""
     x = candidates.shares[:, 2]
     most, no = int(np.argmax(x)), int(np.argmin(x))
     trials = [done(no, float(candidates.seconds[no])), done(most, 1.5 * float(candidates.seconds[most]))]

@@ -1,4 +1,4 @@
-"""A search with trials that pretend: failures are results, and one that was killed goes on where it was."""
+"""Searches with pretended trials: failures are results, and a killed search continues where it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that are real: `fourfold train` in processes of its own, and as jobs of a stand-in for SLURM."""
+"""Real trials: `fourfold train` in its own processes, and as jobs of a stand-in for SLURM."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def result_of(attempt: Attempt) -> Result:
 
 
 def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> Result:
-    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # other tests have the other cores
+    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # further tests have the remaining cores
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
     return result
@@ -97,7 +97,7 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.slow
 def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
-    """Three real trials of two processes; of the first one a worker gets SIGKILL."""
+    """Run three real trials of two processes. One worker of the first trial gets SIGKILL."""
     path = run_file(tmp_path, prefix, training__device="cpu", parallel__dp=2)
     killed: list[int] = []
 
@@ -199,7 +199,7 @@ def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkey
 
 @pytest.mark.slow
 def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real trials of one process; the second call goes on, and a third has nothing left to do."""
+    """Real trials of one process: the second call continues, and a third has nothing left to do."""
     monkeypatch.chdir(tmp_path)
     run_file(tmp_path, prefix, training__device="cpu")
     command = ["tune", "run.toml", "--space", "micro_batch=1,2,4", "--space", "recompute=none", "--steps", 2]

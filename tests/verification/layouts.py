@@ -39,8 +39,8 @@ OF_GEMMA2 = {key: GEMMA2[key] for key in ("sliding_window", "layer_types", "attn
 OF_OLMO = {"qk_norm": True, "qk_norm_over": "all_heads", "zero_centered_norm": True}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
-# Two to a line: the model, the grid, and what else is on. Global batch 8 in micro-batches of 2, so that most grids
-# accumulate; labels are always masked unevenly.
+# Each row has the model, the grid, and what else is on. The global batch is 8 in micro-batches of 2, so most grids
+# accumulate. Labels are always masked unevenly.
 CASES: dict[str, Case] = {
     "one process": (LLAMA, {}, {}),
     "x2": (LLAMA, {"x": 2}, {}),

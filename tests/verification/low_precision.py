@@ -17,7 +17,8 @@ from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity import shortened
 
 LIMIT = 1.5
-"""The error of a grid, which rounds partial sums too, over that of one process in the same precision."""
+"""Return the grid's error divided by the error of one process in the same precision. The grid also rounds partial
+sums."""
 
 FP16_SCALE = 1024.0
 """A loss scale at which small models neither overflow nor lose their gradients."""
@@ -32,7 +33,7 @@ class PrecisionError(NamedTuple):
 
 
 def precision_error(run: RunConfig, device: torch.device, steps: int = 16) -> PrecisionError | None:
-    """The error of ``steps`` steps; every process of the grid calls this, and rank 0 gets it."""
+    """Return the error of ``steps`` steps on rank 0. Every process of the grid calls this."""
     scaling = run.loss_scaling.model_copy(update={"initial": FP16_SCALE})
     run = shortened(run, steps).model_copy(update={"loss_scaling": scaling})
     job = Job(run, Grid(run.parallel, device.type), device)

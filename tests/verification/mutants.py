@@ -36,10 +36,11 @@ FROM_STEP_1 = {"masks": {"goldfish": {"strategy": "static", "start_step": 1}}}
 
 
 class Mutant(NamedTuple):
-    """A fault: in ``module``, ``old`` becomes ``new``. It makes a run of this model, grid and sections wrong.
+    """A fault: in ``module``, ``old`` becomes ``new``, which makes a run of this model, grid, and sections wrong.
 
-    module: ``parallel.head:cross_entropy`` names a function of a module too. old and new: expressions or statements,
-    which ``mutation.mutated`` finds by their syntax trees, so that layout and comments do not matter.
+    ``module`` can name a function of a module too, as in ``parallel.head:cross_entropy``. ``old`` and ``new`` are
+    expressions or statements. ``mutation.mutated`` finds them by their syntax trees, so layout and comments do not
+    matter.
     """
 
     fault: str

@@ -17,7 +17,7 @@ EP2DP4, EP2Z4 = {"dp": 4, "ep": 2}, {"z": 4, "ep": 2}
 def on_grid(
     fault: str, module: str, old: str, new: str, model: dict[str, Any], grid: dict[str, int], sections: Any = None
 ) -> Mutant:
-    """A fault in the code of the grid, of which the decoder in plain PyTorch has nothing: it is the reference."""
+    """A fault in the grid's code. The reference, a decoder in plain PyTorch, has nothing like that code."""
     return Mutant(fault, module, old, new, model, grid, sections or {}, against="plain")
 
 

@@ -1,4 +1,4 @@
-"""Faults in Muon and Lion, and in the way in which Muon's matrices are put together."""
+"""Faults in Muon and Lion, and in how Muon's matrices are put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in the ways in which ranks share work: parts of a batch in turn, data parallel, pipeline, context."""
+"""Faults in how ranks share work: batch parts in turn, data parallel, pipeline, context."""
 
 from __future__ import annotations
 

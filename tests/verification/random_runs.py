@@ -31,7 +31,7 @@ def random_table(seed: int) -> Table:
 
 
 def run_of(table: Table, folder: Path) -> RunConfig:
-    """The run file of a table. Raises ``UserError`` where it is not legal."""
+    """Return the run file of a table. Raise ``UserError`` if it is not legal."""
     return make_run({**table, "output_dir": str(folder)})
 
 
@@ -44,7 +44,7 @@ def is_legal(table: Table) -> bool:
 
 
 def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
-    """A smaller run file that fails: keys left out, numbers made smaller, one after the other while it still fails."""
+    """Return a smaller run file that fails: leave out keys and reduce numbers, one at a time, while it still fails."""
     while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
         table = smaller
     return table
@@ -104,7 +104,7 @@ def _draw(draw: random.Random) -> Table:
 
 
 def _add_experts(draw: random.Random, table: Table) -> None:
-    """Make a mixture of experts of the model; its experts are split over none, some or all ranks that can have them."""
+    """Make the model a mixture of experts. Its experts are split over none, some, or all ranks that can have them."""
     model, grid = table["model"], table["parallel"]
     experts = draw.choice((2, 4, 6, 8))
     model |= {"mlp": draw.choice(("swiglu", "geglu")), "mlp_bias": False, "num_experts": experts}
@@ -181,7 +181,7 @@ def _model(draw: random.Random) -> dict[str, Any]:
 
 
 def _grid(draw: random.Random) -> dict[str, Any]:
-    """Axes of 1 to 4; those that come first are as likely to be large as the others."""
+    """Draw axes of 1 to 4. The first axes are as likely to be large as the last ones."""
     sizes = dict.fromkeys(AXES, 1)
     left = draw.choice((2, 3, 4, 4, 6, 8, 8, 8))
     for axis in draw.sample(AXES, len(AXES)):
@@ -197,7 +197,7 @@ def _grid(draw: random.Random) -> dict[str, Any]:
 
 
 def _per_node(draw: random.Random, grid: dict[str, Any]) -> int:
-    """Ranks of a shard group in a node: mostly some of several, where that is possible."""
+    """Draw the ranks of a shard group per node: mostly some of several, if that is possible."""
     ranks = grid["z"] * (grid["dp"] * grid["cp"] if grid["zero"] else 1)
     return draw.choice([1, ranks, *(2 * [n for n in range(2, ranks) if ranks % n == 0])])
 

@@ -1,7 +1,7 @@
-"""Activations that a GPT block keeps are those of Korthikanti et al. 2022 (arXiv 2205.05198), to the byte.
+"""A GPT block keeps the activations of Korthikanti et al. 2022 (arXiv 2205.05198), to the byte.
 
-Their section 4.1 with two bytes a number: 34·s·b·h + 5·a·s²·b of one block. Two of the 34 are masks of dropout, and the
-scores are never stored by flash attention, which keeps a float32 log-sum-exp for each head and token instead.
+Their section 4.1, with two bytes per number, has 34·s·b·h + 5·a·s²·b for one block. Two of the 34 are dropout masks.
+Flash attention never stores the scores, and keeps a float32 log-sum-exp for each head and token instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL = GPT | {"max_position_embeddings": S}
 
 
 def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
-    """Bytes by which a model of more blocks keeps more."""
+    """Return how many bytes more a model of more blocks keeps."""
     training = {"global_batch_size": B, "micro_batch_size": B, "seq_length": S, "precision": precision}
     few, more = (
         trace(

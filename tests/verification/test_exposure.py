@@ -25,7 +25,7 @@ LINE = ("x", "all_gather", "tokens")
 
 
 def exposed_of(model: dict[str, Any], grid: dict[str, Any], whole: bool = False, **sections: Any) -> dict[str, float]:
-    """The exposed share of the bytes of each collective, by axis and purpose; by default of one micro-batch."""
+    """Return the exposed fraction of each collective's bytes, by axis and purpose, by default for one micro-batch."""
     sections = {"training": {"global_batch_size": 2}} | sections
     report = trace(tiny_run(model, grid, **sections), whole)
     return {f"{c.axis} {c.op} {c.purpose}": c.exposed_bytes / c.bytes for c in report.collectives}
@@ -76,7 +76,7 @@ IN_PARTS = [
     "x all_gather up: tokens",
     "x reduce_scatter down: outputs",
 ]
-"""No product lies between the sum of one layer and the gather of the next."""
+"""No matmul lies between the sum of one layer and the gather of the next."""
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -99,7 +99,7 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 1), pytest.param("full", 2, marks=pytest.mark.slow)])
 def test_three_parts_over_x_alone_run_ahead(mode: str, blocks: int) -> None:
-    """Nothing hides the first gather: that of the first block alone, or with full recompute that of each block."""
+    """Nothing hides the first gather: the first block's alone, or with full recompute each block's."""
     sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
     shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
     assert [shares[name] for name in IN_PARTS] == [1 / 3 * blocks / 2, 0, 0, 1 / 3 * blocks / 2]
@@ -224,7 +224,7 @@ def seconds_of(
 
 
 def thin_links() -> Machine:
-    """A machine on which a tiny model's collectives take about as long as its products."""
+    """A machine where a tiny model's collectives take about as long as its matmuls."""
     machine = load_machine("dgx-h100")
     slow = {name: getattr(machine, name) / 20 for name in ("achieved_fp32", "attention", "memory_bandwidth")}
     return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)
@@ -306,7 +306,7 @@ GPT_20B = {"preset": "gpt-20b", "num_hidden_layers": 16}
 def assert_agreement(
     model: dict[str, Any], grid: dict[str, int], sequences: int, parts: int, mode: str, machine: Machine, bound: float
 ) -> None:
-    """Check the planner's exposed seconds against the trace's; bound: the largest difference, as a share of these."""
+    """Check the planner's exposed seconds against the trace. ``bound`` is the largest relative difference."""
     training = {"micro_batch_size": sequences, "global_batch_size": sequences * grid.get("z", 1) * grid.get("dp", 1),
                 "seq_length": 2048, "train_steps": 1, "precision": "bf16"}  # fmt: skip
     run = make_run({

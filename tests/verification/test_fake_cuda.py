@@ -33,7 +33,7 @@ FAST = {
 
 
 def waits(*names: str) -> dict[str, dict[str, int]]:
-    """The lines at which the host waits in a step of each case; without names of all cases."""
+    """Return the lines where the host waits in a step of each case, without the names of all cases."""
     done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout)

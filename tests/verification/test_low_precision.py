@@ -57,7 +57,7 @@ def alone(run: RunConfig) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def errors_alone() -> dict[str, PrecisionError]:
-    """Errors of one process in each precision, once they are known: those of all grids are compared with them."""
+    """Errors of one process in each precision, computed once. The errors of all grids are compared with them."""
     return {}
 
 

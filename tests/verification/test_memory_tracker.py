@@ -42,7 +42,7 @@ def tracked_peak(run: RunConfig) -> int:
 
 
 def check_against_tracker(model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]) -> None:
-    """Compare the peak of a run's trace with that of torch's tracker."""
+    """Compare the peak of a run's trace with the peak of torch's tracker."""
     # The tracker knows one forward of a module.
     batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
     training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}

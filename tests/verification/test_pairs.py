@@ -1,4 +1,4 @@
-"""Every setting beside every other: a covering set of layouts, each of which computes what one process computes."""
+"""Every pair of settings occurs in a covering set of layouts, and each layout computes what one process computes."""
 
 from __future__ import annotations
 

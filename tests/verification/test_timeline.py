@@ -41,7 +41,7 @@ def methods_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late: int | None = None) -> float:
-    """Take six steps as the training loop does; returns the seconds of one of those that are recorded."""
+    """Take six steps as the training loop does. Return the seconds of one recorded step."""
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
@@ -62,7 +62,8 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
 
 
 def sleeps(process_id: int) -> bool:
-    """Whether a process waits for others: a busy machine may keep it from running, but it is ready to run then."""
+    """Return whether a process waits for another one. A busy machine can keep it from running, but then it is ready to
+    run."""
     for _ in range(10):
         if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             return False
@@ -135,7 +136,7 @@ def stopped_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> No
     assert methods_of_torch() != before
     timeline.close()
     assert methods_of_torch() == before
-    with torch.profiler.profile():  # of which torch allows one at a time
+    with torch.profiler.profile():  # torch allows one at a time
         pass
 
 
@@ -158,7 +159,7 @@ def test_the_trace_shows_steps_and_the_collectives_under_way(pool: Pool, tmp_pat
     for flight in sorted(flights, key=lambda each: float(each["ts"])):
         assert ends.get(flight["tid"], 0.0) <= flight["ts"]  # else no viewer could draw them
         ends[flight["tid"]] = flight["ts"] + flight["dur"]
-    assert len(ends) > 1  # while one part computes, the other's collective is under way
+    assert len(ends) > 1  # while one part computes, another part's collective is in flight
     # A collective begins in its range, and is over when the wait for it ends.
     (first,) = [event for event in flights if event["ts"] == min(each["ts"] for each in flights)]
     of_name = [event for event in events if event["name"].endswith(first["name"]) and event is not first]

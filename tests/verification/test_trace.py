@@ -37,9 +37,9 @@ GRIDS = [
 
 
 def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
-    """Bytes of the collectives of one block and one micro-batch, forward and backward: the table of the 4D layer.
+    """Return the bytes of one block's and micro-batch's collectives, forward and backward, from the 4D layer's table.
 
-    Bytes are those of the full tensor: gathered, or before the reduction.
+    Bytes count the full tensor, as gathered or before the reduction.
     """
     model, grid = run.model, run.parallel
     tokens = run.training.micro_batch_size * run.training.seq_length
@@ -89,7 +89,7 @@ FORMULA_CASES = [
 
 @pytest.mark.parametrize(("model", "grid"), FORMULA_CASES, ids=str)
 def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[str, int]) -> None:
-    """The difference of two models, of which one has a layer more, is a block."""
+    """A block is the difference between two models with one layer more."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(model | {"num_hidden_layers": n}, grid, training=batch) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True)) for run in runs)
@@ -233,7 +233,7 @@ def wire_bytes(report: TraceReport, run: RunConfig) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_the_best_grid_never_sends_more_than_one_tensor_axis_with_fsdp(ranks: int) -> None:
-    """Weights large against the batch, where a tensor axis pays at all."""
+    """Weights that are large compared with the batch, so that a tensor axis pays."""
     model = LLAMA | {"num_key_value_heads": 8, "hidden_size": 128, "head_dim": 16, "intermediate_size": 512}
     sent: dict[tuple[int, int, int], float] = {}
     for x in (1, 2, 4, 8):
