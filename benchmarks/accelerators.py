@@ -38,5 +38,5 @@ class Accelerators(TorchDispatchMode):
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:
-    """Accelerators of so many GFLOP/s; 0: what the CPU has."""
+    """Accelerators of this many GFLOP/s. 0 means the CPU's own speed."""
     return Accelerators(gflops_per_second * 1e9) if gflops_per_second else nullcontext()

@@ -27,8 +27,8 @@ _WRITES = {aten.copy_.default, aten.index_copy_.default}
 class CacheTraffic(TorchDispatchMode):
     """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
 
-    Views read nothing, operations that pick rows read those rows, and all others read their whole arguments. Kernels
-    outside torch are not counted.
+    Views read nothing, operations that pick rows read those rows, and all further operations read their whole
+    arguments. Kernels outside torch are not counted.
     """
 
     def __init__(self, cache: Sequence[Tensor]) -> None:

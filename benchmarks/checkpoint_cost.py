@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="On the disk to measure; default: a temporary one.")
+    parser.add_argument("--folder", type=Path, help="A folder on the disk to measure. Default: a temporary one.")
     add_tiny(parser)
     arguments = parser.parse_args()
     if arguments.tiny:

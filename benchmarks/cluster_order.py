@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every grid's steps, which take turns; all must compute the same losses."""
+    """Return the seconds of every grid's steps. Grids take turns, and all must compute the same losses."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses = set()
     for i in range(rounds):
@@ -107,7 +107,8 @@ def _turn(run: RunConfig, number: int) -> tuple[float, float]:
 
 
 def _this_cluster() -> Machine:
-    """The machine file of these processes, each a node, as ``fourfold calibrate`` would write it; rank 0's counts."""
+    """Return the machine file of these processes, each a node, as ``fourfold calibrate`` would write it. Rank 0's
+    counts."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
     return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
 

@@ -1,10 +1,10 @@
-"""Overlap on an emulated cluster: what each switch hides, beside the computation and the communication alone.
+"""Overlap on an emulated cluster: what each switch hides, compared with computation and communication alone.
 
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
-Contenders live in the same processes and take their steps in turn. *computation*: a step whose collectives only copy;
-*communication*: its collectives back to back, with nothing beside them; *exposed*: the share of that by which a step is
-longer than the computation. With PER_NODE=2 and z=4 a switch more.
+Contenders live in the same processes and take their steps in turn. *computation* is a step whose collectives only copy.
+*communication* is its collectives back to back, with nothing else. *exposed* is the fraction of the communication by
+which a step is longer than the computation. PER_NODE=2 and z=4 add a switch.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def _shards_per_node(grid_sizes: dict[str, int]) -> int:
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median seconds; median ratios within a round.
+    """Median seconds, and median ratios within a round.
 
-    faster: than the step without overlap; over_longer: to the longer of computation and communication alone;
-    exposed: of the communication.
+    - faster: compared with the step without overlap.
+    - over_longer: compared with the longer of computation and communication alone.
+    - exposed: fraction of the communication.
     """
     alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
     rows = {}
@@ -119,7 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=int, default=ALL["batch_parts"], help="batch_parts, at most a process's sequences"
     )
-    parser.add_argument("--switch", choices=ACTS_ON, help="leave out the others' own rows")
+    parser.add_argument("--switch", choices=ACTS_ON, help="leave out the rows of all further switches")
     add_cluster(parser)
     return parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""Everything that only a GPU can answer, within a budget of seconds, the most valuable first.
+"""Measure everything that only a GPU can answer within a budget of seconds, the most valuable first.
 
     python -m benchmarks.gpu OUT [--seconds 480] [--only NAME ...] [--wheels FOLDER]
     python -m benchmarks.gpu OUT --device cpu --tiny
 
-OUT/gpu.json has the figures of all parts. It is replaced in one piece whenever a part has new figures, so that a kill
-of this program or of a part loses no figure. OUT/gpu.log has what the parts print. A second run into the same OUT keeps
-the parts that it does not run. --wheels installs packages on a machine without network. docs/gpu.md says how to use it.
-Needs torch ≥ 2.11.
+OUT/gpu.json has the figures of all parts. It is replaced in one piece whenever a part has new figures, so killing this
+program or a part loses no figure. OUT/gpu.log has what the parts print. A second run into the same OUT keeps the parts
+that it does not run. --wheels installs packages on a machine without network. docs/gpu.md says how to use it. Needs
+torch ≥ 2.11.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ clock = time.monotonic
 
 @dataclass(frozen=True)
 class Part:
-    """A program. ``{json}`` in its words is the file of its figures; ``prints``: it prints them instead."""
+    """A program. ``{json}`` in its words is the file of its figures. With ``prints``, it prints the figures instead."""
 
     words: list[str]
     seconds: float
-    """The most it may take with the default budget; more with a larger one."""
+    """Longest time that it may take with the default budget. A larger budget gives it more."""
     prints: bool = False
 
 
@@ -94,7 +94,7 @@ def begin_of_line(begin: float) -> str:
 
 
 def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """The parts of --only, in its order; else all."""
+    """Return the parts of --only in its order, or all parts."""
     every = parts(arguments, environment)
     unknown = [name for name in arguments.only or [] if name not in every]
     if unknown:
@@ -210,7 +210,7 @@ def _take_figures(file: Path, seen: int, outcome: dict[str, Any], seconds: float
 
 
 def read_figures(file: Path) -> Any:
-    """JSON, or JSON lines of which the last may be cut off. None: there is nothing to read."""
+    """Read JSON, or JSON lines with a last line that may be cut off. None means there is nothing to read."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     with contextlib.suppress(ValueError):
         return json.loads(text)
@@ -236,7 +236,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _earlier(file: Path) -> dict[str, Any]:
-    """The record of an earlier run into the same folder; else an empty one."""
+    """Return the record of an earlier run into the same folder, or an empty record."""
     found = read_figures(file)
     return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else {"parts": {}}
 
@@ -244,7 +244,7 @@ def _earlier(file: Path) -> dict[str, Any]:
 def _environment(
     arguments: argparse.Namespace, work: Path, record: dict[str, Any], save: Callable[[], None]
 ) -> dict[str, str]:
-    """The variables of all parts. The packages of --wheels come before those of the machine."""
+    """Return the variables of all parts. The packages of --wheels come before the machine's packages."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if arguments.wheels is not None:
         site, wheels = work / "site", sorted(map(str, arguments.wheels.glob("*.whl")))

@@ -1,8 +1,8 @@
-"""Grouped matmuls of experts against one matmul of the same FLOPs, and against a loop over the experts.
+"""Grouped matmuls of experts against one matmul with the same FLOPs, and against a loop over the experts.
 
     python -m benchmarks.grouped [--device cpu] [--json FILE]
 
-bf16; sizes are the up projections of Mixtral 8x7B, OLMoE, and Qwen3-30B-A3B, with uneven groups of rows.
+The dtype is bf16. Sizes are the up projections of Mixtral 8x7B, OLMoE, and Qwen3-30B-A3B, with uneven groups of rows.
 """
 
 from __future__ import annotations

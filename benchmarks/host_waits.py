@@ -1,4 +1,4 @@
-"""The lines of a program at which the host waits for the device."""
+"""Find the lines of a program at which the host waits for the device."""
 
 from __future__ import annotations
 

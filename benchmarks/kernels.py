@@ -111,7 +111,7 @@ def inputs(length: int, width: int, group: int, device: torch.device) -> Tensors
 
 
 def mask_of(name: str, length: int, device: torch.device) -> Tensor:
-    """True where a query sees a key."""
+    """Return True if a query sees a key."""
     if name == "none":
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
     places = torch.arange(length, device=device)

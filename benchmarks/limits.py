@@ -23,7 +23,7 @@ COLLECTIVES = {
     "all_reduce": [(dist, "all_reduce")],
     "all_to_all": [(dist, "all_to_all_single")],
 }
-"""The functions that issue each on gloo; cp, pp and experts have others."""
+"""The functions that issue each collective on gloo. cp, pp, and experts have further ones."""
 
 
 class Collective(NamedTuple):
@@ -59,7 +59,7 @@ class RecordedProducts(TorchDispatchMode):
 
 
 def without_communication(step: Step) -> Step:
-    """The step, with collectives that only copy this rank's part to where the parts of all ranks belong."""
+    """Run the step with collectives that only copy this rank's part into the place of all ranks' parts."""
 
     def copy(kind: str, _: Any) -> Callable[..., Done]:
         def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
@@ -79,7 +79,7 @@ def without_communication(step: Step) -> Step:
 
 
 def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """The collectives of a step, one after the other."""
+    """Run the collectives of a step, one after the other."""
     collectives: list[Collective] = []
 
     def record(kind: str, call: Any) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """The matrix products and attention kernels of a step, forward and backward, one after the other."""
+    """Run the matmuls and attention kernels of a step, forward and backward, one after the other."""
     with RecordedProducts() as products:
         step(*batch)
 

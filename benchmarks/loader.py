@@ -1,6 +1,6 @@
 """Measure how fast the loader assembles batches from disk: python -m benchmarks.loader [--rounds 50]
 
-Wall time of one process, without prefetching; the fastest batch counts, as others were disturbed.
+It takes the wall time of one process without prefetching. The fastest batch counts, because slower ones were disturbed.
 """
 
 from __future__ import annotations

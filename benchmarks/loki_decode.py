@@ -1,14 +1,13 @@
-"""One decoding step of Loki against the best dense attention that torch has: one run prints one table of ratios.
+"""One decoding step of Loki against torch's best dense attention: one run prints one table of ratios.
 
     python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--proxy-dtype bf16] [--kernels torch]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
-whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
-other work on the machine strikes all alike; with OMP_NUM_THREADS=1 the clock is processor time, which leaves out when
-others had the processor. Keys lie in few directions, as real ones do; times do not depend on it. On
-a GPU both are CUDA graphs, and events enclose several replays. Contexts are those of the GPU's goals there: 8,192,
-32,768, and 131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
-``fourfold[loki]``.
+whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so
+unrelated work on the machine slows all of them equally. With OMP_NUM_THREADS=1 the clock is processor time, which
+excludes unrelated work. Keys lie in few directions, as real keys do, but times do not depend on it. On a GPU both
+contenders are CUDA graphs, and events enclose several replays. Its contexts are the GPU goals: 8,192, 32,768, and
+131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU ``fourfold[loki]``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ GOALS = {
 
 CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
 REPLAYS = 20
-"""Steps between two events of a GPU, so that what a host needs for one launch is not in their time."""
+"""Number of steps between two GPU events, so that the host's time for a launch does not count."""
 
 Step = Callable[[], Tensor]
 
@@ -170,7 +169,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
 
 def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
-    """Ways in which torch attends with one token to all, each appending it to a cache of its own."""
+    """Ways in which torch attends with one token to all tokens. Each way appends the token to its own cache."""
     attention = torch.nn.functional.scaled_dot_product_attention
     layer = GrowingLayer(context)
     _fill(layer, shape, context - 1)

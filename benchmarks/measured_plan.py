@@ -104,7 +104,7 @@ def predicted(folder: Path, name: str, machine: str) -> float:
 
 
 def train(folder: Path, name: str, recompute: str, layers: int, arguments: argparse.Namespace) -> None:
-    """Train one of the runs by the command line; its metrics are in FOLDER/NAME."""
+    """Train one of the runs by the command line. Its metrics are in FOLDER/NAME."""
     tiny = arguments.tiny
     sizes = {"sequence": 64 if tiny else 4096, "steps": 6 if tiny else 12, "device": arguments.device}
     model = f'preset = "llama-tiny"\nnum_hidden_layers = {layers}' if tiny else WIDE.format(layers=layers)

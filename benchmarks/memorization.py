@@ -1,8 +1,9 @@
-"""Costs of masks in a training step and of an audit in a forward pass, on one process of a CPU or a GPU.
+"""Measure what masks cost in a training step and an audit in a forward pass, on one process of a CPU or a GPU.
 
     python -m benchmarks.memorization [--rounds 9] [--json results.json]
 
-Contenders take turns in one process, and the least time of each counts, so that other work on the machine strikes none.
+Contenders take turns in one process, and each one's shortest time counts, so unrelated work on the machine matters
+little.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def loader_of(run: RunConfig, folder: Path, goldfish: GoldfishConfig | None) -> 
 
 
 def least(contenders: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """The least seconds of each, taking turns; the first round warms up."""
+    """Return each contender's shortest time. Contenders take turns, and the first round warms up."""
     best = [float("inf")] * len(contenders)
     for turn in range(rounds + 1):
         for number, contender in enumerate(contenders):

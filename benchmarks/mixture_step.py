@@ -2,9 +2,9 @@
 
     python -m benchmarks.mixture_step [--device cpu] [--rounds 5] [--json FILE]
 
-Blocks of Qwen3-30B-A3B (128 experts, 8 for a token) and of OLMoE (64 experts, 8 for a token); bf16 with fp32 master
-weights and fused AdamW, one sequence of 4,096 tokens a step, both from their own random weights. A contender that fails
-is a row with its error.
+Blocks are from Qwen3-30B-A3B (128 experts, 8 per token) and OLMoE (64 experts, 8 per token), in bf16 with fp32 master
+weights and fused AdamW, with one sequence of 4,096 tokens per step. Both contenders start from their own random
+weights. A contender that fails is a row with its error.
 """
 
 from __future__ import annotations

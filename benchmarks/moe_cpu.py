@@ -2,12 +2,12 @@
 
     python -m benchmarks.moe_cpu [--rounds 7] [--only one|four] [--json results.json]
 
-fp32; a small model of the shape of Qwen3-MoE (128 experts, 8 for each token). "one": one process, two threads, against
-transformers' own model, with its loop over the experts ("eager") and with grouped products ("grouped_mm", its default).
-"four": four processes of one thread, which share two cores here: experts split over all of them (dp 4, ep 4) against
-whole experts on each (dp 4), with the same global batch. The contenders of each live in the same processes and take
-their steps in turn; a ratio is the median over the rounds, with its quartiles. Needs
-``pip install fourfold[benchmarks]``.
+The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" is one process with two threads
+against transformers' own model, with its loop over the experts ("eager") and with grouped matmuls ("grouped_mm", its
+default). "four" is four processes with one thread, which share two cores here: experts split over all of them (dp 4, ep
+4) against whole experts on each (dp 4), with the same global batch. Contenders live in the same processes and take
+their steps in turn. A ratio is the median over the rounds, with its quartiles. Needs ``pip install
+fourfold[benchmarks]``.
 """
 
 from __future__ import annotations

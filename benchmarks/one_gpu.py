@@ -51,9 +51,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, rounds: int = 10, repeats: int = 1) -> float:
-    """Median seconds of ``work`` over ``rounds``, after two rounds that are not timed.
+    """Return the median seconds of ``work`` over ``rounds``, after two untimed rounds.
 
-    On a GPU two events enclose ``repeats`` calls, so that neither launches nor the host's waits are in the time.
+    On a GPU, two events enclose ``repeats`` calls, so launches and the host's waits do not count.
     """
     return statistics.median([round_seconds(work, device, repeats) for _ in range(rounds + 2)][2:])
 
@@ -76,9 +76,9 @@ def round_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """GiB on a GPU: the peak of torch's tensors, what its allocator holds, and what lies outside of torch.
+    """Return GiB on a GPU: the peak of torch's tensors, what its allocator holds, and what is outside torch.
 
-    Outside are the CUDA context, NCCL's buffers, libraries, and other processes.
+    Outside torch are the CUDA context, NCCL's buffers, libraries, and further processes.
     """
     if device.type != "cuda":
         return {}

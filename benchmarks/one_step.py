@@ -1,10 +1,10 @@
-"""One training step: graphs that are compiled, waits for the device, and memory against the trace.
+"""One training step: compiled graphs, waits for the device, and memory against the trace.
 
     python -m benchmarks.one_step [--device cpu] [--sequence 4096] [--json FILE]
 
-Blocks as wide as Llama 3 8B's. For each way to recompute: graphs with two blocks and with four, the lines at which the
-host waits for the device in the third step, and on a GPU the peak of allocated memory over the trace's, with what the
-allocator holds and what lies outside of torch. A step that fails is a row with its error.
+Blocks are as wide as Llama 3 8B's. For each recompute mode, the table has the graphs with two and with four blocks and
+the lines at which the host waits for the device in the third step. On a GPU it also has the peak of allocated memory
+divided by the trace's, what the allocator holds, and what is outside torch. A step that fails is a row with its error.
 """
 
 from __future__ import annotations

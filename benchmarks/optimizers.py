@@ -1,9 +1,9 @@
-"""Validation loss of AdamW, Muon and Lion after the same tokens, each at several learning rates, on one process.
+"""Validation loss of AdamW, Muon, and Lion after the same tokens, each at several learning rates, on one process.
 
     python -m benchmarks.optimizers [--set training.train_steps=100 ...] [--json results.json]
 
-Weights, samples and schedule are the same in all runs. Prints a Markdown table: a row for each learning rate, a column
-for each optimizer; Lion's rates are a tenth of the others'. The seconds of a step are medians.
+Weights, samples, and schedule are the same in all runs. The script prints a Markdown table with a row per learning rate
+and a column per optimizer. Lion's rates are a tenth of the rates in the table. The seconds of a step are medians.
 """
 
 from __future__ import annotations

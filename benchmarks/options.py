@@ -13,7 +13,7 @@ from typing import Any
 
 def add_tiny(parser: argparse.ArgumentParser) -> None:
     """Add ``--tiny``, with which the tests run every benchmark on a CPU."""
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script; its numbers mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script. Its numbers mean nothing.")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +28,14 @@ def failure_in(row: dict[str, Any]) -> Iterator[None]:
     """Put any failure into the row as ``error``, so that it does not end the table."""
     try:
         yield
-    except Exception as error:  # whatever it is, other rows are still to be measured
+    except Exception as error:  # whatever the error, more rows are still to be measured
         row["error"] = f"{type(error).__name__}: {error}"[:2000]
 
 
 def write_figures(path: str | Path | None, record: Any) -> None:
-    """Write JSON to a file in one piece: a reader, or a kill, never finds half a file. None writes nothing.
+    """Write JSON to a file in one piece, so that no reader and no kill finds half a file. None writes nothing.
 
-    Programs call it after every row, so that a program that is killed leaves its rows.
+    Programs call it after every row, so a killed program leaves its rows.
     """
     if path is not None:
         new = Path(f"{path}.new")

@@ -1,8 +1,8 @@
 """Optuna's samplers on the layouts of a search, to compare the tuner with.
 
 Layouts are Optuna's parameters, one for each knob that has a choice. Every result goes to Optuna with its constraints
-("runs", "memory", "legal": at most 0 where it holds), so that a failure is never a bare FAIL, which samplers would
-ignore and propose again.
+("runs", "memory", "legal", each at most 0 if it holds), so a failure is never a bare FAIL. Samplers would ignore a FAIL
+and propose it again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fourfold.tuning.result import Result, Trial
 Method = Literal["planner", "tpe", "random"]
 """Who proposes: fourfold's proposer, or one of Optuna's samplers."""
 NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "cp_method": CP_METHODS, "recompute": RECOMPUTE}
-"""Knobs whose values are indices, and what they stand for."""
+"""Knobs whose values are indices, and what the indices mean."""
 FREE_DRAWS = 200
 """Draws of a sampler that are illegal, or known, before any untried layout is taken."""
 LEAST_EXCESS = 1e-3
-"""Share of the limit by which a trial that ran out of memory exceeded it, at least."""
+"""Smallest fraction of the limit by which a trial that ran out of memory exceeded it."""
 
 
 class Sampled:
@@ -62,7 +62,7 @@ class Sampled:
         ]
 
     def begin(self, index: int, why: str) -> int:
-        """Note that a candidate is tried, and why; returns the trial's number."""
+        """Note that a candidate is tried, and why. Return the trial's number."""
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
@@ -73,9 +73,10 @@ class Sampled:
         return trial.number
 
     def draw(self, seed: int) -> tuple[int, int] | None:
-        """Note the sampler's choice as begun: its number and its candidate; None where every candidate was tried.
+        """Note the sampler's choice as started. Return its number and its candidate, or None if every candidate was
+        tried.
 
-        Illegal choices cost nothing, and neither do known ones, whose results the sampler gets again.
+        Illegal choices cost nothing. Known choices cost nothing either, and the sampler gets their results again.
         """
         known = {trial.index: trial.result for trial in self.trials()}
         running = {index for _, index in self.unfinished()}
@@ -132,7 +133,7 @@ class Sampled:
 
 
 def _named(knob: str, value: float) -> int | bool | str:
-    """A knob's value as it stands in the ledger."""
+    """Return a knob's value as the ledger writes it."""
     if knob in NAMES:
         return NAMES[knob][int(value)]
     return value if isinstance(value, bool) else int(value)

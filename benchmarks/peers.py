@@ -66,9 +66,11 @@ def hugging_face(
 ) -> Step:
     """``transformers``' model with its default attention (SDPA), in the plainest training loop.
 
-    autocast: matrix products in that type, with the weights in ``dtype``; same_weights: start from the run's weights
-    (else from the library's own, which is quicker for a large model); experts: the library's way to compute a mixture
-    of them, "eager" for a loop, "grouped_mm" for grouped products.
+    Args:
+        autocast: Run matmuls in this dtype, with the weights in ``dtype``.
+        same_weights: Start from the run's weights. Otherwise start from the library's own, which is quicker for a large
+            model.
+        experts: How the library computes a mixture of experts: "eager" is a loop, "grouped_mm" grouped matmuls.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -189,9 +191,9 @@ class PlainLlama(nn.Module):
 
 
 def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
-    """torch's own FSDP2 × tensor parallelism (DTensor, sequence and loss parallel), the way torchtitan composes them.
+    """torch's own FSDP2 × tensor parallelism (DTensor, sequence and loss parallel), composed the way torchtitan does.
 
-    The sizes are those of the run's x (tensor) and z (FSDP) axes.
+    The sizes come from the run's x (tensor) and z (FSDP) axes.
     """
     mesh = init_device_mesh(device_type, (run.parallel.z, run.parallel.x), mesh_dim_names=("fsdp", "tp"))
     model = PlainLlama(run.model)

@@ -1,10 +1,10 @@
-"""The bubble of real pipelines on one machine, from their own timelines, beside the formula's and the schedule's.
+"""The bubble of real pipelines on one machine, from their own timelines, next to the formula's and the schedule's.
 
     python -m benchmarks.pipeline_bubble [--device cuda] [--pp 2] [--steps 5] [--json results.json]
 
-Idle is a rank's time between the first operation of any rank and the last, less what it computes; the share is the
-median over the steps. On GPUs the times are those of events in their streams, and blocks are as wide as Llama 3 8B's;
-on a CPU every rank needs a core of its own, or it waits for that too.
+A rank is idle between the first operation of any rank and the last, except while it computes. The idle fraction is the
+median over the steps. On GPUs, events in their streams give the times, and blocks are as wide as Llama 3 8B's. On a CPU
+every rank needs a core of its own, or it waits for that too.
 """
 
 from __future__ import annotations

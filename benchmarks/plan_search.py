@@ -1,6 +1,7 @@
 """Measure how fast the planner searches layouts: python -m benchmarks.plan_search [--rounds 5]
 
-The processor time of the whole search on one core; the fastest round counts, as others were disturbed.
+It takes the processor time of the whole search on one core. The fastest round counts, because slower ones were
+disturbed.
 """
 
 from __future__ import annotations

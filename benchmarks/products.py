@@ -1,10 +1,10 @@
-"""The layouts that are fastest for the products of the GPT presets on this machine, and what they gain.
+"""The fastest layouts for the GPT presets' matmuls on this machine, and what they gain.
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
-Sizes are those of one rank of a grid on which a model of that size trains, with two sequences of 2,048 tokens; on a CPU
-over cp 8 in four parts, so that it takes minutes. Every layer for which another layout is chosen is measured again: all
-three products, in new rounds in which both take turns.
+Sizes come from one rank of a grid that trains a model of that size, with two sequences of 2,048 tokens. On a CPU they
+are divided over cp 8 in four parts, so that the run takes minutes. Every layer for which another layout is chosen is
+measured again: all three matmuls, in new rounds in which both layouts take turns.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def one_micro_batch_run(
 def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, grid: Grid | None = None) -> Step:
     """fourfold's own training step.
 
-    quick_weights: initial weights drawn on the device, without regard to the grid; for large models. grid: one of the
-    run's sizes that is there already.
+    Args:
+        quick_weights: Draw initial weights on the device without regard to the grid, for large models.
+        grid: An existing grid of the run's sizes.
     """
     grid = Grid(run.parallel, device.type) if grid is None else grid
     job = Job(run, grid, device)
@@ -130,7 +131,7 @@ def draw_quickly(job: Job) -> None:
 
 
 def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [B, S]; the last position has nothing to predict, as Hugging Face has it."""
+    """Tokens and labels [B, S]. The last position has nothing to predict, as in Hugging Face."""
     shape = (run.training.global_batch_size, run.training.seq_length)
     tokens = torch.randint(0, run.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     labels = torch.cat([tokens[:, 1:], torch.full((shape[0], 1), IGNORE_INDEX)], dim=1)
@@ -155,11 +156,14 @@ def interleave(
     limits: dict[str, Step] | None = None,
     warm_ups: int = 1,
 ) -> Times:
-    """Time one step of every contender in turn, ``rounds`` times over, after one step of each that is not timed.
+    """Time one step of every contender in turn, ``rounds`` times, after one untimed step each.
 
-    All start from the same weights, so their first losses must agree within ``tolerance``, or they do not do the same
-    work. limits: parts of a step, timed in the same rounds; their losses are not compared. warm_ups: further steps
-    that are not timed.
+    All contenders start from the same weights, so their first losses must agree within ``tolerance``. Otherwise they do
+    not do the same work.
+
+    Args:
+        limits: Parts of a step, timed in the same rounds. Their losses are not compared.
+        warm_ups: Number of further untimed steps.
     """
     timed = steps | (limits or {})
     losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in timed.items()}

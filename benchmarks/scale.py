@@ -1,10 +1,10 @@
-"""Processor time of rank 0 to start, save and resume a job of up to 32,768 processes.
+"""Processor time of rank 0 to start, save, and resume a job of up to 32,768 processes.
 
     python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
 
-One process plays rank 0; a group without peers stands for the others, whose files are there with one byte each. The
-model has the tensors of gpt-320b with narrower ones in them: bytes are the disk's and the network's affair. Not in it:
-what NCCL needs to connect, and a file system's latency with as many clients.
+One process plays rank 0. A group without peers represents all remaining ranks, whose files exist with one byte each.
+The model has the tensors of gpt-320b with narrower contents, because bytes depend on the disk and the network. The
+figures leave out what NCCL needs to connect, and a file system's latency with this many clients.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Costs(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 4096, 32768], choices=list(GRIDS))
-    parser.add_argument("--folder", type=Path, help="On the disk to measure; default: a temporary one.")
+    parser.add_argument("--folder", type=Path, help="A folder on the disk to measure. Default: a temporary one.")
     add_tiny(parser)
     arguments = parser.parse_args()
     layers, width = (2, 256) if arguments.tiny else (96, 2048)
@@ -80,7 +80,7 @@ def main() -> None:
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # its memory is that of this job alone
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # its memory is this job's alone
                 costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
             shutil.rmtree(folder)
@@ -142,7 +142,7 @@ def run_of(ranks: int, layers: int, width: int) -> RunConfig:
 
 @contextmanager
 def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
-    """Write the other processes' files when rank 0 asks for their checksums; yields the seconds that it took."""
+    """Write the remaining processes' files when rank 0 asks for their checksums. Yield the seconds that this took."""
     away = [0.0]
 
     def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
@@ -155,13 +155,13 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     with (
         patch("fourfold.checkpoints.rank_files.all_gather", gathered),
-        patch("fourfold.checkpoints.checkpoint.check_room"),  # the others' files have one byte
+        patch("fourfold.checkpoints.checkpoint.check_room"),  # all remaining files have one byte
     ):
         yield away
 
 
 def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> list[int]:
-    """Write the file of another process, or one byte in its place; what it would tell the others."""
+    """Write the file of another process, or one byte in its place. Return what it would send to its peers."""
     path, entries = folder / file_of(rank), []
     if whole:
         for name, box in layout.held_by(rank).items():

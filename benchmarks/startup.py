@@ -1,9 +1,10 @@
-"""Where the time goes from a command to its first step or its first token.
+"""Measure where the time goes from a command to its first step or its first token.
 
     python -m benchmarks.startup [--grid x=2,z=2] [--rounds 3]
 
-Prints the parts of the start of a tiny training job as its first rank sees them, then whole commands: wall seconds
-until their first output, and CPU seconds of all their processes until their end. All are medians of the rounds.
+It prints the parts of the start of a tiny training job as its first rank sees them. Then it prints, for whole commands,
+the wall seconds until their first output and the CPU seconds of all their processes until their end. All figures are
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def measure(command: Sequence[str], folder: Path) -> tuple[float, float]:
-    """Run a command in a folder; the seconds until its first output, and those of CPU of its processes."""
+    """Run a command in a folder. Return the seconds until its first output, and the CPU seconds of its processes."""
     cpu, begin = _cpu_of_children(), time.perf_counter()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE) as process:

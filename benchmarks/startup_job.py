@@ -18,7 +18,7 @@ IMPORTED = time.time()
 """When this module was there: in a worker, before the fork."""
 
 BEFORE = {"Grid": "watchdog, run folder"}
-"""Parts that end where the loop calls these names."""
+"""Parts that end when the loop calls these names."""
 
 CALLS = {"Grid": "groups of the grid", "open_corpora": "data", "Job": "model without weights, memory"}
 

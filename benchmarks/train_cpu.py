@@ -1,10 +1,10 @@
-"""Training speed on a CPU against other libraries: one run prints one table of ratios.
+"""Training speed on a CPU against further libraries: one run prints one table of ratios.
 
     python -m benchmarks.train_cpu [--rounds 7] [--json results.json]
 
-Contenders of a section live in the same processes and take their steps in turn, so that other work on the machine
-strikes all alike; a ratio is the median over the rounds. Beside them stand limits: a step without communication, and
-its products and attention alone. Needs ``pip install fourfold[benchmarks]``.
+A section's contenders live in the same processes and take their steps in turn, so unrelated work on the machine slows
+all of them equally. A ratio is the median over the rounds. The table also has limits: a step without communication, and
+its matmuls and attention alone. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DDP_GOALS = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0
 NO_COMMUNICATION = ", no communication"
 """The limit of a grid: its step with collectives that only copy."""
 PRODUCTS_ALONE = "products and attention alone"
-"""The limit of one process: those of fourfold's step that is not compiled. All contenders call these kernels."""
+"""The limit of one process: fourfold's uncompiled matmuls and attention. All contenders call these kernels."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Training speed on one GPU: model FLOP/s over the machine's own matmul ceiling, and against Hugging Face.
+"""Training speed on one GPU: model FLOP/s divided by the machine's own matmul ceiling, and against Hugging Face.
 
     python -m benchmarks.train_gpu [--sequence 4096 8192] [--rounds 10] [--json results.json]
     python -m benchmarks.train_gpu --device cpu --tiny
 
-Blocks as wide as Llama 3 8B's, as many as the GPU's free memory is estimated to hold; bf16 with fp32 master weights and
-fused AdamW; one sequence a step. The ceiling is an 8192³ matmul in bf16, measured before every contender. Contenders
-run one after the other, since each fills the memory. A contender that fails is a row with its error. torchtitan is a
-contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
+Blocks are as wide as Llama 3 8B's, and as many as the GPU's free memory should hold, in bf16 with fp32 master weights
+and fused AdamW, with one sequence per step. The ceiling is an 8192³ matmul in bf16, measured before every contender.
+Contenders run one after the other, because each fills the memory. A contender that fails is a row with its error.
+torchtitan is a contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations

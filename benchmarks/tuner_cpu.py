@@ -2,11 +2,16 @@
 
     python -m benchmarks.tuner_cpu FOLDER [--rounds 3] [--trials 8] [--json results.json]
 
-Four parts, each of which keeps what it has in FOLDER, so that the same command goes on where it was interrupted:
-`fourfold calibrate`; every layout measured once, and those that are not far from the fastest in more rounds, each in an
-order of its own (a layout's time is the median of its rounds); `fourfold tune` with at most so many trials, each a run
-of its own; and the same table played to the tuner, to Optuna's TPE and to random choices. The tuner's choice is judged
-by the table, which its trials are not part of.
+It has four parts, and each keeps its results in FOLDER, so the same command continues after an interruption:
+
+1. `fourfold calibrate`.
+2. Every layout is measured once, and layouts close to the fastest in more rounds, each in its own order. A layout's
+  time
+   is the median of its rounds.
+3. `fourfold tune` with a limited number of trials, each a run of its own.
+4. The same table is played to the tuner, to Optuna's TPE, and to random choices.
+
+The table, which does not contain the tuner's trials, judges the tuner's choice.
 """
 
 from __future__ import annotations
@@ -220,7 +225,7 @@ def _say(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="keeps what is measured; --tiny needs none")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="keeps what is measured (--tiny needs none)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every layout")
     parser.add_argument("--trials", type=int, default=8, help="trials of the tuner")
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")

@@ -1,12 +1,12 @@
-"""Plays published sweeps as if they were runs: the trials until a search is within 3 % of the best layout.
+"""Play published sweeps as if they were runs, and count the trials until a search is within 3 % of the best layout.
 
     python -m benchmarks.tuner_replay ROWS.csv [ROWS.csv …] [--json results.json]
 
 A sweep is a set of measured rows that differ only in layout (docs/planner.md lists the columns). The tuner's constants
-are fitted to all other rows, and, as a second figure, to rows of other machines alone. It is compared with Optuna's TPE
-and with random choices without repeats, which are given legality for nothing. Two spaces are searched: the layouts that
-were measured, and every legal layout with the sweep's values of tp, pp and micro-batch, where one that nobody measured
-counts as a trial that crashed.
+are fitted to all rows outside the sweep, and for a second figure to rows of other machines alone. The tuner is compared
+with Optuna's TPE and with random choices without repeats, which get legality for free. Two spaces are searched: the
+measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the second space, a
+layout that nobody measured counts as a crashed trial.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Sweep:
     machine: Machine
     source: str
     measured: dict[tuple[int, int, int, int], float | None]
-    """Seconds by (tp, pp, micro-batch, ZeRO); None: out of memory."""
+    """Seconds by (tp, pp, micro-batch, ZeRO). None means out of memory."""
     base: Workload
     key: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Played:
-    """One search: trials until within 3 % of the best, trials and failures until it ended, and the gap it ended with.
+    """One search: trials until within 3 % of the best, trials and failures until it ended, and its final gap.
 
-    to_goal: None where it never came so near.
+    ``to_goal`` is None if it never came so close.
     """
 
     to_goal: int | None
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def sweeps_of(rows: Sequence[Row]) -> list[Sweep]:
-    """The sweeps of ``SOURCES`` with enough layouts. Where one was measured again, the last row counts."""
+    """Return the sweeps of ``SOURCES`` with enough layouts. If a layout was measured again, the last row counts."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.source in SOURCES:
@@ -198,7 +198,8 @@ def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str,
 
 
 def _cell(played: Sequence[dict[str, Any]]) -> str:
-    """The median of the trials, and the share that failed until then; a search that never came near has none."""
+    """Return the median of the trials and the fraction that failed until then. A search that never came close has
+    none."""
     reached = [each["to_goal"] for each in played if each["to_goal"] is not None]
     if not reached:
         return f"never ({played[0]['trials']})"
