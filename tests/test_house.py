@@ -129,16 +129,17 @@ PUBLIC = {
 """The package's public names, which it imports at their first use, and the module of each."""
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below this one, except for what only type checkers read."""
+def statements(node: ast.AST, for_types: bool = False) -> Iterator[ast.AST]:
+    """Yield every node below this one; what only type checkers read is left out unless ``for_types``."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        if isinstance(child, ast.If) and is_for_types and not for_types:
             for otherwise in child.orelse:
                 yield otherwise
                 yield from statements(otherwise)
         else:
             yield child
-            yield from statements(child)
+            yield from statements(child, for_types)
 
 
 def module_of(name: str) -> str | None:
@@ -150,9 +151,9 @@ def module_of(name: str) -> str | None:
     return parent if parent in MODULES else None
 
 
-def names_used(file: ast.Module) -> Iterator[str]:
-    """Dotted names that a file imports at its top or inside of its functions, or has in a string to import by."""
-    for node in statements(file):
+def names_used(file: ast.Module, for_types: bool = False) -> Iterator[str]:
+    """Yield dotted names that a file imports at its top or inside its functions, or has in a string to import by."""
+    for node in statements(file, for_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -164,15 +165,16 @@ def names_used(file: ast.Module) -> Iterator[str]:
             yield str(node.value).partition(":")[0]
 
 
-def modules_used(file: ast.Module) -> frozenset[str]:
-    """The modules of fourfold that a file imports."""
-    return frozenset(module for name in names_used(file) if (module := module_of(name)) not in (None, "fourfold"))
+def modules_used(file: ast.Module, for_types: bool = False) -> frozenset[str]:
+    """Return the modules of fourfold that a file imports, and with ``for_types`` also those under TYPE_CHECKING."""
+    modules = (module_of(name) for name in names_used(file, for_types))
+    return frozenset(module for module in modules if module not in (None, "fourfold"))
 
 
 @cache
-def imports(module: str) -> frozenset[str]:
-    """The other modules of fourfold that a module imports."""
-    return modules_used(tree(MODULES[module])) - {module}
+def imports(module: str, for_types: bool = False) -> frozenset[str]:
+    """Return the other modules of fourfold that a module imports."""
+    return modules_used(tree(MODULES[module]), for_types) - {module}
 
 
 def room(module: str) -> str:
@@ -182,7 +184,7 @@ def room(module: str) -> str:
 
 
 def circles() -> set[frozenset[str]]:
-    """Return groups of modules that all import each other, directly or through further modules (Tarjan 1972)."""
+    """Return groups of modules that import each other, also through other modules or for types (Tarjan 1972)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -191,7 +193,7 @@ def circles() -> set[frozenset[str]]:
     def visit(module: str) -> None:
         order[module] = low[module] = len(order)
         path.append(module)
-        for other in imports(module):
+        for other in imports(module, for_types=True):
             if other not in order:
                 visit(other)
             if other in path:
@@ -256,6 +258,11 @@ def test_every_module_is_in_a_room() -> None:
 )
 def test_every_way_to_import_is_seen(source: str, module: str | None) -> None:
     assert modules_used(ast.parse(source)) == ({module} if module else set())
+
+
+def test_imports_for_types_are_seen_too() -> None:
+    file = ast.parse("if TYPE_CHECKING:\n    import fourfold.jobs")
+    assert modules_used(file, for_types=True) == {"fourfold.jobs"}
 
 
 def test_no_import_points_upwards() -> None:

@@ -83,9 +83,9 @@ COLLECTIVES = [
 LINEAR = [
     Mutant(
         "gate's and up's gradients are exchanged",
-        "parallel.tensor.linear_steps:_Keep.backward",
-        "zip(layers, whole_grads, _by_layer(layers, needed), by_layer, strict=True)",
-        "zip(layers, whole_grads[::-1], _by_layer(layers, needed), by_layer, strict=True)",
+        "parallel.tensor.linear:weight_gradients",
+        "zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
+        "zip(layers, grads[::-1], by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
         GPT,
         X2,
     ),
@@ -107,9 +107,9 @@ LINEAR = [
     ),
     Mutant(
         "the last layer's part of the input gradient is left out",
-        "parallel.tensor.linear_steps:_Keep.backward",
-        "zip(layers, whole_grads, by_layer, strict=True)",
-        "list(zip(layers, whole_grads, by_layer))[:2]",
+        "parallel.tensor.linear:start_input_gradient",
+        "zip(layers, grads, by_layer(layers, matrices), strict=True)",
+        "list(zip(layers, grads, by_layer(layers, matrices)))[:2]",
         grid=X2,
     ),
     Mutant(

@@ -29,7 +29,7 @@ PARTS = [
     Mutant(  # AxoNN's overlap loses all weight gradients under torch's recomputation
         "weight gradients that one step of the backward leaves to another are lost",
         "parallel.tensor.linear_steps:_Keep.backward",
-        "later.start(weight_gradients)",
+        "later.start(compute)",
         "later.start(lambda: [None] * len(needed))",
         GPT,
         X2Y2,
@@ -72,9 +72,9 @@ PARTS = [
     ),
     Mutant(
         "a step takes this rank's products for their sum",
-        "parallel.tensor.linear_steps:_start_sum",
-        "started = start_all_reduce(partial, axis, why)",
-        "started = (start_all_reduce(partial.clone(), axis, why).wait(), Pending(partial))[1]",
+        "parallel.tensor.spread:Spread.start_sums",
+        "sums.append(start_all_reduce(partial(), self.axis, why))",
+        "sums.append(Pending((own := partial(), start_all_reduce(own.clone(), self.axis, why).wait())[0]))",
         GPT,
         Y2,
         TWO_PARTS,

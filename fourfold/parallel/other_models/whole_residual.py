@@ -17,8 +17,7 @@ from fourfold.parallel.grid.communicate import share, sum_gradient, sum_of, whol
 from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.other_models.conv1d import InputFirst, bias_tile, output_first, weight_tile
 from fourfold.parallel.tensor.embedding import Embedding
-from fourfold.parallel.tensor.linear import Linear4D, OverY
-from fourfold.parallel.tensor.linear_steps import linear_steps, run
+from fourfold.parallel.tensor.linear import Linear4D, OverY, linear_4d
 from fourfold.parallel.tensor.sharding import Tile
 
 
@@ -112,7 +111,7 @@ class RowLinear(WholeTokensLinear):
     def forward(self, a: Tensor) -> Tensor:
         if self.split_input:
             a = share(a, self.grid.x, 2, f"{self.name}: features")
-        (out_BSh,) = run(linear_steps(a, [self]))
+        (out_BSh,) = linear_4d(a, [self])
         return self.add_bias(leave(out_BSh, self.grid, self.name))
 
 

@@ -24,7 +24,7 @@ from fourfold.parallel.attention.context import context_of_sequences
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.memory.recompute import RECOMPUTES
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
-from fourfold.parallel.tensor.linear_steps import WeightGradientsLater
+from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, linear_steps
 
 
 def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
@@ -128,24 +128,27 @@ class InterleavedBlock(Block):
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
         # Side by side, nothing makes attention's backward wait for the MLP's.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
-        of_up = WeightGradientsLater(up.layers()) if is_summed else None
-        q, k, v = yield from qkv.steps(normed(x_BTh, self.input_layernorm))
+        of_up = PostponedGradients(up.layers()) if is_summed else None
+        q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
         if joined is None:
             heads = self.self_attn.core(q, k, v, context)
         else:
             joined.give(index, q, k, v)
             yield Until.OTHERS
             heads = joined.take(index)
-        o_proj_steps = o_proj.steps(heads, hidden_by=of_up, before_gather=True)
-        attended_BTh = x_BTh + normed((yield from o_proj_steps), self.attention_output_layernorm)
+        o_proj_schedule = Schedule(gather_follows=True, computes_weight_gradients_of=of_up)
+        (out_BTh,) = yield from linear_steps(heads, [o_proj], o_proj_schedule)
+        attended_BTh = x_BTh + normed(out_BTh, self.attention_output_layernorm)
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
-        up_BSf = yield from up.steps(normed(mlp_reads_BTh, self.post_attention_layernorm), later=of_up)
+        mlp_input_BTh = normed(mlp_reads_BTh, self.post_attention_layernorm)
+        up_schedule = Schedule(leaves_weight_gradients_to=of_up)
+        up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
         # Where no norm reads it, nothing does: a recomputed block ends when all parts have come to the last product.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
-        down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=ends_early, before_gather=not is_last)
-        mlp_BTh = yield from down_steps
+        down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
+        (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
         return attended_BTh + normed(mlp_BTh, self.mlp_output_layernorm)
 
 

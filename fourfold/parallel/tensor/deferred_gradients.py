@@ -1,7 +1,7 @@
 """Weight gradients that zero-bubble schedules compute after the rest of the backward, while a rank would wait.
 
-Asking autograd for the input gradients alone would run a layer's backward, with its collectives, a second time for the
-weights.
+``torch.autograd.grad`` for the input gradients alone would not do: it would run each layer's backward, with its
+collectives, a second time for the weights.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fourfold.parallel.tensor.linear import Linear4D
+from fourfold.parallel.tensor.linear import Linear4D, Operands
 
 
 class WeightGradients:
-    """The operands of the weight gradients of one backward."""
+    """The weight gradients that one backward has left out."""
 
     def __init__(self) -> None:
-        self._operands: list[tuple[Linear4D, Tensor, Tensor]] = []
-
-    def add(self, linear: Linear4D, grad: Tensor, x: Tensor) -> None:
-        self._operands.append((linear, grad, x))
+        self.operands: list[Operands] = []
 
     @torch.no_grad()
     def compute(self, receive: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute each gradient, and pass it to ``receive`` with its parameter."""
-        for linear, grad, x in self._operands:
+        for linear, grad, x in self.operands:
             gradient = linear.products.weight_gradient(grad, x)
             receive(linear.weight, linear.tiles["weight"].as_tile(gradient))
-        self._operands.clear()
+        self.operands.clear()
 
 
 @contextmanager
@@ -38,7 +35,7 @@ def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGra
     """Leave the weight gradients of these layers out of the backwards in this block; yield what computes them later."""
     deferred = WeightGradients()
     for linear in linears:
-        linear.deferred = deferred
+        linear.deferred = deferred.operands
     try:
         yield deferred
     finally:

@@ -1,43 +1,55 @@
-"""The linear layers of the 4D algorithm (AxoNN, arXiv 2502.08145, section V, with a non-redundant residual).
+"""The linear layer of the 4D algorithm (AxoNN, arXiv 2502.08145, section V), without a redundant residual stream.
 
-The residual stream is [B, T, h] on each rank: T = S/x tokens and h = H/y channels. A *normal* layer reads it; its
-weight [out/x, in/y] has input features over y and output features over x. A *transposed* layer writes to it; its weight
-[out/y, in/x] has them the other way round, so that one follows the other with no redistribution.
+Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a, in/b] and computes
+
+    forward     x   = all_gather_a(x)       backward    g  = all_gather_b(g)
+                out = reduce_b(x Wᵀ)                    dx = reduce_a(g W)
+                                                        dW = gᵀ x
+
+A *normal* layer (qkv, up) reads the residual stream, with (a, b) = (x, y). A *transposed* layer (o_proj, down) writes
+to it, with (a, b) = (y, x). The output of a normal layer is placed like the input of a transposed one, so nothing is
+redistributed between them. With sequences of S tokens, T = S/x, h = H/y, and an inner width F:
+
+    [B, T, h] ─ all-gather over x → [x·B, T, h] ─ W [F/x, h] → [x·B, T, F/x] ─ all-reduce over y ┐
+    [B, T, h] ← reduce-scatter over x ─ [x·B, T, h] ← W [h, F/x] ─ [x·B, T, F/x] ← activation ────┘
+
+``linear_steps`` computes the same in steps, for batch parts that take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
+from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
-from fourfold.overlap_order import Steps
-from fourfold.parallel.grid.communicate import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from fourfold.parallel.grid.communicate import Pending
 from fourfold.parallel.grid.grid import Axis, Grid
-from fourfold.parallel.tensor.linear_steps import WeightGradientsLater, linear_steps, run
 from fourfold.parallel.tensor.products import (
     Products,
     adapter_gradients,
     adapter_tiles,
+    add_to_input_gradient,
     add_to_output,
 )
 from fourfold.parallel.tensor.sharding import Tile, Tiled
+from fourfold.parallel.tensor.spread import Spread, Tensors
 
-if TYPE_CHECKING:
-    from fourfold.parallel.tensor.deferred_gradients import WeightGradients
+T = TypeVar("T")
 
 OverY = Literal["replicate", "features", "batch", "sequence"]
 """Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
-"""Dim along which the ranks' tokens are joined. Rank after rank, [x · B, T, …], they stay as they arrive; the MLP needs
-nothing else, and attention puts its own heads in order. Where y shares sequences or queries, they must be whole, [B,
-x · T, …], and are copied with all channels."""
+"""The dim along which the ranks' tokens are joined. Joining ranks along dim 0, [x·B, T, …], needs no copy. That is all
+the MLP needs, and attention puts its own heads in order. If y shares sequences or queries, attention needs whole
+sequences, [B, x·T, …], and the copy has all channels."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -47,32 +59,125 @@ NORMAL_BIAS: dict[OverY, Tile] = {
 }
 
 
-class Spread(NamedTuple):
-    """Placement of a tensor over the ranks of an axis: a share of ``dim`` on each, or a copy where that is None."""
+@not_compiled
+def linear_4d(x: Tensor, layers: Sequence[Linear4D]) -> Tensors:
+    """Run layers that read the same input. The input is gathered once, and its gradient is summed once.
 
-    axis: Axis
-    dim: int | None
+    Args:
+        x: this rank's share of the input.
 
-    def start_gather(self, share: Tensor, why: str) -> Pending:
-        """Gather the whole tensor from the ranks' shares."""
-        return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
+    Returns:
+        This rank's share of each layer's output, without the bias.
+    """
+    first, matrices = layers[0], [matrix for layer in layers for matrix in layer.matrices()]
+    share = x.detach()
+    whole = first.reads.start_gather(share, f"{first.name}: {first.reads_what}").wait()
+    places = _Backward.apply(x, share if first.gather_again else whole, layers, *matrices)
+    return _Forward.apply(whole, layers, *(matrix.detach() for matrix in matrices), *places)
 
-    def start_sum(self, partial: Tensor, why: str) -> Pending:
-        """Sum the ranks' whole tensors: this rank's share of the sum, or all of it."""
-        if self.dim is None:
-            return start_all_reduce(partial, self.axis, why)
-        return start_reduce_scatter(partial, self.axis, self.dim, why)
+
+class _Forward(FunctionOfMany):
+    """Multiplies the gathered input, and sums over the ranks of b. Gradients pass through to ``_Backward``."""
+
+    @staticmethod
+    def forward(ctx: Context[int], x: Tensor, layers: Sequence[Linear4D], *matrices_and_places: Tensor) -> Tensors:
+        ctx.kept = len(matrices_and_places) - len(layers)
+        first, matrices = layers[0], matrices_and_places[: ctx.kept]
+        partial_outputs = matmuls(x, layers, matrices)
+        return first.writes.start_sums(partial_outputs, f"{first.name}: outputs", first.overlap.gate_sum)()
+
+    @staticmethod
+    def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *[None] * ctx.kept, *grads
+
+
+class _Backward(FunctionOfMany):
+    """Keeps what the backward reads, and runs the backward. Its outputs are only places for the outputs' gradients.
+
+    It is a function of its own, called before the matmul, for the sake of recomputation: a block that runs again stops
+    as soon as all saved tensors are there, so its last layer neither multiplies nor sums.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[Sequence[Linear4D]], x: Tensor, kept: Tensor, layers: Sequence[Linear4D], *matrices: Tensor
+    ) -> Tensors:
+        ctx.kept = layers
+        ctx.save_for_backward(kept, *matrices)
+        *rows, _ = layers[0].reads.whole_shape(x.shape)
+        wholes = [(*rows, len(weight)) for weight, *_ in by_layer(layers, matrices)]
+        return tuple(x.new_empty(()).expand(layers[0].writes.share_shape(whole)) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Context[Sequence[Linear4D]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layers, first = ctx.kept, ctx.kept[0]
+        gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
+        kept, *matrices = ctx.saved_tensors  # a recomputed block runs again here, while the gradients are gathered
+        gathering_x = gather_kept(first, kept)
+        grads = gathering_grads()
+        d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
+        d_matrices = weight_gradients(layers, grads, gathering_x.wait(), matrices, ctx.needs_input_grad[3:])
+        return None if d_x is None else d_x.wait(), None, None, *d_matrices
+
+
+def matmuls(x: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+    """The matmul x Wᵀ of each layer, as functions that compute it."""
+    return [partial(layer.multiply, x, *own) for layer, own in zip(layers, by_layer(layers, matrices), strict=True)]
+
+
+def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
+    """Return the whole input for the backward, gathered again if only this rank's share was kept."""
+    return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
+
+
+def start_input_gradient(layers: Sequence[Linear4D], grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
+    """Compute Σ g W over the layers, and start to sum it over the ranks of a."""
+    first, d_x = layers[0], None
+    for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
+        d_x = layer.products.input_gradient(grad, weight, d_x)
+        if adapter:
+            add_to_input_gradient(d_x, grad, adapter, layer.lora_scale)
+    assert d_x is not None
+    if first.reads.axis.size == 1:
+        return Pending(d_x)
+    summing = first.reads.start_sum(d_x, f"{first.name}: input gradient")
+    return summing if first.overlap.input_gradients else Pending(summing.wait())
+
+
+def weight_gradients(
+    layers: Sequence[Linear4D], grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Compute gᵀ x of each layer. A frozen matrix, or one whose gradient a pipeline defers, has None."""
+    gradients = list[Tensor | None]()
+    by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
+    for layer, grad, flags, own in by_layers:
+        gradients += layer.gradients(grad, x, flags, *own)
+    return gradients
+
+
+def by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split a sequence with a value for each matrix into one sequence per layer."""
+    first = 0
+    for layer in layers:
+        count = len(layer.matrices())
+        yield flat[first : first + count]
+        first += count
+
+
+class Operands(NamedTuple):
+    """The operands of a weight gradient that is computed after the backward."""
+
+    layer: Linear4D
+    grad: Tensor
+    x: Tensor
 
 
 class Linear4D(Tiled):
-    """One linear layer, with weight tile W [out/a, in/b] for (a, b) = (x, y), or (y, x) if it is transposed:
+    """One linear layer on the grid, normal or transposed.
 
-        out = sum_b(gather_a(in) Wᵀ) + bias
-
-    ``gather_a`` makes the whole input from the shares of the ranks of a, placed as in ``reads``; ``sum_b`` leaves each
-    rank of b its share of the sum, placed as in ``writes``. The backward is the mirror image:
-
-        d_in = sum_a(gather_b(d_out) W),  dW = gather_b(d_out)ᵀ gather_a(in)
+    Args:
+        over_y: placement over y of the output of a normal layer, or the input of a transposed one.
+        name: the layer's name in the trace, such as "up".
     """
 
     weight: nn.Parameter
@@ -81,14 +186,14 @@ class Linear4D(Tiled):
     lora_B: nn.Parameter
 
     products = Products()
-    deferred: WeightGradients | None = None
-    """Takes the operands of the weight gradient, where a schedule computes it later."""
+    deferred: list[Operands] | None = None
+    """Takes the operands of the weight gradient if a pipeline schedule computes it later."""
 
     gather_again = False
-    """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
+    """Keep only this rank's share of the input for the backward, and gather the input again there."""
 
     lora_scale: float = 0.0
-    """α/r of its adapter; 0 without one."""
+    """α/r of its adapter, 0 without one."""
 
     def __init__(
         self,
@@ -113,30 +218,20 @@ class Linear4D(Tiled):
             self.add_tile("lora_B", linear.lora_B, tile_b, grid)
 
     def token_axis(self, grid: Grid) -> Axis:
-        """The axis whose ranks share the tokens of the residual stream."""
+        """Return the axis whose ranks share the tokens of the residual stream."""
         return grid.x
 
     def transposed_bias(self) -> Tile:
-        """The tile of a transposed layer's bias, which is added to the residual stream."""
+        """Return the tile of a transposed layer's bias, which is added to the residual stream."""
         return Tile(y=0, partial_over=("x",))
 
     def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
-        """Register the tiles of the weight [out, in], and of the bias [out]: ``over_out``."""
+        """Register the tiles of the weight [out, in] and of the bias [out], which ``over_out`` cuts."""
         self.add_tile("weight", linear.weight, tile, grid)
         self.add_tile("bias", linear.bias, over_out, grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run(self.steps(x))
-
-    def steps(
-        self,
-        x: Tensor,
-        pause: bool = False,
-        hidden_by: WeightGradientsLater | None = None,
-        before_gather: bool = False,
-    ) -> Steps[Tensor]:
-        """The forward, in steps: ``linear_steps``."""
-        (out,) = yield from linear_steps(x, [self], pause, hidden_by=hidden_by, before_gather=before_gather)
+        (out,) = linear_4d(x, [self])
         return self.add_bias(out)
 
     def add_bias(self, out: Tensor) -> Tensor:
@@ -149,12 +244,12 @@ class Linear4D(Tiled):
         self.tiles["weight"] = replace(self.tiles["weight"], turned=True)
 
     def matrices(self) -> tuple[Tensor, ...]:
-        """The weight W, and the adapter's A and B if there is one."""
+        """Return the weight W, and A and B if there is an adapter."""
         weight = self.tiles["weight"].as_tile(self.weight)
         return (weight, self.lora_A, self.lora_B) if self.lora_scale else (weight,)
 
-    def product(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
-        """x Wᵀ, with the adapter's addition."""
+    def multiply(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
+        """Return x Wᵀ, with the adapter's addition."""
         out = self.products.output(x, weight)
         if adapter:
             add_to_output(out, x, adapter, self.lora_scale)
@@ -163,10 +258,10 @@ class Linear4D(Tiled):
     def gradients(
         self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
     ) -> list[Tensor | None]:
-        """Gradients of the matrices; None for a frozen or deferred one."""
+        """Return the gradients of the matrices, None for a frozen or deferred one."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
-            self.deferred.add(self, grad, x)
+            self.deferred.append(Operands(self, grad, x))
         elif needed[0]:
             gradients = [self.products.weight_gradient(grad, x)]
         if adapter:
@@ -175,7 +270,7 @@ class Linear4D(Tiled):
 
 
 class LinearGroup(nn.Module):
-    """Normal layers that read the same input: it is gathered once, and their input gradients are summed once."""
+    """Normal layers that read the same input, such as gate and up."""
 
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, name: str, overlap: OverlapConfig) -> None:
         super().__init__()
@@ -187,10 +282,5 @@ class LinearGroup(nn.Module):
         return [child for child in self.children() if isinstance(child, Linear4D)]
 
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
-        return run(self.steps(x_BTh))
-
-    def steps(self, x_BTh: Tensor, later: WeightGradientsLater | None = None) -> Steps[list[Tensor]]:
-        """The forward, in steps: ``linear_steps``."""
         layers = self.layers()
-        outs = yield from linear_steps(x_BTh, layers, later=later)
-        return [layer.add_bias(out) for layer, out in zip(layers, outs, strict=True)]
+        return [layer.add_bias(out) for layer, out in zip(layers, linear_4d(x_BTh, layers), strict=True)]
