@@ -237,6 +237,17 @@ def private_names(path: Path) -> set[str]:
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
+def private_definitions(path: Path) -> set[str]:
+    """Private functions, methods and attributes of ``self`` that a file defines."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
 def test_every_module_is_in_a_room() -> None:
     assert {module for module in MODULES if not room(module)} == {"fourfold", "fourfold.__main__"}
     assert {room(module) for module in MODULES} >= set(ROOMS)
@@ -303,6 +314,13 @@ def test_architecture_page_has_the_rooms_in_order() -> None:
     table = page.partition("| room | what is in it |\n")[2].partition("\n\n")[0]
     rooms = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", table, re.MULTILINE)
     assert rooms == list(reversed(ROOMS))
+
+
+def test_no_module_uses_private_names_of_another() -> None:
+    definitions = {path: private_definitions(path) for path in MODULES.values()}
+    defined = set().union(*definitions.values()) - {"_replace", "_timeout"}  # named tuples and torch have these too
+    used = {str(path): (private_names(path) & defined) - definitions[path] for path in MODULES.values()}
+    assert {path: names for path, names in used.items() if names} == {}
 
 
 def test_base_names_are_unique() -> None:
