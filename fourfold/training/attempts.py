@@ -1,4 +1,4 @@
-"""The starts of a run by a launcher that restarts it, so that a step which fails every time is found."""
+"""Record each start of a run, so that a launcher that restarts it can find a step that fails every time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ from fourfold.training.run_folder import ATTEMPTS_FILE
 
 
 def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) -> None:
-    """Record, on rank 0, that an attempt begins to train, from the checkpoint of ``first_step`` or from 0.
+    """Record that an attempt starts to train. Only rank 0 calls this.
 
-    Where the next step has failed more than ``fault_tolerance.max_restarts`` times, its batch is recorded as one to
-    leave out, if the run file says so. Raises ``UserError`` if it does not, or if the batch was already left out.
+    If the next step has failed more than ``fault_tolerance.max_restarts`` times, and the run file allows it
+    (``failing_step = "skip"``), record that its batch is to be left out.
+
+    Args:
+        run_dir: Folder of the run.
+        restarts: How often the launcher has restarted the job before this attempt.
+        run: The run.
+        first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
+
+    Raises:
+        UserError: The next step keeps failing, and its batch may not be left out or was already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -41,11 +50,11 @@ def count_starts(run_dir: Path) -> int:
 
 
 def resumed_at(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints from which what is recorded of a run continues."""
+    """Return the steps at which the recorded run was resumed from a checkpoint."""
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        if isinstance(first, int):  # later steps were trained again since
+        if isinstance(first, int):  # the attempt has trained later steps again
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
 
@@ -55,8 +64,8 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
     reason = f"step {step} failed {failures} times in a row (fault_tolerance.max_restarts = {limit})"
     if run.fault_tolerance.failing_step == "stop":
         raise UserError(
-            f"{reason}; read what the attempts printed, then start the run again, or with "
-            "fault_tolerance.failing_step = 'skip', which leaves out a batch that no attempt gets past"
+            f"{reason}; read what the attempts printed, then start the run again, or set "
+            "fault_tolerance.failing_step = 'skip' to leave out a batch that fails every time"
         )
     if any(leaves_out(line, step) for line in read_bad_steps(run_dir)):
         raise UserError(f"{reason}, although its batch was left out; read what the attempts printed")
@@ -66,7 +75,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:
-    """The number of attempts in a row that ended in the step after ``taken``: the last one, and those before."""
+    """Return how many attempts in a row, up to the last one, failed in the step after ``taken``."""
     failures = 1 if lines and "ended" not in lines[-1] else 0
     for line in reversed(lines):
         if line.get("steps_taken") != taken or not line.get("restarts"):
@@ -76,7 +85,7 @@ def _failures(lines: list[dict[str, Any]], taken: int) -> int:
 
 
 def _read(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines: a crash may have torn one."""
+    """Return every line that parses. A crash may have left half a line."""
     path, lines = run_dir / ATTEMPTS_FILE, []
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n"):

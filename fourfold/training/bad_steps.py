@@ -1,4 +1,4 @@
-"""The record of bad steps: bad_steps.jsonl in a run's folder, from which a resumed run reads what to leave out."""
+"""Read and write bad_steps.jsonl in a run's folder. It tells a resumed run which batches to leave out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 def read_bad_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines so far, oldest first. Raises ``UserError`` for a line whose ``skips`` are no steps."""
+    """Return the lines, oldest first. Raises ``UserError`` if the ``skips`` of a line are not a list of steps."""
     path = run_dir / BAD_STEPS_FILE
     return read_metrics(path, _check) if path.is_file() else []
 
 
 def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
-    """Append a line, by rename: it is there before anything is done about the step."""
+    """Append a line. It is safely on disk before the run acts on the bad step."""
     path = run_dir / BAD_STEPS_FILE
     with writing(path):
         before = path.read_bytes() if path.exists() else b""
@@ -27,7 +27,7 @@ def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
 
 
 def set_bad_steps_aside(run_dir: Path) -> None:
-    """Rename the record of a run that starts anew."""
+    """Rename the file, because the run starts again from scratch."""
     path = run_dir / BAD_STEPS_FILE
     if path.is_file():
         with writing(path):
@@ -35,12 +35,12 @@ def set_bad_steps_aside(run_dir: Path) -> None:
 
 
 def samples_of(step: int, global_batch_size: int) -> list[int]:
-    """The numbers, in the order of training, of the sequences of a step that is counted from 1."""
+    """Return the sequence numbers of a step, counted from 1. Sequences are numbered in the order of training."""
     return list(range((step - 1) * global_batch_size, step * global_batch_size))
 
 
 def leaves_out(line: dict[str, Any], step: int) -> bool:
-    """True where this line says that the batch of a step, counted from 1, is to be left out."""
+    """Return True if this line says to leave out the batch of a step, counted from 1."""
     return step in line.get("skips", ())
 
 

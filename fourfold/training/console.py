@@ -24,17 +24,24 @@ _BAR_COLUMNS = 24
 
 
 class Progress:
-    """Shows each step on standard output; construct it on the first rank only.
+    """Shows the steps of a run on standard output. Only rank 0 makes one.
 
-    In a terminal: a bar with ETA and a line of numbers, redrawn in place, and never wider than the terminal: what does
-    not fit is left out. Elsewhere: one line every `log_interval` steps, besides the first, the last, and each step with
-    a validation loss, without control codes; the fields come in torchtitan's order (step, loss, grad_norm, memory,
-    tokens/s, tflops, mfu), then lr and ETA, and the share of tokens trained where masks leave some out. tokens/s counts
-    all devices together, tflops one of them; mfu is shown where the device has a published peak. `is_tty` overrides
-    whether standard output is a terminal.
+    In a terminal it redraws a progress bar and a line of numbers in place. Numbers that don't fit are left out.
+    In a log file it prints a line every `log_interval` steps, and for the first step, the last step, and each step with
+    a validation loss. The fields are in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu),
+    followed by lr, ETA, and the share of trained tokens if masks leave some out. tokens/s is the sum over all devices
+    and tflops is per device. mfu is shown if the device has a published peak.
     """
 
     def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
+        """Start with the first step that `update` gets.
+
+        Args:
+            total_steps: Number of steps of the whole run.
+            total_tokens: Number of tokens of the whole run.
+            is_tty: Whether standard output is a terminal. None: find out.
+            log_interval: Number of steps between two lines in a log file.
+        """
         self._total_steps = total_steps
         self._total_tokens = total_tokens
         self._log_interval = log_interval
@@ -55,7 +62,7 @@ class Progress:
         self._shown_any = True
 
     def close(self) -> None:
-        """Keep the last state of the live display on the screen, and release the terminal."""
+        """Leave the last numbers on the screen and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -84,7 +91,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # which is shown as less than 100.0%
+        if metrics.trained_token_share < 0.9995:  # not rounded to 100.0%
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
@@ -128,13 +135,13 @@ class Progress:
         return Group(bar, Text(_fitting(numbers, columns, separator=" · "), no_wrap=True))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
-        """Time left at the pace of the recent steps, evaluations and checkpoints between them included."""
+        """Estimate the time left from the recent steps, including evaluations and checkpoints between them."""
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         pace = (last_time - first_time) / (last_step - first_step) if last_step > first_step else metrics.step_seconds
         return timedelta(seconds=round(pace * (self._total_steps - metrics.step)))
 
     def print_facts(self, title: str, facts: Facts) -> None:
-        """Print lines under a title, above the live display."""
+        """Print labels and values under a title, above the live display."""
         if self._console is None:
             width = max(map(len, facts), default=0)
             rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
@@ -149,7 +156,7 @@ class Progress:
 
 
 def format_fact(value: str | int | float | None) -> str:
-    """Format a value for people: thousands separated, six significant digits, n/a for None; strings as they are."""
+    """Format a value for people: thousands separators, six significant digits, and n/a for None."""
     if value is None:
         return "n/a"
     if isinstance(value, float):
@@ -162,19 +169,19 @@ def _or_na(value: float | None, spec: str) -> str:
 
 
 def byte_unit(size: float) -> tuple[str, int]:
-    """Return the name and the bytes of the largest unit of which ``size`` has at least one: GiB, MiB, KiB or B."""
+    """Return the name and the bytes of the largest unit that is at most ``size``: GiB, MiB, KiB, or B."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((unit for unit in units if size >= unit[1]), ("B", 1))
 
 
 def format_bytes(size: float) -> str:
-    """Format a size in its own unit: 3.00 GiB, 412.50 MiB."""
+    """Format a size, such as 3.00 GiB or 412.50 MiB."""
     name, unit = byte_unit(size)
     return f"{size / unit:,.{0 if unit == 1 else 2}f} {name}"
 
 
 def _flops(metrics: StepMetrics) -> tuple[str, str]:
-    """Model FLOP/s of one device as a number and its unit; a CPU's are too few for TFLOP/s."""
+    """Format the model FLOP/s of one device as a number and a unit. CPUs are too slow for TFLOP/s."""
     tflops = metrics.model_tflops_per_device
     return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")
 
@@ -188,7 +195,7 @@ def _compact(count: int) -> str:
 
 
 def _fitting(parts: Sequence[str], columns: int, separator: str) -> str:
-    """Join as many parts as fit, the first always."""
+    """Join as many parts as fit into the columns, and always the first one."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + len(separator) + len(part) > columns:

@@ -1,4 +1,4 @@
-"""The corpora of a run file's [data], and the micro-batches of this process."""
+"""Open the corpora of a run file's [data], and turn its batches into this process's micro-batches."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Tokens of training data on which a goldfish mask is measured before training; it takes milliseconds."""
+"""Number of training tokens on which a goldfish mask is measured before training. This takes milliseconds."""
 FIRST_SAMPLES = 16
+"""Number of samples of each corpus in the digest that tells whether the data has changed."""
 
 Source = tuple[str, float]
 """Prefix and weight of a corpus."""
@@ -44,7 +45,7 @@ Source = tuple[str, float]
 
 @dataclass(frozen=True)
 class Corpora:
-    """The loaders of this process, and the data that they read."""
+    """This process's loaders, and the data that they read."""
 
     train: Loader
     validation: Loader | None
@@ -52,38 +53,38 @@ class Corpora:
     """The training data."""
 
     tokenizer: Tokenizer | None
-    """The tokenizer of the corpus; None where the corpus does not name it."""
+    """The tokenizer of the corpus, or None if the corpus does not name one."""
 
     masks: list[LossMask]
-    """The masks of the loss besides goldfish; validation has these only."""
+    """The loss masks except goldfish. Validation uses only these."""
 
     goldfish: Goldfish | None
 
     @property
     def stream(self) -> StreamedWindows | None:
-        """The training data where it is streamed."""
+        """The training data if it is streamed, else None."""
         return self.samples if isinstance(self.samples, StreamedWindows) else None
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """Stop the threads that read ahead."""
         if self.stream is not None:
             self.stream.close()  # first: the loader may wait for it
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
-        """Statistics of how full the sequences of each corpus of conversations are."""
+        """Return how full the sequences of each corpus of conversations are."""
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
-        """The pairs of answers of the training and of the validation data."""
+        """Return the pairs of answers in the training data and in the validation data."""
         mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
     @cached_property
     def first_samples(self) -> str | None:
-        """A digest of the first samples of each corpus on disk, and of all together; None where streamed."""
+        """A digest of the first samples of each corpus on disk and of their mixture. None if the data is streamed."""
         if self.stream is not None:
             return None
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
@@ -93,22 +94,27 @@ class Corpora:
         return digest.hexdigest()
 
     def trained_share(self) -> float:
-        """Share of the tokens at the beginning of the training data that every mask keeps."""
+        """Return the share of tokens that all masks keep, measured at the beginning of the training data."""
         masks: list[LossMask] = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
         windows = self.train.dataset.read(np.arange(max(1, STATISTICS_TOKENS // self.train.dataset.seq_length)))
         return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
 
     def goldfish_statistics(self) -> MaskStatistics | None:
-        """Drop rate and longest span at the beginning of the training data; None without a goldfish mask."""
+        """Measure the goldfish mask at the beginning of the training data. Returns None without a goldfish mask."""
         if self.goldfish is None:
             return None
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the corpora, or make that of a built-in source; ``batch`` is the axis that splits the global batch.
+    """Open the corpora. The corpus of a built-in source is made first if it does not exist.
 
-    Raises ``UserError`` for a missing or damaged corpus, and one whose vocabulary is not the model's.
+    Args:
+        run: The run.
+        batch: The axis that splits the global batch.
+
+    Raises:
+        UserError: A corpus is missing or damaged, or its vocabulary does not fit the model.
     """
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
@@ -120,7 +126,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         _check_validation(run, validation, tokenizer)
     if run.sample.prompt is not None and tokenizer is None:
         raise UserError(
-            f"sample.prompt needs a tokenizer, and {train[0][0]}.json, which would name it, does not exist; "
+            f"sample.prompt needs a tokenizer, but {train[0][0]}.json, which would name one, does not exist; "
             "set data.tokenizer, or leave sample.prompt out"
         )
     needs_validation = run.validation.interval > 0
@@ -143,7 +149,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 
 
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
-    """The masks of a run on the beginning of its training data, in one process and without a model."""
+    """Show the loss masks of a run at the beginning of its training data, in one process and without a model."""
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_format(prefix, run)
@@ -159,7 +165,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
 def _training_data(
     run: RunConfig, train: list[Source], tokenizer: Tokenizer | None
 ) -> tuple[Samples, list[LossMask], Goldfish | None]:
-    """The training data, the masks of the loss besides goldfish, and the goldfish mask."""
+    """Return the training data, the loss masks except goldfish, and the goldfish mask."""
     training = run.training
     masks, goldfish = build_masks(run.masks, tokenizer, training.seq_length, training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
@@ -171,11 +177,11 @@ def _training_data(
 def micro_batches(
     batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
-    """A loader's micro-batches as tensors on the device: this rank's share of each sequence."""
+    """Copy a loader's micro-batches to the device and take this rank's share of each sequence (``cp``)."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # The host does not wait for a copy from pinned memory.
+        # From pinned memory the copy is asynchronous.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -190,23 +196,23 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Raise ``UserError`` for a token outside the vocabulary, which the embedding would treat as another rank's."""
+    """Refuse a token outside the vocabulary. The embedding would silently treat it as belonging to another rank."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
     if smallest < 0 or largest >= vocab_size:
         raise UserError(
-            f"the corpus has token {smallest if smallest < 0 else largest}, and model.vocab_size = "
+            f"the corpus has token {smallest if smallest < 0 else largest}, but model.vocab_size = "
             f"{vocab_size}; set it to the size of the tokenizer's vocabulary, or prepare the corpus again"
         )
 
 
 def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
-    """The training and the validation corpora."""
+    """Return the training corpora and the validation corpora."""
     data = run.data
     if data.source is None or data.is_streamed:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
-    # One process makes the corpus, and the others find it.
+    # Rank 0 makes the corpus first. Then all other ranks find it.
     if dist.is_initialized() and dist.get_rank() > 0:
         dist.barrier()
     prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size)
@@ -229,7 +235,7 @@ def _check_vocabulary(prefix: str, run: RunConfig) -> None:
 
 
 def _check_format(prefix: str, run: RunConfig) -> None:
-    """Raise ``UserError`` for a corpus of another format: conversations read as text would train prompts too."""
+    """Refuse a corpus in another format. Conversations read as text would train the prompts too."""
     manifest = read_manifest(prefix)
     if manifest is None:
         check_exists(prefix)
@@ -238,15 +244,13 @@ def _check_format(prefix: str, run: RunConfig) -> None:
         remedy = f"set data.format = '{made}'"
         if run.data.format != "text":
             remedy += f", or prepare it with `fourfold prepare --format {run.data.format}`"
-        raise UserError(
-            f"the corpus {prefix} is of the format '{made}', and data.format = '{run.data.format}'; {remedy}"
-        )
+        raise UserError(f"the corpus {prefix} has the format '{made}', but data.format = '{run.data.format}'; {remedy}")
 
 
 def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:
     if vocab_size > run.model.vocab_size:
         raise UserError(
-            f"{whose} a vocabulary of {vocab_size}, and model.vocab_size = {run.model.vocab_size}; "
+            f"{whose} a vocabulary of {vocab_size}, but model.vocab_size = {run.model.vocab_size}; "
             f"set model.vocab_size = {vocab_size}, or use another tokenizer"
         )
 
@@ -260,11 +264,11 @@ def _tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _check_validation(run: RunConfig, validation: list[Source], tokenizer: Tokenizer | None) -> None:
-    """Raise ``UserError`` for a validation corpus of another tokenizer than that of the streamed training data."""
+    """Refuse a validation corpus that was made with another tokenizer than the streamed training data."""
     for prefix, _ in validation:
         manifest = read_manifest(prefix)
         if manifest is not None and tokenizer is not None and manifest.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"the corpus {prefix} was made with {manifest.tokenizer}, and data.tokenizer = '{run.data.tokenizer}' "
-                "is another; prepare it with the same tokenizer"
+                f"the corpus {prefix} was made with {manifest.tokenizer}, but data.tokenizer = '{run.data.tokenizer}' "
+                "is a different one; prepare the corpus with data.tokenizer"
             )

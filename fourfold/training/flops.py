@@ -1,4 +1,4 @@
-"""Model FLOPs of a decoder and the peak FLOP/s of its device: the two halves of MFU."""
+"""Count a decoder's model FLOPs, and look up the peak FLOP/s of a device. Together they give the MFU."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,12 +14,12 @@ FLOP_FORMULA = (
     "no embedding lookup) + layers x 4 x K x heads x head_dim, K keys: S / 2 (causal), fewer in a sliding window"
 )
 """PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
-the keys that a token sees count (S / 2 of a causal mask, not S). N is the parameters that are multiplied: of a mixture
-of experts, the router and the experts that a token goes to."""
+the keys that a token sees count (S / 2 with a causal mask, not S). N counts only parameters that are multiplied. In a
+mixture of experts, these are the router and the experts that a token is routed to."""
 
 
 class FlopCount(NamedTuple):
-    """FLOPs per token, averaged over a sequence; recomputed activations are not counted."""
+    """FLOPs per token, averaged over a sequence, without recomputation."""
 
     matmul_parameters: int
     forward: int
@@ -27,12 +27,17 @@ class FlopCount(NamedTuple):
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
-    """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA`.
+    """Count the model FLOPs of one token of a decoder with `FLOP_FORMULA`, as the planner does.
 
-    The planner counts the same (``Workload.model_flops``). Attention is QK^T and PV, 2·K·heads·head_dim FLOPs each
-    per token that sees K keys. A causal token sees S/2 on average (exactly (S+1)/2). Backward is twice the forward: one
-    matmul for the input gradient, one for the weight gradient. Norms, softmax, rotary embedding and activations are
-    left out, as in the source. A `frozen` model (LoRA) has no weight gradients, and its adapters are left out too.
+    Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
+    token sees S/2 keys on average (exactly (S+1)/2). The backward takes twice the forward: one matmul for the input
+    gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations are left out, as in the
+    paper.
+
+    Args:
+        model: Sizes of the decoder.
+        seq_length: Number of tokens in a sequence.
+        frozen: Count no weight gradients and no adapters (LoRA).
     """
     work = workload_of_model(model).but(seq=seq_length)
     matrices, attention = round(work.token_matrices), round(work.token_attention)
@@ -41,21 +46,21 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
 
 
 def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:
-    """Model TFLOP/s of each device, from the throughput (tokens/s) of all devices together."""
+    """Compute the model TFLOP/s of one device from the tokens per second of all devices together."""
     return training_flops_per_token * tokens_per_second / num_devices / 1e12
 
 
 class PeakFlops(NamedTuple):
-    """The dense peak of one device as PyTorch sees it."""
+    """The dense peak of one device, where a device is what PyTorch calls one."""
 
     flops: float
     """FLOP/s."""
     source: str
-    """One sentence that names the published figure."""
+    """A sentence that names the published figure."""
 
 
 def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
-    """Model FLOPs utilization as a fraction of the peak (0.4 is 40 %); None where the peak is unknown."""
+    """Return the model FLOPs utilization (0.4 is 40 %), or None if the peak is unknown."""
     return None if peak is None else tflops_per_device * 1e12 / peak.flops
 
 
@@ -67,7 +72,7 @@ class _Device(NamedTuple):
     source: str
 
 
-# The first match counts: narrower names come before wider ones.
+# The first match counts, so more specific names come first.
 _DEVICES = (
     _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 67e12, "NVIDIA GH200 data sheet"),
     _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 60e12, "NVIDIA H200 data sheet"),
@@ -83,11 +88,15 @@ _DEVICES = (
 
 
 def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None:
-    """Look up the dense (no sparsity) peak of a device for matrix products in `dtype`.
+    """Look up the dense peak (no sparsity) of a device for matmuls in `dtype`.
 
-    `device_name` is from `torch.cuda.get_device_name()`; `dtype` a torch dtype or its name ("bfloat16", "bf16",
-    "float16", "fp16", "float32", "fp32"). None for a device or dtype that is not in the table, for CPUs, and for MIG
-    slices, which are only a part of the device they are named after: an MFU against a guess would be worse than none.
+    Args:
+        device_name: The name that `torch.cuda.get_device_name()` returns.
+        dtype: A torch dtype or its name ("bfloat16", "bf16", "float16", "fp16", "float32", "fp32").
+
+    Returns:
+        The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a
+        part of the device in their name. A guessed peak would be worse than no MFU.
     """
     device = next((d for d in _DEVICES if re.search(d.pattern, device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):

@@ -1,4 +1,4 @@
-"""One training job on one process: model, optimizer and grid, and their step."""
+"""A model on the grid with its optimizer: forward, backward, clip, update, and evaluate."""
 
 from __future__ import annotations
 
@@ -40,35 +40,42 @@ from fourfold.training.weight_average import WeightAverage
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of one step, over all ranks."""
+    """The numbers of one step, over all ranks."""
 
     loss: Tensor
-    """The mean over the kept tokens."""
+    """The mean over the kept tokens. With [dpo], the mean over pairs."""
 
     grad_norm: Tensor
-    """The norm before clipping."""
+    """The global norm before clipping."""
 
     kept_tokens: Tensor
-    """Tokens that the loss counts."""
+    """The number of tokens that the loss counts. With [dpo], of pairs."""
 
     skipped: bool = False
-    """True where the weights did not change: fp16 gradients overflowed, or the step was bad."""
+    """True if the weights did not change: fp16 gradients overflowed, or the step was bad."""
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
-        """The result of a step whose batch is left out: no figure, and no token."""
+        """Return the result of a step whose batch is left out. It has no tokens, and its numbers are NaN."""
         nan = torch.tensor(math.nan, device=device)
         return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 
 
 class Job(GridModel):
-    """A model on the grid with its optimizer."""
+    """A model on the grid with its optimizer. Its methods are collective: every process calls them."""
 
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
     ) -> None:
-        """Allocate memory for ``stages`` (default: ``meta_stages``, with the products' layouts of this machine); then
-        ``initialize`` them, or load a checkpoint. Every process calls it."""
+        """Allocate memory for the model and its optimizer. Then call ``initialize`` or load a checkpoint.
+
+        Args:
+            run: The run.
+            grid: The grid.
+            device: This process's device.
+            stages: This process's pipeline stages on the meta device. None: make them (``meta_stages``), with the
+                fastest memory layouts of matmuls that this machine knows.
+        """
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run = run
@@ -79,7 +86,7 @@ class Job(GridModel):
         if run.model.tie_word_embeddings and self.pipeline is not None:
             self.shards = tied_ends_as_one(self.shards)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
-        """The shards that the optimizer steps: all but what LoRA freezes."""
+        """The shards that the optimizer steps. LoRA freezes all other shards."""
         if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
@@ -89,7 +96,7 @@ class Job(GridModel):
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
         self.recent, self.best = RecentSteps(), BestValidation()
         self.copies: CopyStream | None = None
-        """Copies of the weights and moments for a checkpoint, which an update must not overtake."""
+        """Copies to the host for an asynchronous checkpoint. An update must wait for them."""
         self.average = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
         self.expert_load: ExpertLoad | None = None
         if run.model.num_experts:
@@ -98,12 +105,17 @@ class Job(GridModel):
                 self.expert_load.watch(stage.model)
 
     def initialize(self, seed: int) -> None:
-        """Fill the weights; the same seed gives the same weights on every grid."""
+        """Initialize the weights. The same seed gives the same weights on every grid."""
         initialize_shards(self.shards, self.run.model, seed)
         self.publish()
 
     def train_step(self, micro_batches: Sequence[MicroBatch[Tensor]], step: int) -> StepResult:
-        """Take one optimizer step on this rank's micro-batches; ``step`` counts from 0."""
+        """Take one optimizer step without a trainer.
+
+        Args:
+            micro_batches: This rank's micro-batches.
+            step: Number of the step, counted from 0. It decides the learning rate.
+        """
         kept = self.count_kept(micro_batches)
         loss = self.forward_backward(micro_batches, kept)
         norm = self.clip()
@@ -111,7 +123,12 @@ class Job(GridModel):
         return StepResult(loss, norm, kept, skipped=not moved)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Compute the gradients of the mean loss of the step's ``kept`` tokens, and return that loss."""
+        """Compute the gradients of a step's mean loss, and return the loss.
+
+        Args:
+            micro_batches: This rank's micro-batches.
+            kept: Number of tokens that the loss counts, over all ranks (``count_kept``).
+        """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
         if self.expert_load is not None:
@@ -131,24 +148,36 @@ class Job(GridModel):
         return self.mean_loss(losses, kept)
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
-        """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
+        """Run the model on one micro-batch. Not for pipelines.
+
+        Args:
+            micro_batch: Tokens [B, S] and, for a loss, labels [B, S].
+            loss_scale: Factor that the gradient of the loss will get.
+
+        Returns:
+            The sum of the token losses, or the logits if the micro-batch has no labels.
+        """
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
         result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data)
         return result
 
     def clip(self) -> Tensor:
-        """Clip the gradients to ``optimizer.max_grad_norm``; returns the norm before."""
+        """Clip the gradients to ``optimizer.max_grad_norm``, and return the norm before."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return self.clip_gradients(self.run.optimizer.max_grad_norm, scale)
 
     def update(self, step: int, grad_norm: Tensor | float) -> bool:
-        """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they were dropped instead."""
+        """Step the optimizer with the clipped gradients.
+
+        Returns:
+            False if fp16 gradients overflowed. They were dropped, and the weights are unchanged.
+        """
         if self.copies is not None:
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            overflowed = not math.isfinite(grad_norm)  # waits for the device, if that was not done before
+            overflowed = not math.isfinite(grad_norm)  # waits for the device, unless grad_norm is a number already
             self.loss_scale.update(overflowed)
             if overflowed:
                 return self.skip_update()
@@ -161,18 +190,22 @@ class Job(GridModel):
         return True
 
     def skip_update(self) -> bool:
-        """Drop the gradients in place of ``update``: weights, moments and the loss scale stay. Returns False."""
+        """Drop the gradients instead of updating. Weights, moments, and the loss scale do not change. Returns False."""
         self.optimizer.drop_gradients()
         return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Mean loss of the kept tokens over all ranks, without gradients."""
+        """Compute the mean loss of the kept tokens over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 
     def take_preferences(self) -> dict[str, float]:
-        """Figures of the pairs since this was last called, over all ranks: the mean margin and reward of the chosen,
-        and the share of pairs with a positive margin; nothing without [dpo]. Every process calls it."""
+        """Return the metrics of all pairs since the last call, over all ranks. Without [dpo] there are none.
+
+        Returns:
+            The mean margin (``dpo_margin``), the share of pairs with a positive margin (``dpo_accuracy``), and the mean
+            reward of the chosen answers (``dpo_chosen_reward``).
+        """
         if not self.run.dpo.beta:
             return {}
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -188,7 +221,7 @@ class Job(GridModel):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Compute with the moving averages in place of the weights, as long as the block lasts."""
+        """Use the moving averages in place of the weights while the block runs."""
         assert self.average is not None
         with self.average.in_place_of_weights():
             self.publish()
@@ -196,7 +229,7 @@ class Job(GridModel):
         self.publish()
 
     def next_token_logits(self, tokens_BS: Tensor, position: int) -> Tensor:
-        """Logits [V] after the token at ``position`` of the first sequence, on every process."""
+        """Return the logits [V] after the token at ``position`` of the first sequence, on every process."""
         positions_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
         mine = share_of_sequences(MicroBatch(tokens_BS, positions=positions_1S), self.grid.cp)
         assert mine.positions is not None
@@ -211,9 +244,12 @@ class Job(GridModel):
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """The outputs of the last stage for every micro-batch; nothing on the ranks of other stages.
+        """Run a forward pass over every micro-batch in evaluation mode.
 
-        Experts take all their rows: ``moe.capacity_factor`` is for training.
+        Experts take all the tokens that are routed to them, because ``moe.capacity_factor`` applies only to training.
+
+        Returns:
+            The outputs of the last pipeline stage, one for each micro-batch. Ranks of other stages return nothing.
         """
         try:
             for stage in self.stages.values():
@@ -229,11 +265,12 @@ class Job(GridModel):
         return outputs
 
     def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
         run = self.run
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
 
     def count_kept(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Tokens of a step, over all ranks, that the loss counts; with [dpo] pairs."""
+        """Count the tokens of a step that the loss counts, over all ranks. With [dpo], count the pairs."""
         labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
         if self.run.dpo.beta:
             pairs = torch.tensor(sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)
@@ -242,7 +279,7 @@ class Job(GridModel):
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:
-        """The sums of losses of the last stage's micro-batches over the tokens of the step, on every process."""
+        """Divide the summed losses of all ranks by the kept tokens of the step. Every process gets the result."""
         total = sum(losses, start=torch.zeros((), device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")
@@ -250,9 +287,10 @@ class Job(GridModel):
 
 
 def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
-    """The run's model, or some of its layers, in the type in which weights are stored.
+    """Build a run's model, or some of its layers, in plain torch.
 
-    What LoRA freezes is in the type in which the step computes.
+    Weights have the type that they are stored in (``training.master_weights``). Weights that LoRA freezes have the type
+    that the step computes in (``training.precision``).
     """
     stored = DTYPES[run.training.master_weights]
     model = Transformer(run.model, layers).to(DTYPES[run.training.precision] if run.lora.rank else stored)
@@ -264,9 +302,15 @@ def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
 
 
 def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> dict[int, DataParallel]:
-    """This process's part of the model by pipeline stage, on the meta device; the whole never exists.
+    """Build this process's pipeline stages on the meta device. The whole model never exists.
 
-    layouts: of the blocks' products, the same on every process.
+    Args:
+        run: The run.
+        grid: The grid.
+        layouts: Memory layouts of the blocks' matmuls, the same on every process.
+
+    Returns:
+        The stages by number.
     """
     stages: dict[int, DataParallel] = {}
     for number, layers in enumerate(stage_layers(run.model, run.parallel)):

@@ -1,4 +1,4 @@
-"""Loss scaling, without which small gradients underflow in fp16 (Micikevicius et al. 2017, arXiv 1710.03740)."""
+"""Scale the loss so that small gradients do not underflow in fp16 (Micikevicius et al. 2017, arXiv 1710.03740)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ SMALLEST = 2.0**-14
 
 @dataclass
 class LossScale:
-    """The factor on the loss: doubled after ``growth_interval`` steps, halved when a gradient overflows."""
+    """The factor on the loss. It doubles after ``growth_interval`` steps and halves when a gradient overflows."""
 
     config: LossScalingConfig
     scale: float
     steps_since_change: int = 0
 
     def update(self, overflowed: bool) -> None:
-        """Count a step, which was skipped if it ``overflowed``.
+        """Count a step, and adjust the scale.
 
-        Raises ``UserError`` when no scale is small enough: the run has diverged.
+        Raises:
+            UserError: Gradients overflow even at the smallest scale, so the run has diverged.
         """
         self.steps_since_change += 1
         if overflowed:

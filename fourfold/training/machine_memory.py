@@ -1,4 +1,4 @@
-"""Checks, before any process starts, that this machine's memory can hold the model."""
+"""Check that this machine's memory can hold the model, before any process starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
-"""Files of a machine that has GPUs of NVIDIA or AMD."""
+"""Files that exist on machines with NVIDIA or AMD GPUs."""
 
 
 def check_machine_memory(run: RunConfig) -> None:
-    """Raise ``UserError`` for a model that this machine's memory cannot hold, where its processes run on the CPU.
+    """Refuse a model that is too large for this machine's memory, if its processes run on the CPU.
 
-    However the model is split, all processes together hold its weights, gradients and moments; with LoRA, only the
-    weights.
+    However the model is split, all processes together hold its weights, gradients, and moments. With LoRA they hold
+    little more than the weights.
+
+    Raises:
+        UserError: The machine does not have enough memory.
     """
     if run.training.device == "cuda" or (run.training.device == "auto" and any(Path(file).exists() for file in GPUS)):
         return

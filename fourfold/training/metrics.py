@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object per step in metrics.jsonl."""
+"""Write and read metrics.jsonl, the record of a run with one JSON object per step."""
 
 import errno
 import json
@@ -23,29 +23,29 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """The numbers of one optimizer step; the fields are the keys of metrics.jsonl.
+    """The numbers of one optimizer step. The fields are the keys of metrics.jsonl.
 
-    Global over all ranks, except where a name says otherwise. Numbers that are not finite are written as null: JSON
-    has none.
+    They are global over all ranks unless the name says otherwise. JSON has no infinity and no NaN, so numbers that are
+    not finite are written as null.
     """
 
     step: int  # counted from 1
     loss: float  # mean over the trained tokens, nats per token
     grad_norm: float | None  # before clipping
     lr: float
-    tokens: int  # seen since the beginning of the run, masked ones included
+    tokens: int  # since the beginning of the run, including masked ones
     tokens_per_second: float
     model_tflops_per_device: float
-    mfu: float | None  # fraction of the peak; None where the peak is unknown
+    mfu: float | None  # fraction of the peak; None if the peak is unknown
     peak_memory_bytes: int  # of the fullest device, or of the process on CPU
     step_seconds: float
-    trained_token_share: float  # tokens that carry loss / all tokens of the step; with [dpo] of pairs
-    validation_loss: float | None = None  # only on steps that evaluate; absent from the others' lines
-    skipped: bool = False  # the update was not applied; absent from the lines of steps that were
-    more: Mapping[str, float] = field(default_factory=dict)  # figures that only some runs have, each a key of the line
+    trained_token_share: float  # tokens in the loss / all tokens of the step; with [dpo], share of pairs
+    validation_loss: float | None = None  # absent from the lines of steps without a validation
+    skipped: bool = False  # the update was not applied; absent if it was
+    more: Mapping[str, float] = field(default_factory=dict)  # numbers of only some runs, each a key of the line
 
     def record(self) -> dict[str, int | float | None]:
-        """The JSON object of this step."""
+        """Return the JSON object of this step."""
         values: dict[str, int | float | None] = asdict(self)
         del values["more"]
         values |= self.more
@@ -60,10 +60,15 @@ class StepMetrics:
 class MetricsWriter:
     """Appends steps to `run_dir`/metrics.jsonl.
 
-    Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
-    run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained again.
+    Every line is flushed, so a crash loses at most the line that is being written.
 
-    Raises UserError when an earlier record cannot be read, or the disk is full.
+    Args:
+        run_dir: Folder of the run.
+        resume_step: Number of steps in the checkpoint that the run resumes from. Lines of later steps are dropped,
+            because those steps are trained again.
+
+    Raises:
+        UserError: An earlier record cannot be read, or the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
@@ -73,18 +78,18 @@ class MetricsWriter:
             run_dir.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 _drop_after(path, resume_step)
-            # Without a buffer, whose rest would fail again when the file is closed.
+            # Unbuffered: after a failed write, closing the file would try to write the buffer again and fail too.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step, a `StepMetrics.record`."""
+        """Append the record of one step (`StepMetrics.record`)."""
         line = _to_line(record).encode()
         with writing(self._path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -95,12 +100,16 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = None) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl: its objects, in the order of the file.
+    """Return the objects of a metrics.jsonl, in the order of the file.
 
-    A last line without an end of line that does not parse was torn by a crash and is left out; so are empty lines.
-    Raises UserError with the line number for any other line that is not a JSON object with an integer "step", and
-    when there is no such file. So it does for a line whose object `check` refuses with a ValueError, whose first line
-    says what is wrong.
+    Empty lines are left out. So is a last line that has no line end and does not parse: a crash cut it off.
+
+    Args:
+        path: The file.
+        check: Raises a ValueError for an object that is wrong.
+
+    Raises:
+        UserError: There is no such file, or a line is not a JSON object with an integer "step", or `check` refuses it.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the folder of a run that has trained at least one step.")
@@ -127,10 +136,12 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
 
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """Write one more line to a short record, beside which metrics.jsonl has every step.
+    """Add a line to a short record of some steps, such as evaluations.
 
-    Lines of the same step and of later ones go: they are from before the run was resumed, or went back. Raises
-    UserError where the file cannot be read or written.
+    Lines of the same step and of later steps are removed. They are from before the run resumed or went back.
+
+    Raises:
+        UserError: The file cannot be read or written.
     """
     earlier = read_metrics(path) if path.is_file() else []
     lines = [*(each for each in earlier if each["step"] < record["step"]), record]
@@ -138,18 +149,18 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def steps_taken(run_dir: Path) -> int:
-    """The steps in the record of a run; 0 where there is none."""
+    """Return the last step in the record of a run, or 0 if there is none."""
     metrics = run_dir / METRICS_FILE
     return max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """The most memory used so far: what PyTorch allocated on a GPU, or the resident size of this process on CPU."""
+    """Return the peak memory so far: what PyTorch allocated on a GPU, or the resident size of a process on the CPU."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    import resource  # POSIX only, so not at the top of a file that reports read too
+    import resource  # imported here because it is POSIX only, and reports import this file
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
@@ -160,7 +171,7 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the record without the lines of later steps, by rename, so that no crash can lose it."""
+    """Rewrite the record without the lines of later steps. It is replaced by rename, so a crash cannot lose it."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     unfinished = path.with_suffix(".jsonl.tmp")
     with unfinished.open("w", encoding="utf-8") as file:

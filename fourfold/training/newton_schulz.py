@@ -1,6 +1,6 @@
-"""The orthogonal matrix nearest to another, roughly, by matrix products alone: the heart of Muon.
+"""Orthogonalize a matrix approximately with a few matmuls. This is the heart of Muon.
 
-Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients five steps bring every
+Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five steps bring every
 singular value of a normalized matrix that is not tiny to between 0.7 and 1.2, which trains as well as exactly 1.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
-"""The least norm that a matrix is divided by."""
+"""The smallest norm that a matrix is divided by."""
 
 
 def orthogonalize(matrices_BMN: Tensor) -> Tensor:
-    """Newton-Schulz's iteration x ← a·x + (b·A + c·A²)·x with A = x·xᵀ, for each of several matrices, in their type."""
+    """Run the Newton-Schulz iteration x ← a·x + (b·A + c·A²)·x, where A = x·xᵀ, on each matrix of a stack [B, M, N]."""
     a, b, c = COEFFICIENTS
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x_BMN = matrices_BMN.mT if is_tall else matrices_BMN
@@ -31,6 +31,11 @@ def orthogonalize(matrices_BMN: Tensor) -> Tensor:
 
 
 def update_scale(shape: tuple[int, ...]) -> float:
-    """The factor that gives an orthogonal update the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982,
-    eq. 4), so that both take one learning rate and one weight decay. shape: that of the whole matrix, or of a stack."""
+    """Return the factor that gives an orthogonal update the root mean square of an AdamW update.
+
+    With it, Muon and AdamW use the same learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+
+    Args:
+        shape: Shape of the whole matrix, or of a stack of matrices.
+    """
     return 0.2 * math.sqrt(max(shape[-2:]))

@@ -1,4 +1,4 @@
-"""AdamW, Lion and Muon on local shards, and the learning-rate schedule."""
+"""Step local shards with AdamW, Lion, or Muon, and compute the learning rate."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fourfold.training.owned_matrices import Matrix, OwnedMatrices
 
 
 class Treatment(NamedTuple):
-    """The settings of the optimizer for one parameter."""
+    """The optimizer settings of one parameter."""
 
     lr_ratio: float
-    """Its learning rate, relative to the run's."""
+    """Factor on the run's learning rate."""
     weight_decay: float
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """The settings for a parameter: those of the first group of the run file that names it, else the run's own."""
+    """Return the settings of a parameter: from the first group of the run file that names it, else from the run."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -40,7 +40,7 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
 
 
 def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Raise ``UserError`` for a group that names no trained parameter, or only parameters of earlier groups."""
+    """Refuse a group that names no trained parameter, or only parameters that an earlier group names."""
     left = list(names)
     for group in config.groups:
         for pattern in group.parameters:
@@ -61,16 +61,16 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 
 
 class ShardedOptimizer:
-    """torch's AdamW over the plain local tensors behind FSDP2's parameters, or Lion, or beside it Muon.
+    """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    On DTensors every operation of every step would be dispatched through Python, and the first step would compile a
-    sharding strategy for each.
+    It steps the plain local tensors behind FSDP2's parameters. On DTensors, Python would dispatch every operation of
+    every step, and the first step would compile a sharding strategy for each operation.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
         self._steps = 0  # AdamW counts in tensors, which the trace on fake tensors cannot read
-        # As they are stored: fused kernels go through the memory of weight, gradient and moments in one order.
+        # In their memory layout: fused kernels pass over weight, gradient, and moments in the same order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
             for shard in shards
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
         """The type in which Muon orthogonalizes."""
         self._momentum: dict[int, Tensor] = {}
-        """The running mean of each shard that Lion or Muon steps, as its parameter."""
+        """The running mean of the gradient of each shard that Lion or Muon steps, in the layout of its parameter."""
         members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
         groups = [
             {
@@ -96,14 +96,14 @@ class ShardedOptimizer:
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     def step(self, lr: float) -> None:
-        """Update the weights with the gradients that the shards hold, then drop the gradients."""
+        """Update the weights with the gradients of the shards, then drop the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         for parameter, shard, rule in zip(self.parameters, self.shards, self.rules, strict=True):
-            # The memory that is updated must be the memory that the model (or FSDP2's all-gather) reads.
+            # The updated memory must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
-                # AdamW's kernel takes a gradient in the type of its weight. The float32 sum for a bf16 weight is freed.
+                # AdamW's kernel needs gradient and weight in one type. For a bf16 weight, free the float32 gradient.
                 parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
                 shard.parameter.grad = None
         self._steps += 1
@@ -118,21 +118,22 @@ class ShardedOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Free the gradients of model and optimizer."""
+        """Free the gradients of the model and of the optimizer."""
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None
 
     def _of_rule(self, rule: Rule) -> Iterator[int]:
-        """The shards of a rule that have a gradient."""
+        """Yield the shards that a rule steps and that have a gradient."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:
                 yield index
 
     @torch.no_grad()
     def _step_lion(self, index: int, lr: float) -> None:
-        """Step one shard by Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+        """Step one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
-        The sign is linear between -eps and eps, so that rounding moves no weight whose gradient is nothing but that.
+        The sign is replaced by a linear function between -eps and eps. Otherwise a gradient that is only rounding error
+        would move its weight by a full step.
         """
         beta1, beta2 = self.config.betas
         mean, grad = self._mean(index), self._gradient(Matrix(index))
@@ -143,7 +144,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_muon(self, matrices: OwnedMatrices, lr: float) -> None:
-        """Step the matrices by Muon with Nesterov's momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
+        """Step the matrices with Muon and Nesterov momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
         momentum = self.config.momentum
         for index in self._of_rule("muon"):
             self._mean(index).lerp_(self._gradient(Matrix(index)), 1 - momentum)
@@ -161,13 +162,13 @@ class ShardedOptimizer:
         matrices.transform(ahead, orthogonalize, take, empty)
 
     def _gradient(self, matrix: Matrix) -> Tensor:
-        """The gradient of a shard, or of an expert of it, as its parameter and in the type of its mean."""
+        """Return the gradient of a shard or of one of its experts, in the type of the running mean."""
         shard = self.shards[matrix.shard]
         assert shard.grad is not None, f"{shard.name} has no gradient"
         return _matrix_of(shard.tile.as_tile(shard.grad), matrix).to(self._mean(matrix.shard).dtype)
 
     def _apply(self, matrix: Matrix, update: Tensor, lr: float, scale: float) -> None:
-        """Let a shard's weights, or those of an expert of it, decay, and move them against ``update`` by lr · scale."""
+        """Decay the weights of a shard or of one of its experts, and subtract lr · scale · ``update``."""
         parameter, own = _matrix_of(self.parameters[matrix.shard].detach(), matrix), self.treatments[matrix.shard]
         rounds = self.config.stochastic_rounding
         wide = parameter.float() if rounds else parameter
@@ -178,7 +179,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Step float32 copies of AdamW's weights, one at a time, and round the results to bfloat16."""
+        """Step the weights of AdamW in float32 copies, one at a time, and round the results to bfloat16."""
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):
             parameter, shard = self.parameters[index], self.shards[index]
@@ -200,16 +201,16 @@ class ShardedOptimizer:
             self._round(Matrix(index), wide)
 
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
-        """Store a float32 copy of a weight in its bfloat16."""
+        """Round a float32 copy of a weight stochastically, and store it."""
         generator = torch.Generator(wide.device)
-        # Seeded by name: the copies of a tied weight at both ends of a pipeline are rounded the same way too.
+        # Seeded by name, so that both copies of a tied weight in a pipeline are rounded the same way.
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
         name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
         generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
         _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """The states of shard ``index`` by name, each as its ``local``; zeros before the first step."""
+        """Return the states of a shard by name, in the shape of its ``local``. They are 0 before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}
@@ -221,7 +222,7 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """The running mean of a shard that Lion or Muon steps, as its parameter."""
+        """Return the running mean of a shard that Lion or Muon steps, in the layout of its parameter."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
         return self._momentum[index]
@@ -231,17 +232,17 @@ class ShardedOptimizer:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def states(self) -> Iterator[Tensor]:
-        """Every tensor that is kept between steps, AdamW's counts of steps included."""
+        """Yield every tensor that is kept between steps, including AdamW's step counts."""
         for state in self.adamw.state.values():
             yield from state.values()
         yield from self._momentum.values()
 
     def steps_taken(self) -> int:
-        """Steps that changed the weights."""
+        """Return the number of steps that changed the weights."""
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the steps that Adam's bias correction counts, after loading moments."""
+        """Set the step count of Adam's bias correction, after moments were loaded."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -254,9 +255,9 @@ def _matrix_of(stack: Tensor, matrix: Matrix) -> Tensor:
 
 
 def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 to bfloat16, up or down with probabilities whose mean is the float32.
+    """Round float32 to bfloat16 at random, up or down, so that the expected value is the float32 value.
 
-    bfloat16 is the upper half of a float32: uniform noise added to the lower half carries into the upper half with a
+    bfloat16 is the upper half of a float32. Uniform noise added to the lower half carries into the upper half with a
     probability proportional to the lower half.
     """
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
@@ -269,7 +270,10 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
-    """The rate at a step, counted from 0: linear warm-up to ``peak``, then decay to peak · min_lr_ratio at the last."""
+    """Return the learning rate of a step, counted from 0.
+
+    It warms up linearly to ``peak``, then decays to ``peak`` · ``min_lr_ratio`` at the last step.
+    """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.decay_style == "wsd":

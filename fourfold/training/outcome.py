@@ -1,4 +1,4 @@
-"""The outcome of a job. Nothing here imports torch: the parent of local workers receives it, and needs no torch."""
+"""The outcome of a training job. It imports no torch, because the parent of local workers runs without torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job."""
+    """The outcome of a training job on one process."""
 
     run_dir: str
     steps: int
-    """Optimizer steps behind the model, those before this job included."""
+    """Number of optimizer steps behind the weights, including steps before this job."""
     loss: float | None
-    """Loss of the last step that was not bad; None where no step was taken."""
+    """Loss of the last good step. None if no step was taken."""
     checkpoint: str | None
-    """The newest one in the run's folder."""
+    """The newest checkpoint in the run's folder."""
     sample: str | None
     stopped: bool
-    """A signal or the limit of time ended the job before its last step."""
+    """A signal or the time limit ended the job before its last step."""
     is_first_process: bool

@@ -1,9 +1,9 @@
-"""Matrices that are cut over the ranks, each whole on one of them for what cannot be computed from parts.
+"""Gather each sharded matrix on one rank, for computations that need the whole matrix (Muon).
 
-The ranks of one place on pp own the matrices of its stages, as evenly as their number allows. In a round every rank
-gets the parts of the matrices that it owns, transforms these, and sends every holder its part of the result: two
-all-to-alls. Where several ranks hold a part, the one nearest to the owner sends it. So each matrix is transformed once,
-from the values that one process would have, whatever the grid is.
+The ranks of a pipeline stage share the ownership of its matrices as evenly as possible. In each round, a rank gathers
+the matrices that it owns, transforms them, and sends every other rank its part of the results. That is two all-to-alls.
+If several ranks hold copies of a part, the one nearest to the owner sends it. So each matrix is transformed exactly
+once, from the same values as on one process, on every grid.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.state import LocalShard
 
 Bounds = tuple[tuple[int, int], tuple[int, int]]
-"""First and last + 1 of the rows, and of the columns, of a part of a matrix."""
+"""The part of a matrix, as (first row, last row + 1), (first column, last column + 1)."""
 Unit = Sequence["Matrix"]
-"""Matrices of one shape that one rank owns in a round."""
+"""The matrices that one rank owns in a round. They have the same shape."""
 
 
 class Matrix(NamedTuple):
-    """One matrix: a parameter, by its place among the shards, or one expert of a stack of them."""
+    """A matrix: a parameter, given by the index of its shard, or one expert of a stack of experts."""
 
     shard: int
     expert: int | None = None
@@ -38,15 +38,15 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Round:
-    """One rank's share of a round. Sizes: entries for each rank. Parts: (matrix of the own unit, bounds)."""
+    """One rank's share of a round. Sizes are elements by rank. Parts are (index of an owned matrix, bounds)."""
 
     shape: tuple[int, int]
     owned: int
-    """Matrices of its own, of that shape."""
+    """Number of matrices that it owns. They have that shape."""
     sent: list[Matrix] = field(default_factory=list)
-    """Those whose part it sends to the owner."""
+    """The matrices that it sends a part of to their owner."""
     held: list[Matrix] = field(default_factory=list)
-    """Those that it has a part of."""
+    """The matrices that it holds a part of."""
     arriving: list[tuple[int, Bounds]] = field(default_factory=list)
     returned: list[tuple[int, Bounds]] = field(default_factory=list)
     sent_sizes: list[int] = field(default_factory=list)
@@ -56,10 +56,14 @@ class Round:
 
 
 def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> list[list[Unit]]:
-    """Rounds, in each of which rank i owns the i-th unit: the large ones first, so that those of a round take as long.
+    """Divide the matrices into rounds. In each round, rank i owns the i-th unit.
 
-    matrices: by shape. Small ones are taken together, evenly, but no more than have the entries of the largest of all,
-    which so bounds the memory of a round.
+    Large matrices come first, so that the units of a round take about the same time. Small matrices of one shape are
+    grouped into units no larger than the largest matrix, which bounds the memory of a round.
+
+    Args:
+        matrices: The matrices, by shape.
+        ranks: Number of ranks.
     """
     largest = max((math.prod(shape) for shape in matrices), default=0)
     units: list[tuple[int, Unit]] = []
@@ -74,11 +78,17 @@ def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> li
 
 
 class OwnedMatrices:
-    """The matrices of some shards, dealt out to the ranks of this process's place on pp."""
+    """The matrices of some shards, each owned by one rank of this pipeline stage."""
 
     def __init__(self, shards: Mapping[int, LocalShard], grid: Grid, shards_per_node: int) -> None:
-        """shards: by the numbers that ``Matrix`` has; parameters of two dims, or stacks of experts, of three.
-        shards_per_node: as in [overlap]. Every process calls this."""
+        """Divide the matrices among the ranks. Every process calls this.
+
+        Args:
+            shards: Matrices [rows, columns] and stacks of experts [experts, rows, columns], by the index that
+                ``Matrix.shard`` has.
+            grid: The grid.
+            shards_per_node: The value of ``overlap.shards_per_node``.
+        """
         self.shards, self.axis = dict(shards), grid.stage()
         parts = {shard.name: SavedPart(shard, shard.local) for shard in shards.values()}
         holders = _Holders(own_layout(parts, grid, shards_per_node), self.axis)
@@ -97,11 +107,13 @@ class OwnedMatrices:
         take: Callable[[Matrix, Tensor], None],
         empty: Tensor,
     ) -> None:
-        """Give ``take`` this rank's part of ``function`` of every matrix.
+        """Apply a function to every whole matrix, and give each rank its part of the results. Every process calls this.
 
-        part_of: the part of a matrix that this rank has. function: of several whole matrices [B, rows, columns]. empty:
-        without entries, of the type and on the device of what ``part_of`` returns. All matrices that ``part_of`` and
-        ``take`` get are this rank's, and their experts are numbered as in its shard. Every process calls this.
+        Args:
+            part_of: Returns this rank's part of a matrix. Experts are numbered within this rank's shard.
+            function: Maps whole matrices [B, rows, columns] to results of the same shape.
+            take: Receives this rank's part of a result.
+            empty: An empty tensor with the type and device of what ``part_of`` returns.
         """
         for each in self.rounds:
             whole_BMN = self._gathered(each, part_of, empty)
@@ -114,7 +126,7 @@ class OwnedMatrices:
             del results, back
 
     def _gathered(self, each: Round, part_of: Callable[[Matrix], Tensor], empty: Tensor) -> Tensor:
-        """The matrices that a rank owns, whole."""
+        """Return the whole matrices that this rank owns [B, rows, columns]."""
         parts = empty.new_empty(sum(each.sent_sizes))
         for matrix, entries in zip(each.sent, parts.split(self._sizes(each.sent)), strict=True):
             part = part_of(matrix)
@@ -130,7 +142,7 @@ class OwnedMatrices:
             take(matrix, part.view(part_shape(self.shards[matrix.shard])))
 
     def _sizes(self, matrices: Sequence[Matrix]) -> list[int]:
-        """Entries of this rank's parts."""
+        """Return the number of elements in this rank's part of each matrix."""
         return [math.prod(part_shape(self.shards[matrix.shard])) for matrix in matrices]
 
     def _send(self, parts: Tensor, sent: list[int], received: list[int], why: str) -> Tensor:
@@ -171,12 +183,12 @@ class OwnedMatrices:
 
 
 def part_shape(shard: LocalShard) -> tuple[int, ...]:
-    """The shape of a process's part of a matrix of a shard."""
+    """Return the shape of this process's part of each matrix in a shard."""
     return tuple(shard.local.shape[-2:])
 
 
 class _Holders:
-    """The ranks that hold each part of each matrix; matrices that are cut alike have them in common."""
+    """Knows which ranks hold which part of each matrix. Matrices with the same layout share one entry."""
 
     def __init__(self, layout: CheckpointTensors, axis: Axis) -> None:
         self.layout, self.axis = layout, axis
@@ -191,20 +203,19 @@ class _Holders:
         self._of, self._all_parts = cache(self._find), cache(self._parts)
 
     def part(self, name: str, rank: int) -> tuple[slice, ...]:
-        """The part of a tensor that a rank of the axis holds."""
+        """Return the part of a tensor that a rank of the axis holds."""
         return self.layout.part_of(name, self._first + rank)
 
     def of(self, name: str, expert: int | None) -> Mapping[Bounds, list[int]]:
-        """The parts of a matrix, each with the ranks that hold it."""
+        """Return the parts of a matrix, each with the ranks that hold it."""
         return self._of(self._alike[name], expert)
 
     def bounds(self, name: str, expert: int | None, rank: int) -> Bounds | None:
-        """The part of a matrix that a rank holds; None where that is nothing."""
+        """Return the part of a matrix that a rank holds, or None if it holds none."""
         return _bounds(self._all_parts(self._alike[name])[rank], expert)
 
     def nearest(self, name: str, expert: int | None, part: Bounds, owner: int) -> int:
-        """The rank that sends a part to the owner: of those that hold it the one with the owner's place on most of the
-        outer axes."""
+        """Return the rank that sends a part to the owner: the holder that shares the most outer axes with the owner."""
         place = self._places[owner]
         return min(
             self.of(name, expert)[part],
@@ -236,7 +247,7 @@ def _entries(part: Bounds) -> int:
 
 
 def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
-    """The parts that an owner returns, one after the other."""
+    """Concatenate the parts that an owner returns."""
     results = whole_BMN.new_empty(sum(each.returned_sizes))
     for source, entries in _in_place(whole_BMN, each.returned, results):
         entries.copy_(source)
@@ -246,7 +257,7 @@ def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
 def _in_place(
     matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of whole matrices, each with its entries, which stand one after the other."""
+    """Yield each part of the whole matrices as a view, with its section of the flat ``entries``."""
     for (slot, part), values in zip(places, entries.split([_entries(part) for _, part in places]), strict=True):
         target = matrices_BMN[slot][tuple(slice(*each) for each in part)]
         yield target, values.view(target.shape)

@@ -1,4 +1,4 @@
-"""Compare the planner's prediction for this run with what it measures, after its first steps."""
+"""Compare the planner's prediction for a run with measurements of its first steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fourfold.training.metrics import StepMetrics
 
 PREDICTION_FILE = "prediction.json"
 STEPS = 10
-"""Steps of this job that are measured."""
+"""Number of steps that are measured."""
 
 
 class PredictionCheck:
-    """The comparison, on the first process of a job whose run file names its machine.
+    """Makes the comparison on rank 0, if the run file names its machine (``metrics.machine``).
 
-    On a CPU this needs a machine file that was measured there, and memory is not compared: most of the process's memory
-    is the interpreter's.
+    On a CPU the machine file must be measured on that CPU. Memory is not compared there, because most of a process's
+    memory belongs to the interpreter.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:
-        """Load the machine; raises ``UserError`` where it is unknown."""
+        """Load the machine. Raises ``UserError`` if it is unknown."""
         self.run, self.path, self.on_gpu = run, run_dir / PREDICTION_FILE, on_gpu
         self.machine = None if run.metrics.machine is None else load_machine(run.metrics.machine)
         if self.machine is not None and not on_gpu and not is_calibrated(self.machine):
@@ -35,7 +35,7 @@ class PredictionCheck:
         self._seconds: list[float] = []
 
     def after_step(self, metrics: StepMetrics) -> Facts | None:
-        """Note a step; after the last one measured, record the comparison and return it."""
+        """Note a step. After the last measured step, write the comparison and return it as lines to print."""
         if self.machine is None or len(self._seconds) == STEPS:
             return None
         self._seconds.append(metrics.step_seconds)
@@ -48,7 +48,7 @@ class PredictionCheck:
 
 
 def facts_of(compared: RunComparison) -> Facts:
-    """A comparison as lines to print."""
+    """Return a comparison as lines to print."""
     facts: dict[str, Fact] = {
         "machine": compared.machine,
         "seconds a step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "

@@ -1,4 +1,4 @@
-"""The hardware, the software and the source code that a run is made with, as experiment trackers keep it."""
+"""Describe the hardware, software, and source code of a run for experiment trackers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import fourfold
 from fourfold.processes import available_cores
 
 _GIT_SECONDS = 20.0
-"""A repository on a slow file system is left out after so long."""
+"""Give up on git after this time, such as in a repository on a slow file system."""
 
 
 def provenance(device_name: str, processes: int) -> dict[str, str | int | float]:
-    """Name and value of each fact: of the first rank's machine, and of the git repository that it runs in, if any.
+    """Return facts about this machine and the git repository of the current folder, by name.
 
-    ``git_changes`` counts the files that differ from the commit, or that git does not know.
+    ``git_changes`` counts files that are changed or untracked.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts: dict[str, str | int | float] = {
@@ -41,13 +41,13 @@ def provenance(device_name: str, processes: int) -> dict[str, str | int | float]
     if commit is not None and changes is not None:
         facts |= {"git_commit": commit, "git_changes": len(changes.splitlines())}
         branch = _git("branch", "--show-current")
-        if branch:  # none where a commit is checked out
+        if branch:  # empty if HEAD is detached
             facts["git_branch"] = branch
     return facts
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in the current folder; None without git or a repository."""
+    """Return the output of a git command in the current folder, or None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_SECONDS

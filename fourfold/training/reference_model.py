@@ -1,8 +1,8 @@
-"""The reference of preference optimization: its log-probabilities of all answers, computed once on the job's own grid.
+"""Compute the reference log-probabilities of preference optimization (DPO) once, on the job's own grid.
 
-The reference is the model with which training begins, so that its weights are there at step 0 and never again. What
-they say about the answers is a number for each: kept in a file, it makes a second model in memory needless, and a run
-that is continued, on this grid or another, reads the same numbers.
+The reference model is the model that training starts from, so its weights exist only at step 0. DPO needs just one
+number per answer from it. These numbers are kept in a file, so no second model takes memory, and a resumed run reads
+the same numbers on any grid.
 """
 
 from __future__ import annotations
@@ -30,10 +30,19 @@ REFERENCE_FILE = "reference.json"
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
-    """Give the run's pairs the reference's log-probabilities; every process calls this.
+    """Give the run's pairs their reference log-probabilities, and write them to the run's folder.
 
-    checkpoint: where the run resumes; None at its start, where the job's weights are the reference's. The run's folder
-    gets the file that has them. Raises ``UserError`` where a resumed run has lost it, or it is of other pairs.
+    Every process calls this.
+
+    Args:
+        job: The job.
+        corpora: Its data.
+        run_dir: Folder of the run.
+        checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
+            the reference.
+
+    Raises:
+        UserError: A resumed run has no file with the log-probabilities, or the file belongs to other pairs.
     """
     sources = corpora.pairs()
     if checkpoint is None:
@@ -54,7 +63,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
 @torch.no_grad()
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
-    """The log-probability that the job's weights give each document of a corpus of pairs; NaN for those left out."""
+    """Return the log-probability of each document of a corpus of pairs. Documents that are left out have NaN."""
     training, batch = job.run.training, job.grid.batch
     loader = Loader(
         source,
@@ -70,14 +79,14 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     for step in range(-(-len(source) // training.global_batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
-        outputs = job.outputs(mine)  # nothing on ranks of other stages than the last
+        outputs = job.outputs(mine)  # empty except on the last stage
         if outputs:
             rows = torch.from_numpy(source.documents_of(numbers)).to(job.device)
             sums.index_add_(0, rows, torch.cat(outputs).double())
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # the last step may have seen some twice
+    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # the last step may count some answers twice
     return found
 
 
@@ -85,7 +94,7 @@ def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         raise UserError(
-            f"{places[0]} is missing, the log-probabilities of the reference that a resumed run needs; restore it, or "
+            f"{places[0]} is missing, and a resumed run needs its log-probabilities of the reference; restore it, or "
             "start again with checkpoint.resume = 'never'"
         )
     try:
@@ -99,7 +108,7 @@ def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
-                "train on the pairs with which the run began, or start again with checkpoint.resume = 'never'"
+                "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
         found.append(np.array(values, dtype=np.float32))
     return found

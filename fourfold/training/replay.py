@@ -1,4 +1,4 @@
-"""Detects silent data corruption: computes a step twice now and then, and compares the replicas of weights."""
+"""Detect silent data corruption: compute some steps twice, and compare the replicas of the weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    If they differ, it computes them a third time before it blames a device. Every process calls it. What a process
-    sends to others is compared too: this distinguishes the process that computed something different from those that
-    received it. Before that, the copies of weights and moments that several processes hold are compared, since a weight
-    that stays wrong gives the same result in both passes.
+    If they differ, it computes them a third time before it blames a device. It also compares what each process sends to
+    other processes. This tells the process that computed a different result from the processes that received it.
+    Before that it compares the replicas of weights and moments, because a weight that stays wrong gives the same result
+    in both passes. Every process calls it.
     """
 
     def __init__(self, job: Job) -> None:
         self.job, self.interval = job, job.run.checks.replay_interval
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Do as ``Job.forward_backward`` does; step ``step`` counts from 0. Raises ``UserError`` for a difference."""
+        """Do what ``Job.forward_backward`` does, twice if this step (counted from 0) is to be checked.
+
+        Raises:
+            UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.
+        """
         if not self.interval or (step + 1) % self.interval:
             return self.job.forward_backward(micro_batches, kept)
         self._compare_replicas(step)
@@ -62,7 +66,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # compiled code would not stay compiled inside a dispatch mode
+        if self.job.run.training.compile:  # inside a dispatch mode, compiled code would run uncompiled
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -74,7 +78,7 @@ class Replay:
         return loss, inputs.given()
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
-        """Raise for two passes that differ. Only if the third agrees with one of them is a device at fault."""
+        """Raise for two passes that differ. If the third agrees with one of them, a device is at fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = _gathered((first, second))
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
@@ -82,13 +86,13 @@ class Replay:
         named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
         if is_rare:
             raise UserError(
-                f"step {step + 1}, computed three times, once gave different bits on {named}: no weight has changed; "
-                "take that device out of the job, and resume from the last checkpoint"
+                f"step {step + 1} was computed three times and once gave different bits on {named}; no weight has "
+                "changed: take that device out of the job, and resume from the last checkpoint"
             )
         raise UserError(
-            f"step {step + 1}, computed three times, gave three results, first on {named}: either an operation there "
-            "has no fixed order, or the device is wrong each time; run the same file on another device, and if the "
-            "results differ there too, set checks.replay_interval = 0"
+            f"step {step + 1} was computed three times and gave three results, first on {named}: either an operation "
+            "there has no fixed order, or the device is wrong each time; run the same file on another device, and if "
+            "the results differ there too, set checks.replay_interval = 0"
         )
 
     def _compare_replicas(self, step: int) -> None:
@@ -98,7 +102,7 @@ class Replay:
         for axis, is_copied in self._axes_of_copies():
             places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
             mine = sums[places]
-            both = torch.cat([mine, ~mine])  # ~ reverses the order: the largest of ~ is ~ of the smallest
+            both = torch.cat([mine, ~mine])  # ~ reverses the order, so the largest ~ is the ~ of the smallest
             with purpose("checksums of replicas", axis=axis):
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
@@ -110,8 +114,8 @@ class Replay:
         name, ranks = _odd_ones(everyone)
         named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
         raise UserError(
-            f"before step {step + 1} the copies of {name} differ: {named} {'has' if len(ranks) == 1 else 'have'} other "
-            "bits than the rest; resume from the last checkpoint, without that device if it happens again"
+            f"before step {step + 1} the replicas of {name} differ, on {named}; resume from the last checkpoint, "
+            "without that device if it happens again"
         )
 
     def _on_any(self, flag: bool) -> bool:
@@ -127,7 +131,7 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """The axes along which processes hold the same parts, each with a test of which shards."""
+        """Yield each axis along which processes hold replicas, with a function that tells which shards these are."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
@@ -143,26 +147,26 @@ class Replay:
 
 
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
-    """The first part whose copies differ, and the ranks that most others disagree with; all of them in a draw."""
+    """Return the first part whose replicas differ, and the ranks in the minority (in a tie, all ranks)."""
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
         counts = Counter(holders.values()).most_common()
         if len(counts) > 1:
             is_draw = counts[0][1] == counts[1][1]
             return key[0], [rank for rank, value in holders.items() if is_draw or value != counts[0][0]]
-    raise AssertionError("some copies differ")
+    raise AssertionError("some replicas differ")
 
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Make GPU kernels that add in any order, such as attention's backward, add in a fixed one."""
+    """Make GPU kernels add in a fixed order. By default some do not, such as the backward of attention."""
     if device.type != "cuda":
         yield
         return
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # If it may only warn, attention keeps its atomic backward. Filling what is written anyway would cost bandwidth.
+    # With warn_only, attention would keep its atomic backward. Filling memory that is written anyway costs bandwidth.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:
@@ -173,7 +177,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Everyone's value, by rank."""
+    """Return the values of all ranks, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     with purpose("replayed step"):
         dist.all_gather_object(everyone, value)

@@ -1,4 +1,4 @@
-"""Warnings of a resumed run: what differs from the steps before its checkpoint, though no file refuses it."""
+"""Warn about changes between a resumed run and the steps before its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ JUMP = 0.01
 
 
 def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
-    """Warn if the data, the loss masks or the optimization are not those that the checkpoint was trained with."""
+    """Warn if the data, the loss masks, or the optimization have changed since the checkpoint."""
     saved = read_state(checkpoint)
     was_streamed = saved.stream is not None and corpora.stream is None
     if was_streamed or saved.first_samples not in (None, corpora.first_samples):
         _warn(
-            f"the training data gives other samples than before the checkpoint {checkpoint}: a corpus or a weight has "
-            "changed; text that was read before it may be read again"
+            f"the training data has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): text "
+            "that was trained before it may be trained again"
         )
     if saved.masks not in (None, run.masks.model_dump(mode="json")):
         _warn(
-            f"[masks] is not that of the steps before the checkpoint {checkpoint}, which were trained on other tokens; "
-            "give the run another name to train all steps alike"
+            f"[masks] has changed since the checkpoint {checkpoint}, so earlier steps were trained on other tokens; "
+            "give the run another name to train all steps with the same masks"
         )
     if saved.optimization is None:
         if not saved.weights_only:

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, its lock, and where a run that was stopped continues."""
+"""Open the folder of a run, lock it, and find where a stopped run continues."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from fourfold.training.metrics import steps_taken
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
 PROFILE_FILE = "profile/times.json"
-"""Times of the steps that `train --profile` has recorded; the traces are beside it."""
+"""Times of the steps that `train --profile` has recorded. The traces are in the same folder."""
 
 
 def folder_of(run: RunConfig) -> Path:
-    """The folder into which a run writes."""
+    """Return the folder that a run writes to."""
     return Path(run.output_dir) / run.name
 
 
 @contextmanager
 def open_run_folder(run_dir: Path) -> Iterator[None]:
-    """Make the folder of a run, and keep other jobs of this machine out of it while the block runs.
+    """Make the folder of a run, and keep other jobs on this machine out of it while the block runs.
 
-    Raises ``UserError`` where it cannot be made, or another job writes to it.
+    Raises:
+        UserError: The folder cannot be made, or another job is training in it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -38,10 +39,10 @@ def open_run_folder(run_dir: Path) -> Iterator[None]:
 
 
 def where_it_continues(run: RunConfig) -> str:
-    """Say which checkpoint a run that was stopped has, how many steps are lost, and which command continues."""
+    """Tell the user which checkpoint a stopped run has, how many steps are lost, and which command continues it."""
     folder = folder_of(run)
     taken = steps_taken(folder)
-    # Later checkpoints are of an earlier attempt, before checkpoint.resume = 'never' or a path.
+    # Later checkpoints are from before the run started again from scratch or from an earlier checkpoint.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:
         return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."

@@ -1,4 +1,4 @@
-"""Record a run on rank 0: what it prints, metrics.jsonl, trackers, the prediction, summary.json and sample.txt."""
+"""Record a run on rank 0: console output, metrics.jsonl, trackers, prediction, summary.json, and sample.txt."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
 
 EXPERT_RECORDS = 100
-"""Steps of which the load of every expert of every layer is recorded: as many as a heat map shows."""
+"""Number of steps for which the load of every expert is recorded. A heat map cannot show more."""
 
 
 class RunRecord:
-    """Shows and writes down one run; on rank 0 only."""
+    """Prints and writes everything about one run. Only rank 0 has one."""
 
     def __init__(
         self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int, place: Place
     ) -> None:
-        """Print the numbers that follow from the run file, and open the files."""
+        """Print the facts of the run, and open its files and trackers."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
-        # The global batch counts sequences over all ranks; each has seq_length tokens that are read, trained or not.
+        # All seq_length tokens of a sequence count, including masked ones.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
-        """Items that a step averages over, where nothing is masked: tokens, or pairs of answers."""
+        """Number of items that a step averages over if nothing is masked: tokens, or pairs of answers."""
         total_tokens = training.train_steps * self.tokens_per_step
-        # A frozen model (LoRA) needs no weight gradients: two thirds of the FLOPs.
+        # A frozen model (LoRA) needs no weight gradients, which is a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
-        # MFU is against the dense peak of the dtype that the matmuls run in.
+        # MFU is relative to the dense peak of the type that the matmuls run in.
         self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
@@ -62,10 +62,10 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
-            write_output(run_dir / RUN_FILE, to_toml(run))  # else that of the steps that were taken stays
+            write_output(run_dir / RUN_FILE, to_toml(run))  # a finished run keeps the run file of its steps
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
-        """The record of a step could not be written; the other processes do not know that yet."""
+        """The record of a step could not be written. The other processes do not know it yet."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -78,13 +78,17 @@ class RunRecord:
         self.tracking.close(failed=kind is not None)
 
     def step(self, step: int, figures: SharedFigures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
-        """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``.
+        """Record one step. If a file cannot be written, keep the error in ``failure``.
 
-        more: figures that only some runs or steps have, such as the validation loss.
+        Args:
+            step: Number of the step, counted from 0.
+            figures: Its numbers over all ranks.
+            seconds: Its duration.
+            more: Numbers that only some runs or steps have, such as the validation loss.
+            skipped: The weights were not updated.
         """
-        tokens_per_second = (
-            self.tokens_per_step / seconds if figures.kept else 0.0
-        )  # a batch that is left out takes no time
+        # A batch that is left out takes no time, so its rate means nothing.
+        tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         load = self.job.expert_load if figures.kept else None
         metrics = StepMetrics(
@@ -120,13 +124,13 @@ class RunRecord:
             self.failure = failure
 
     def _shows_experts(self, metrics: StepMetrics) -> bool:
-        """True for the first step, the last, and about ``EXPERT_RECORDS`` between them; not where the loss is NaN."""
+        """Return True for the first step, the last, and about ``EXPERT_RECORDS`` in between, if the loss is finite."""
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
         return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
-        """Drop the lines of steps after the first ``steps``, which will be taken again."""
+        """Drop the lines of all steps after the first ``steps``. The run takes those steps again."""
         if self.failure is not None:
             raise self.failure
         self.writer.close()
@@ -149,7 +153,7 @@ class RunRecord:
             "checkpoint": outcome.checkpoint,
             "ended by": self._ended_by(outcome),
         }
-        if steps:  # a run that was finished already keeps the summary of its last steps
+        if steps:  # a run that was already finished keeps its summary
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
         if outcome.sample is not None:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)
@@ -205,7 +209,7 @@ class RunRecord:
 
 
 def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length: int) -> None:
-    """Warn of conversations that do not fit a sequence, and of a goldfish mask that does not suit the text."""
+    """Warn about conversations that do not fit a sequence, and about a goldfish mask that does not suit the text."""
     for packed in corpora.packing():
         if packed.cut or packed.left_out:
             print(

@@ -1,4 +1,4 @@
-"""Sample text from a model on the grid: every process takes part, and none holds the whole model."""
+"""Sample text from a model on the grid. Every process takes part, and none holds the whole model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fourfold.training.job import Job
 def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     """Continue ``text`` by ``sample.max_new_tokens`` tokens, or to the end of the document.
 
-    Every token is a forward pass over the whole window, as in training: no cache, but any layout.
+    Each token takes a forward pass over the whole window, as in training. There is no cache, so any layout works.
     """
     config, run = job.run.sample, job.run
     window = run.training.seq_length
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # Where y splits the sequences of a batch, each of its ranks needs one.
+    # If y splits the batch, each of its ranks needs a sequence.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
@@ -35,18 +35,18 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
 
 
 def _same_everywhere(token: int, device: torch.device) -> int:
-    """Rank 0's token on every rank: logits of replicas may differ in the last bit, and all must stop together."""
+    """Return rank 0's token. Logits of replicas may differ in the last bit, and all ranks must draw the same token."""
     drawn = torch.tensor(token, device=device)
     dist.broadcast(drawn, src=0)
     return int(drawn)
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from the logits: the likeliest at temperature 0."""
-    if not logits_V.max().isfinite():  # NaN where any is
+    """Draw a token from the logits. Temperature 0 takes the most likely one."""
+    if not logits_V.max().isfinite():  # NaN if any logit is
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())
-    # The numerator is at most 0, so a low temperature does not make it NaN, unless it is 0 in float32.
+    # The largest value is 0, so a low temperature gives no NaN, unless the temperature itself is 0 in float32.
     scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

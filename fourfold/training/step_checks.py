@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is bad: found before the update, recorded, and answered as [checks] says."""
+"""Find steps with a bad loss or gradient norm before the update, record them, and act as [checks] says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
 class SharedFigures(NamedTuple):
-    """Numbers of one step, the same on every process."""
+    """The numbers of one step, identical on every process."""
 
     loss: float
     grad_norm: float
@@ -38,20 +38,20 @@ class SharedFigures(NamedTuple):
     """Tokens that the loss counts."""
 
     stopped: bool
-    """A process has been asked to stop."""
+    """At least one process has been asked to stop."""
 
     failed: bool
-    """The record of the step before could not be written."""
+    """The record of the previous step could not be written."""
 
 
 class Verdict(NamedTuple):
-    """The answer to a step; ``reason`` is empty where it is applied."""
+    """What to do about a step. ``reason`` is empty if the step is good."""
 
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
 
     def raise_stop(self) -> None:
-        """Raise ``UserError`` where the run is to stop."""
+        """Raise ``UserError`` if the run is to stop."""
         if self.action == "stop":
             raise UserError(self.reason)
 
@@ -61,11 +61,11 @@ LEFT_OUT = Verdict("skip", "its batch is left out")
 
 
 class StepChecks:
-    """Judges every step of a run, the same on every process: all of them call ``judge`` and ``roll_back``.
+    """Judges every step of a run, with the same verdict on every process. Every process calls its methods.
 
-    Bad steps are in the run's folder, in bad_steps.jsonl, before anything is done about them. Batches to leave out are
-    read from there, so that a run that was killed on its way leaves them out too; with
-    ``checkpoint.resume = 'never'`` the file is set aside.
+    A bad step is written to bad_steps.jsonl in the run's folder before the run acts on it. The batches to leave out are
+    read from that file, so a run leaves them out even if it was killed on the way. With ``checkpoint.resume = 'never'``
+    the file is set aside.
     """
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
@@ -81,18 +81,18 @@ class StepChecks:
         self._left_out: list[dict[str, Any]] = earlier[0]
 
     def leaves_out(self, step: int) -> bool:
-        """True where the batch of step ``step``, counted from 0, has made the run roll back or end."""
+        """Return True if the batch of a step (counted from 0) is left out because it made the run roll back or fail."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
-        """Judge step ``step``, counted from 0, by its figures over all ranks, before the weights move."""
+        """Judge a step (counted from 0) by its numbers over all ranks, before the weights move."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
 
     def roll_back(self) -> int:
-        """Load the newest checkpoint; returns its step."""
+        """Load the newest checkpoint, and return its number of steps."""
         assert self.checkpointer.newest is not None, "judge has found one"
         path, step = load_newest(self.checkpointer.newest, self.job, self.run.checkpoint.resume == "auto")
         self.checkpointer.newest = path
@@ -108,7 +108,7 @@ class StepChecks:
             )
         if self.job.loss_scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
             recent.overflows_in_a_row += 1
-            return self._overflow(step)  # the loss scale was too large, and ``Job.update`` halves it
+            return self._overflow(step)  # the loss scale was too large; ``Job.update`` halves it
         recent.overflows_in_a_row = 0
         complaint = _not_finite(loss, grad_norm)
         policy: str = self.config.non_finite
@@ -129,7 +129,7 @@ class StepChecks:
             return GOOD
         return Verdict(
             "stop",
-            f"gradients have overflowed fp16 at {count} steps in a row, the last of them step {step + 1}; {REMEDY}, "
+            f"gradients overflowed fp16 in {count} steps in a row, up to step {step + 1}; {REMEDY}, "
             "or train with training.precision = 'bf16'",
         )
 
@@ -146,14 +146,15 @@ class StepChecks:
         return None
 
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
-        """The action that the run file asks for, or a stop where that has been done too often."""
+        """Return the action that the run file asks for, or a stop if that was done too often in a row."""
         recent = self.job.recent
-        most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)  # no run ends well without a good step
+        # At least one step must be good, or the run has trained nothing.
+        most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
         recent.skipped_in_a_row += 1
         if policy == "skip":
             if recent.skipped_in_a_row <= most:
                 return Verdict("skip", complaint)
-            return self._stop(f"{complaint}, after {most} bad steps in a row that were skipped")
+            return self._stop(f"{complaint}, after {most} bad steps in a row were skipped")
         if policy == "roll_back":
             self.checkpointer.wait(required=False)
             target = self.checkpointer.newest
@@ -161,11 +162,11 @@ class StepChecks:
                 return self._stop(f"{complaint}, and there is no checkpoint yet to return to")
             if self._returns_in_a_row(step) < most:
                 return Verdict("roll_back", complaint)
-            return self._stop(f"{complaint}, after {most} returns from the bad steps right before it")
+            return self._stop(f"{complaint}, after {most} rollbacks from the bad steps right before it")
         return self._stop(complaint)
 
     def _returns_in_a_row(self, step: int) -> int:
-        """Returns to a checkpoint since the last good step before ``step``."""
+        """Return how often the run has rolled back since the last good step before ``step``."""
         good = step - 1
         while self.leaves_out(good):
             good -= 1
@@ -177,7 +178,7 @@ class StepChecks:
         return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")
 
     def _record(self, step: int, figures: SharedFigures, verdict: Verdict) -> None:
-        """Write down a bad step and the numbers of its samples, and say what is done about it."""
+        """Write a bad step and its sample numbers to bad_steps.jsonl, and print what the run does about it."""
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
             "step": step + 1,
@@ -210,7 +211,7 @@ def _done(line: dict[str, Any]) -> str:
 
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation, by exact sums, which are the same on every processor."""
+    """Return mean and standard deviation from exact sums, which are the same on every processor."""
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
@@ -223,9 +224,14 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the figures of a step and the flags of all processes, in one exchange that waits for the device.
+    """Combine the numbers of a step and the flags of all ranks in one all-reduce, which waits for the device.
 
-    A figure on which all ranks agree, as they should, is unchanged; it is NaN where any rank has NaN.
+    A number that all ranks agree on, as they should, stays exactly the same. It is NaN if any rank has NaN.
+
+    Args:
+        result: This rank's result of the step.
+        stopped: This rank has been asked to stop.
+        failed: This rank could not write the record of the previous step.
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]

@@ -1,4 +1,4 @@
-"""The training data of a run, from checkpoint to checkpoint."""
+"""Save and restore the position in a streamed dataset."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fourfold.training.corpora import Corpora
 
 
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
-    """Where the streamed dataset continues after ``steps`` on any grid; None without one. Every process calls this.
+    """Return where the streamed dataset continues after ``steps``, on any grid. Every process calls this.
 
-    Each stream is known to the process that has read its last sample.
+    The process that has read the last sample of a stream knows its position. Returns None if the data is not streamed.
     """
     stream = corpora.stream
     if stream is None:
@@ -42,9 +42,15 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
-    """Have the streamed dataset, if there is one, continue where a checkpoint of ``steps`` was saved.
+    """Continue a streamed dataset where a checkpoint was saved. Every process calls this.
 
-    Every process calls this. Raises ``UserError`` where the checkpoint belongs to other data.
+    Args:
+        corpora: The data. Nothing happens if it is not streamed.
+        checkpoint: The checkpoint.
+        steps: Number of steps in it.
+
+    Raises:
+        UserError: The checkpoint was trained on other data.
     """
     stream = corpora.stream
     if stream is None or checkpoint is None or steps == 0:
@@ -55,7 +61,7 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         if saved is None or source != stream.name or count != len(stream.streams):
             was = "corpora on disk" if saved is None else f"data.source = '{source}' in {count} streams"
             raise UserError(
-                f"the checkpoint {checkpoint} was trained on {was}, and the run file has data.source = "
+                f"the checkpoint {checkpoint} was trained on {was}, but the run file has data.source = "
                 f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
             )
         for key, before, now in (
@@ -65,7 +71,7 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         ):
             if before != now:
                 raise UserError(
-                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{before}', not '{now}'; set it "
-                    "back, or set checkpoint.resume = 'never'"
+                    f"the checkpoint {checkpoint} was trained with data.{key} = '{before}', not '{now}'; set it back, "
+                    "or set checkpoint.resume = 'never'"
                 )
         stream.go_to(steps, saved.positions)

@@ -1,4 +1,4 @@
-"""Everything that ends a training job from outside: stop signals, the time limit, and the watchdog."""
+"""Supervise a training job: stop signals, the time limit, and the watchdog."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fourfold.launch.watchdog import watchdog
 from fourfold.training.run_folder import folder_of
 
 HANGS = "hangs"
-"""Subfolder of a run's folder, with a folder for each hang."""
+"""Subfolder of a run's folder. It has a folder for each hang."""
 
 
 @contextmanager
 def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
-    """Supervise this process of a job while the block runs; yields the request to stop, which the job must heed."""
+    """Supervise this process while the block runs. Yields the request to stop, which the job must check."""
     limits = run.fault_tolerance
     launched, seconds = place.launcher != "local", 60 * limits.max_wall_time
     with (
@@ -31,7 +31,7 @@ def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
 
 
 def _time_of_start() -> str:
-    """Rank 0's clock, on all ranks."""
+    """Return the time on rank 0's clock, on all ranks."""
     now = [time.strftime("%Y-%m-%dT%H-%M-%S")]
     dist.broadcast_object_list(now)
     return now[0]

@@ -1,4 +1,4 @@
-"""The clients of experiment trackers behind one small interface: TensorBoard, Weights & Biases, Trackio."""
+"""Clients of experiment trackers behind one small interface: TensorBoard, Weights & Biases, and Trackio."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers describe it."""
+    """A run, as it is described to trackers."""
 
     run: RunConfig
     run_dir: Path
     machine: Callable[[], Mapping[str, str | int | float]]
-    """Hardware, versions and git state (``provenance``)."""
+    """Returns hardware, versions, and git state (``provenance``)."""
 
     @property
     def project(self) -> str:
+        """The tracker's project that the run belongs to."""
         return self.run.metrics.project
 
     def description(self) -> dict[str, Any]:
-        """The resolved run file, section by section, and the machine."""
+        """Return the resolved run file, section by section, and the machine."""
         return {**self.run.model_dump(mode="json"), "machine": dict(self.machine())}
 
     def id_file(self, tracker: str) -> Path:
-        """Where the tracker's own id of the run is kept, so that a resumed run continues it."""
+        """Return the file with the tracker's id of the run. A resumed run reads it to continue the tracked run."""
         return self.run_dir / f"{tracker}-run-id.txt"
 
 
 class Tracker(Protocol):
-    """A client of one tracker, made with a ``TrackedRun`` and the steps taken: above 0 it continues the same run.
+    """A client of one tracker. It is made with a ``TrackedRun`` and the number of steps taken.
 
-    Every call comes from one thread. A client may raise anything.
+    If that number is above 0, the client continues the earlier tracked run. All calls come from one thread. A client
+    may raise any exception.
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -47,21 +49,21 @@ class Tracker(Protocol):
         ...
 
     def finish(self, failed: bool) -> None:
-        """End the tracked run, and deliver what has not been."""
+        """Deliver what is pending, and end the tracked run."""
         ...
 
 
 class TensorBoard:
-    """Events in the run's folder, in tensorboard/."""
+    """Writes event files to tensorboard/ in the run's folder."""
 
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides the events from purge_step on, which an interrupted run wrote.
+        # TensorBoard hides the events from purge_step on. An interrupted run wrote them.
         self._writer = SummaryWriter(str(tracked.run_dir / "tensorboard"), purge_step=first_step + 1)
         machine = "\n".join(f"{key} = {value}" for key, value in tracked.machine().items())
         for name, text in (("run file", to_toml(tracked.run)), ("machine", machine)):
-            indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's literal text
+            indented = "".join(f"    {line}\n" for line in text.splitlines())  # a code block in Markdown
             self._writer.add_text(name, indented, first_step + 1)
         self._writer.flush()
 
@@ -74,9 +76,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose files are in the run's folder, in wandb/; WANDB_MODE=offline keeps them there.
+    """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
 
-    Steps are a number of their own (``step``), since W&B refuses to go back to an earlier one.
+    The step is logged as a metric of its own (``step``), because W&B's own step cannot go back.
     """
 
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
@@ -91,7 +93,7 @@ class WeightsAndBiases:
             dir=str(tracked.run_dir),
             config=tracked.description(),
             allow_val_change=True,
-            # Nobody answers a question about a key, and the terminal belongs to the run's own display.
+            # Nobody can answer a prompt for an API key, and the terminal belongs to the run's own display.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())
@@ -105,7 +107,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of Trackio, in the folder that TRACKIO_DIR names, or the Space of TRACKIO_SPACE_ID."""
+    """Logs to Trackio, in the folder TRACKIO_DIR or the Space TRACKIO_SPACE_ID."""
 
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         import trackio
@@ -130,9 +132,9 @@ CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
-"""The clients by their keys in [metrics], which are also the names of their libraries and extras."""
+"""The clients by key in [metrics]. Library and extra have the same name."""
 
 
 def _known_id(file: Path, first_step: int) -> str | None:
-    """The tracker's id of a run that goes on; None for one that begins, or was not tracked until now."""
+    """Return the tracker's id of a resumed run, or None for a run that starts or was not tracked before."""
     return file.read_text(errors="replace").strip() if first_step and file.is_file() else None

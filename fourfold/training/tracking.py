@@ -1,4 +1,4 @@
-"""Experiment trackers of a run, each in a thread of its own: a slow or failing one never holds up the run."""
+"""Send metrics to experiment trackers. Each has its own thread, so a slow or failing one never holds up the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fourfold.training.provenance import provenance
 from fourfold.training.trackers import CLIENTS, Numbers, TrackedRun, Tracker
 
 MOST_WAITING = 10_000
-"""Steps that may wait for a slow tracker; it is given up when there are more."""
+"""Number of steps that a tracker may be behind before the run gives it up."""
 
 FINISH_SECONDS = 60.0
-"""Time that all trackers together have at the end of a run to deliver what waits."""
+"""Time that all trackers together have at the end of a run to deliver their last steps."""
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,32 @@ class _End:
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raise ``UserError`` for a tracker of the run file whose library is not installed."""
+    """Raise ``UserError`` if the library of one of the run file's trackers is not installed."""
     for name in _wanted(run):
         require_extra(name, name, f"metrics.{name} = true needs")
 
 
 class Tracking:
-    """The trackers of a run, on its first rank.
-
-    ``first_step``: steps taken before; above 0 the same tracked runs go on. A failure of a tracker is one warning, and
-    the run goes on without it.
-    """
+    """The trackers of a run, on rank 0. If a tracker fails, the run prints one warning and continues without it."""
 
     def __init__(self, run: RunConfig, run_dir: Path, first_step: int, device_name: str) -> None:
+        """Start the trackers. If ``first_step`` is above 0, they continue their earlier tracked runs."""
         tracked = TrackedRun(run, run_dir, cache(partial(provenance, device_name, run.parallel.world_size)))
         self._trackers = [InBackground(name, CLIENTS[name], tracked, first_step) for name in _wanted(run)]
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Pass on one line of metrics.jsonl; numbers that are not finite, which are null there, are left out."""
+        """Log one line of metrics.jsonl. Numbers that are null there, because they are not finite, are left out."""
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
     def go_back(self, steps: int) -> None:
-        """Continue after the first ``steps``, which later ones follow once more."""
+        """Continue after the first ``steps``. Later steps will be logged again."""
         for tracker in self._trackers:
             tracker.go_back(steps)
 
     def close(self, failed: bool = False) -> None:
-        """End the tracked runs, and wait a limited time for them; a second call does nothing."""
+        """End the tracked runs, and wait a limited time for them. A second call does nothing."""
         for tracker in self._trackers:
             tracker.end(failed)
         latest = time.monotonic() + FINISH_SECONDS
@@ -85,7 +82,7 @@ class Tracking:
 
 
 class InBackground:
-    """One tracker, whose client is made and called in a thread: no call here waits, but for ``wait``, or fails."""
+    """One tracker. Its client lives in a thread, so no method here fails, and only ``wait`` waits."""
 
     def __init__(
         self, name: str, client: Callable[[TrackedRun, int], Tracker], tracked: TrackedRun, first_step: int
@@ -93,29 +90,29 @@ class InBackground:
         self.name, self._client, self._tracked = name, client, tracked
         self._given_up = threading.Event()
         self._waiting: Queue[_LoggedStep | _GoBack | _End] = Queue(MOST_WAITING)
-        # A daemon, which a process that ends does not wait for.
+        # A daemon thread does not keep a process alive.
         self._thread = threading.Thread(target=self._work, args=(first_step,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Have the numbers of a step recorded."""
+        """Queue the numbers of a step."""
         self._put(_LoggedStep(step, numbers))
 
     def go_back(self, steps: int) -> None:
-        """Have the run continued after ``steps``."""
+        """Queue a return to ``steps``."""
         self._put(_GoBack(steps))
 
     def end(self, failed: bool) -> None:
-        """Have the run ended."""
+        """Queue the end of the run."""
         self._put(_End(failed))
 
     def wait(self, seconds: float) -> None:
-        """Wait until the run is ended, at most so long; not for a tracker that is given up."""
+        """Wait at most ``seconds`` until the tracked run has ended, unless the tracker was given up."""
         if self._given_up.is_set():
             return
         self._thread.join(max(seconds, 0))
         if self._thread.is_alive():
-            self._give_up(f"it has not taken its last numbers within {FINISH_SECONDS:g} s")
+            self._give_up(f"it did not take its last numbers within {FINISH_SECONDS:g} s")
 
     def _put(self, item: _LoggedStep | _GoBack | _End) -> None:
         if self._given_up.is_set():
@@ -138,13 +135,13 @@ class InBackground:
                 else:
                     tracker.finish(item.failed)
                     return
-        except Exception as error:  # clients raise whatever their networks and files do
+        except Exception as error:  # clients raise all kinds of network and file errors
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, reason: str) -> None:
         if not self._given_up.is_set():
             self._given_up.set()
-            print(f"warning: {self.name} records no more of this run: {reason}", file=sys.stderr, flush=True)
+            print(f"warning: {self.name} no longer records this run: {reason}", file=sys.stderr, flush=True)
 
 
 def _wanted(run: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""A running mean of the weights, cut over the grid as the weights are."""
+"""Keep a moving average of the weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from fourfold.parallel.state import LocalShard
 class WeightAverage:
     """Exponential moving average (EMA) of the trained weights, in float32.
 
-    The weights after the first update begin it; each later update gives average ← decay · average + (1 - decay) ·
-    weight. Element by element, so that it is the same on every grid (Polyak and Juditsky 1992 in the form of Tarvainen
-    and Valpola 2017, arXiv 1703.01780).
+    It starts with the weights after the first update. Each later update computes average ← decay · average +
+    (1 - decay) · weight. This is elementwise, so the result is the same on every grid. (Polyak and Juditsky 1992, in
+    the form of Tarvainen and Valpola 2017, arXiv 1703.01780.)
     """
 
     def __init__(self, shards: Sequence[LocalShard], decay: float) -> None:
         self.shards, self.decay = list(shards), decay
         self.averages: list[Tensor] = [torch.zeros_like(shard.local, dtype=torch.float32) for shard in shards]
-        """As ``local`` of the shards."""
+        """The average of each shard, with the shape of its ``local``."""
         self.has_begun = False
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin the average with the weights as they are."""
+        """Start the average with the current weights."""
         for average, shard in zip(self.averages, self.shards, strict=True):
             average.copy_(shard.local)
         self.has_begun = True
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an update."""
+        """Add the weights after an update to the average."""
         if not self.has_begun:
             self.restart()
             return
@@ -43,7 +43,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Hold the averages where the weights are, as long as the block lasts; the caller publishes them."""
+        """Put the averages in place of the weights while the block runs. The caller publishes them."""
         with torch.no_grad():
             weights = [shard.local.clone() for shard in self.shards]
             try:

@@ -118,7 +118,7 @@ def test_tokenizer_is_the_corpus_own(prefix: str) -> None:
 
 def test_vocabulary_larger_than_the_models(prefix: str) -> None:
     sentence = refusal(make(own(prefix), model={"preset": "llama-tiny", "vocab_size": 256}))
-    assert f"the corpus {prefix} was made with a vocabulary of 257, and model.vocab_size = 256" in sentence
+    assert f"the corpus {prefix} was made with a vocabulary of 257, but model.vocab_size = 256" in sentence
     assert "set model.vocab_size = 257" in sentence
     opened(make(own(prefix), model={"preset": "llama-tiny", "vocab_size": 300}))
 
@@ -246,7 +246,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: 
     if said is None:
         assert micro_batches(batches, run, NO_CP, CPU)[0].tokens[0, place] == token
         return
-    with pytest.raises(UserError, match=rf"the corpus {said}, and model\.vocab_size = 257"):
+    with pytest.raises(UserError, match=rf"the corpus {said}, but model\.vocab_size = 257"):
         micro_batches(batches, run, NO_CP, CPU)
 
 
@@ -261,7 +261,7 @@ def test_a_sample_needs_a_tokenizer(tmp_path: Path) -> None:
     assert opened(make(own(prefix, tokenizer="bytes"), **asked)).tokenizer is not None
     narrow = {"preset": "llama-tiny", "vocab_size": 200}
     sentence = refusal(make(own(prefix, tokenizer="bytes"), model=narrow, **asked))
-    assert "data.tokenizer = 'bytes' has a vocabulary of 257, and model.vocab_size = 200" in sentence
+    assert "data.tokenizer = 'bytes' has a vocabulary of 257, but model.vocab_size = 200" in sentence
 
 
 def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:

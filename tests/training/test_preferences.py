@@ -142,7 +142,7 @@ def test_a_resumed_run_keeps_its_reference(corpus: str, tmp_path: Path) -> None:
 
     reference.unlink()
     longer = half.model_copy(update={"training": whole.training.model_copy(update={"train_steps": 8})})
-    with pytest.raises(UserError, match=r"reference.json is missing, the log-probabilities of the reference"):
+    with pytest.raises(UserError, match=r"reference.json is missing, and a resumed run needs its log-probabilities"):
         train(longer)
     reference.write_text(json.dumps({corpus: [0.0]}))
     with pytest.raises(UserError, match="has no log-probabilities of the 22 answers"):
@@ -228,7 +228,7 @@ def test_run_files_that_are_refused(sections: dict[str, Any], message: str) -> N
 
 def test_text_and_pairs_are_not_exchanged(corpus: str, tmp_path: Path) -> None:
     grid = type("Axis", (), {"rank": 0, "size": 1})
-    with pytest.raises(UserError, match=r"is of the format 'preferences', and data\.format = 'text'"):
+    with pytest.raises(UserError, match=r"has the format 'preferences', but data\.format = 'text'"):
         open_corpora(tiny_run(LLAMA, {}, data={"train": [{"path": corpus}]}), grid)
     with pytest.raises(UserError, match=r"the planner does not predict \[dpo\]"):
         workload_of(run_of(corpus, tmp_path))

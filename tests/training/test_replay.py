@@ -84,7 +84,7 @@ def test_the_run_ends_before_the_weights_move(
     code, _, errors = cli("train", run_file(tmp_path, prefix, checks__replay_interval=2, checkpoint__interval=1))
     assert code == 2
     (sentence,) = errors.splitlines()
-    assert "step 4, computed three times, once gave different bits on rank 0 (" in sentence
+    assert "step 4 was computed three times and once gave different bits on rank 0 (" in sentence
     assert "in the gradient of layers.0." in sentence
     assert {path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir()} == {"step_2", "step_3"}
 

@@ -86,7 +86,7 @@ def test_a_healthy_gpu_is_not_accused(pool: Pool, asked: bool) -> None:
 def test_a_step_without_a_fixed_order_accuses_no_device(pool: Pool) -> None:
     ((sentence, passes),) = pool.run(1, replayed, has_no_order, False)
     assert passes == 3
-    assert "computed three times, gave three results, first on rank 0 (" in sentence
+    assert "was computed three times and gave three results, first on rank 0 (" in sentence
     assert "take that device out" not in sentence and "checks.replay_interval = 0" in sentence
 
 

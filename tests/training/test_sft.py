@@ -139,7 +139,7 @@ def test_a_corpus_that_is_missing_is_called_missing_whatever_its_format(format: 
 def test_conversations_are_not_read_as_text(corpus: str) -> None:
     run = tiny_run(LLAMA, {}, data={"train": [{"path": corpus}]})
     grid = type("Axis", (), {"rank": 0, "size": 1})
-    with pytest.raises(UserError, match=r"is of the format 'sft', and data\.format = 'text'"):
+    with pytest.raises(UserError, match=r"has the format 'sft', but data\.format = 'text'"):
         open_corpora(run, grid)
     with pytest.raises(UserError, match="see each other"):
         tiny_run(LLAMA, {}, data={"format": "sft", "mask_documents": False, "train": [{"path": corpus}]})

@@ -222,8 +222,8 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("skip", "after 3 bad steps in a row that were skipped; lower optimizer.lr"),
-        ("roll_back", "at step 5, after 3 returns from the bad steps right before it"),
+        ("skip", "after 3 bad steps in a row were skipped; lower optimizer.lr"),
+        ("roll_back", "at step 5, after 3 rollbacks from the bad steps right before it"),
         ("stop", "at step 2; lower optimizer.lr"),
     ],
 )
@@ -263,7 +263,7 @@ def test_fp16_ends_after_overflows_in_a_row(
     assert cli("train", path)[0] == 0
     assert not (tmp_path / "runs" / "run" / "bad_steps.jsonl").exists()  # what loss scaling answers is not bad
     code, _, errors = cli("train", path, "--set", "training.train_steps=8")
-    assert code == 2 and "overflowed fp16 at 3 steps in a row, the last of them step 6; lower optimizer.lr" in errors
+    assert code == 2 and "overflowed fp16 in 3 steps in a row, up to step 6; lower optimizer.lr" in errors
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

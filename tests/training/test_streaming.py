@@ -104,11 +104,11 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
     saved = read_state(checkpoint).stream
     assert saved is not None
     assert (saved.source, len(saved.positions)) == (f"{dataset}:train", 2)
-    with pytest.raises(UserError, match=r"in 2 streams, and the run file has .* in 4 streams; set it back"):
+    with pytest.raises(UserError, match=r"in 2 streams, but the run file has .* in 4 streams; set it back"):
         train(make(tmp_path / "run", dataset, data__streams=4))
-    with pytest.raises(UserError, match=r"another data\.text_key: 'text', not 'title'; set it back"):
+    with pytest.raises(UserError, match=r"data\.text_key = 'text', not 'title'; set it back"):
         train(make(tmp_path / "run", dataset, data__text_key="title"))
-    with pytest.raises(UserError, match=r"another data\.shuffle_buffer: '0', not '8'; set it back"):
+    with pytest.raises(UserError, match=r"data\.shuffle_buffer = '0', not '8'; set it back"):
         train(make(tmp_path / "run", dataset, data__shuffle_buffer=8))
     other = make_dataset(tmp_path / "others", documents=400)
     with pytest.raises(UserError, match=rf"was trained on data.source = '{dataset}:train' in 2 streams"):
@@ -117,7 +117,7 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").mkdir()
     train(load_run(run_file(tmp_path / "run", corpus, training__train_steps=2, training__micro_batch_size=1)))
-    with pytest.raises(UserError, match=r"was trained on corpora on disk, and the run file has data.source = 'hf:"):
+    with pytest.raises(UserError, match=r"was trained on corpora on disk, but the run file has data.source = 'hf:"):
         train(make(tmp_path / "run", dataset))
 
 

@@ -143,7 +143,7 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     track(run, {1: 4.0, 2: 3.0, 3: 2.5})
     time.sleep(1.1 if name == "wandb" else 0)  # which names folders by the second
     track(run, {3: 2.25, 4: 2.0}, first_step=2)
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "records no more" in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "no longer records" in line]
     assert warnings == []
 
     tracked = READERS[name](run)
@@ -210,7 +210,7 @@ def test_a_tracker_that_fails_is_one_warning(capsys: pytest.CaptureFixture[str])
     tracker.end(failed=False)
     assert (client.steps, client.failed) == ([1], None)
     error = capsys.readouterr().err
-    assert error == "warning: stubborn records no more of this run: ConnectionError: the network is down\n"
+    assert error == "warning: stubborn no longer records this run: ConnectionError: the network is down\n"
 
 
 def test_a_tracker_that_cannot_start_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +220,7 @@ def test_a_tracker_that_cannot_start_is_one_warning(capsys: pytest.CaptureFixtur
     tracker = InBackground("stubborn", client, None, 0)
     tracker.wait(PATIENCE)
     tracker.log(1, {})
-    assert capsys.readouterr().err.count("warning: stubborn records no more of this run: PermissionError: no key") == 1
+    assert capsys.readouterr().err.count("warning: stubborn no longer records this run: PermissionError: no key") == 1
 
 
 def test_a_tracker_that_hangs_costs_no_step_any_time(
@@ -240,7 +240,7 @@ def test_a_tracker_that_hangs_costs_no_step_any_time(
     tracker.end(failed=False)
     tracker.wait(2 * PATIENCE)  # in vain, so not at all
     assert client.steps == [1], "the client still hangs in step 2: nothing here waited for it"
-    assert capsys.readouterr().err == "warning: stubborn records no more of this run: it is 100 steps behind\n"
+    assert capsys.readouterr().err == "warning: stubborn no longer records this run: it is 100 steps behind\n"
     client.released.set()
 
 
@@ -251,7 +251,7 @@ def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(capsys: pytest.Captur
         tracker.log(step, {})
     tracker.end(failed=True)
     tracker.wait(0.1)
-    assert capsys.readouterr().err.count("it has not taken its last numbers") == 1
+    assert capsys.readouterr().err.count("it did not take its last numbers") == 1
     client.released.set()
 
     patient = in_background(client)
