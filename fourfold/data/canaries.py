@@ -61,9 +61,7 @@ class Canaries:
         if self.count < 1:
             raise UserError(f"--canaries is {self.count}; it must be at least 1 for each number of repeats")
         if not self.repeats or min(self.repeats) < 0 or len(set(self.repeats)) < len(self.repeats):
-            raise UserError(
-                f"--repeats {list(self.repeats)} must be different numbers, each 0 or more, such as 0,1,4,16"
-            )
+            raise UserError(f"--repeats {list(self.repeats)} must be different numbers ≥ 0, such as 0,1,4,16")
         if self.length < 2:
             raise UserError(f"--canary-tokens is {self.length}; a canary needs at least 2")
         if not 0 <= self.noise < 1:

@@ -144,11 +144,7 @@ class ChatTemplate:
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                other = (
-                    "when more messages follow"
-                    if answered.startswith(prompt)
-                    else "from how add_generation_prompt begins it"
-                )
+                other = "when more follow" if answered.startswith(prompt) else "than add_generation_prompt begins it"
                 raise ValueError(
                     f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
                     "identified; give --chat-template a file that marks answers with {% generation %} … "

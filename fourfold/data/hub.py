@@ -98,7 +98,7 @@ class HubStream:
                     yield {"epoch": epoch, "state": state}, text
                 state = part.state_dict()
             if not any_text:
-                raise UserError(f"{self._name} has no text under '{self._text_key}'")
+                raise UserError(f"{self._name} has no text under '{self._text_key}'; set data.text_key")
             epoch, state = epoch + 1, None
 
     def _text(self, row: dict[str, Any]) -> str | None:
@@ -108,10 +108,7 @@ class HubStream:
             )
         text = row[self._text_key]
         if text is not None and not isinstance(text, str):
-            raise UserError(
-                f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key to "
-                "the text's column"
-            )
+            raise UserError(f"{self._name}: '{self._text_key}' is {type(text).__name__}, not text; set data.text_key")
         return text
 
 

@@ -158,9 +158,7 @@ def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
     """Return the number of micro-batches of each rank in a step."""
     if global_batch_size < 1 or micro_batch_size < 1:
-        raise UserError(
-            f"batch sizes must be at least 1, not {global_batch_size} (global) and {micro_batch_size} (micro)"
-        )
+        raise UserError(f"global_batch_size {global_batch_size} or micro_batch_size {micro_batch_size} is below 1")
     at_once = size * micro_batch_size
     count, rest = divmod(global_batch_size, at_once)
     if rest == 0:

@@ -53,11 +53,7 @@ def list_left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in (path for item in inputs for path in _list_matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
-            why = (
-                "unsupported kind of file"
-                if path.is_file()
-                else "not a regular file (a pipe, a device, a linked folder, or a broken link)"
-            )
+            why = "unsupported kind" if path.is_file() else "not a file (a pipe, a device, or a link to no file)"
             found.setdefault(why, []).append(path)
     return found
 
@@ -221,9 +217,7 @@ def _parse_lines(
             line = _Line(path, begin)
             begin += len(content)
             if len(content) == LONGEST_TEXT and not content.endswith(b"\n"):
-                raise UserError(
-                    f"{line} has more than {LONGEST_TEXT:,} bytes; split it, because a line is one document"
-                )
+                raise UserError(f"{line} has more than {LONGEST_TEXT:,} bytes; a line is one document, so split it")
             if content.isspace():
                 continue
             try:

@@ -97,7 +97,7 @@ def run_in_group(
     meeting_point: str | None,
     function: str,
     args: Sequence[object],
-    wanted_device: WantedDevice,
+    wanted: WantedDevice,
     timeout: timedelta,
 ) -> Any:
     """Start the default process group and call the function. See `run_on_grid`.
@@ -107,15 +107,12 @@ def run_in_group(
         meeting_point: torch's init_method, or None for a group of one.
         function: "package.module:name".
         args: Arguments of the function after the place.
-        wanted_device: See `run_on_grid`.
+        wanted: See `wanted_device` of `run_on_grid`.
         timeout: Longest wait for another process.
     """
     with importing():
         call = import_object(function)
-    with (
-        lossy_output(any_error=True),
-        _default_group(place, meeting_point, choose_device(place, wanted_device), timeout),
-    ):
+    with lossy_output(any_error=True), _default_group(place, meeting_point, choose_device(place, wanted), timeout):
         try:
             with _no_silent_exit():
                 return call(place, *args)

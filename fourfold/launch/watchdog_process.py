@@ -170,7 +170,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
         if report.state in STOPPED:  # this resumes the rank, so do it only after all ranks have reported
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
-        print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"fourfold: rank {watch.rank} hangs; writing {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:

@@ -131,7 +131,7 @@ def test_few_long_documents_are_cut_into_passages(tmp_path: Path) -> None:
     [
         (Canaries(0, (1,)), "--canaries is 0"),
         (Canaries(1, (1, 1)), r"--repeats \[1, 1\] must be different"),
-        (Canaries(1, (-1,)), "0 or more"),
+        (Canaries(1, (-1,)), "different numbers ≥ 0"),
         (Canaries(1, (1,), length=1), "at least 2"),
         (Canaries(1, (1,), noise=1.0), "--canary-noise is 1.0"),
         (Canaries(1, (1,), length=10, shift=9), "for 10 tokens it can be 0 to 8"),

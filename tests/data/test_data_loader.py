@@ -82,7 +82,7 @@ def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
         Loader(windows, SEQ_LENGTH, 27, 2, 0, 4)
     with pytest.raises(UserError, match="nearest valid size is 8"):
         Loader(windows, SEQ_LENGTH, 1, 2, 0, 4)
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="is below 1"):
         Loader(windows, SEQ_LENGTH, 0, 2)
 
 

@@ -306,7 +306,7 @@ def test_unsupported_files_are_named_as_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_text(name)
     summary = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
     names = f"{tmp_path}/in/notes.md, {tmp_path}/in/sub/page.html"
-    assert summary.notes == (f"left out, unsupported kind of file: {names}",)
+    assert summary.notes == (f"left out, unsupported kind: {names}",)
     again = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
     assert again.reused and again.notes == summary.notes
     for pattern in ("*", "**"):
@@ -324,9 +324,7 @@ def test_pipes_and_links_are_named_as_left_out(tmp_path: Path) -> None:
     for _ in range(2):
         notes = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1).notes
         names = ", ".join(f"{tmp_path}/in/{name}" for name in ("broken.txt", "linked", "pipe.txt"))
-        assert notes == (
-            f"left out, not a regular file (a pipe, a device, a linked folder, or a broken link): {names}",
-        )
+        assert notes == (f"left out, not a file (a pipe, a device, or a link to no file): {names}",)
 
 
 def test_the_first_of_several_text_keys_is_read(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_which_exit_codes_restart_a_job(
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert calls_of_scontrol(tmp_path) == (["requeue 7"] if again else []), printed
-    assert ("restarting, restart" in printed) == again
+    assert ("restarting the job" in printed) == again
     assert ("not restarted" in printed) == (not again and code != 0)
     if code == 3:
         assert (tmp_path / "run-7.restarts").read_text() == f"{restarts + 1}\n"

@@ -39,6 +39,6 @@ case $code in
 esac
 
 # scancel ends this script too, so a cancelled job does not get here.
-echo "exit code $code: restarting, restart $((restarts + 1))" >&2
+echo "exit code $code: restarting the job (restart $((restarts + 1)))" >&2
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

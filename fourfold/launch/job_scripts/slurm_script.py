@@ -68,13 +68,8 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
         "open-mode": "append",
         "signal": f"USR1@{job.save_seconds}",
         "requeue": "",
-    } | _parse_options(job.sbatch, "--sbatch")
-    srun = (
-        placement
-        | site.srun
-        | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)}
-        | _parse_options(job.srun, "--srun")
-    )
+    } | _parse(job.sbatch, "--sbatch")
+    srun = placement | site.srun | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)} | _parse(job.srun, "--srun")
     words = ["fourfold", "train", one_line(run_file, "the run file's path")]
     command = shlex.join(words + [word for text in job.overrides for word in ("--set", one_line(text, "--set"))])
     parts = {
@@ -129,7 +124,7 @@ def _check_time(job: SlurmJob) -> None:
         )
 
 
-def _parse_options(options: Sequence[str], where: str) -> Options:
+def _parse(options: Sequence[str], where: str) -> Options:
     """Parse the user's own options, NAME=VALUE or --NAME=VALUE."""
     given = {}
     for text in options:
