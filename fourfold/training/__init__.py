@@ -1,1 +1,1 @@
-"""The training job: loop, optimizer, checkpoint, metrics."""
+"""Train a model: the trainer, a job and its step, the optimizer, checks of steps, and the record of a run."""

@@ -30,18 +30,18 @@ class StepMetrics:
     """
 
     step: int  # counted from 1
-    loss: float  # mean over the trained tokens, nats per token
+    loss: float  # mean over the trained tokens, in nats per token
     grad_norm: float | None  # before clipping
     lr: float
     tokens: int  # since the beginning of the run, including masked ones
     tokens_per_second: float
     model_tflops_per_device: float
-    mfu: float | None  # fraction of the peak; None if the peak is unknown
+    mfu: float | None  # fraction of the peak, or None if the peak is unknown
     peak_memory_bytes: int  # of the fullest device, or of the process on CPU
     step_seconds: float
-    trained_token_share: float  # tokens in the loss / all tokens of the step; with [dpo], share of pairs
+    trained_token_share: float  # tokens in the loss / all tokens of the step (with [dpo], pairs)
     validation_loss: float | None = None  # absent from the lines of steps without a validation
-    skipped: bool = False  # the update was not applied; absent if it was
+    skipped: bool = False  # the update was not applied (absent if it was)
     more: Mapping[str, float] = field(default_factory=dict)  # numbers of only some runs, each a key of the line
 
     def record(self) -> dict[str, int | float | None]:

@@ -1,7 +1,8 @@
-"""One process that trains what a run file describes, written apart from the training loop.
+"""Train a run on one process with code that is independent of the trainer, as the reference of parity.
 
-Its loss, clipping and AdamW are torch's; labels, schedule, the other optimizers, weight decay and learning rates of
-groups are its own. It shares with the grid the random samples and, as the reference ``plain``, the decoder.
+Loss, clipping, and AdamW are torch's. Labels, the learning-rate schedule, all other optimizers, and the settings of
+parameter groups are written again here. The grid and this file share only the random samples and, for the reference
+``plain``, the decoder.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Parameters = Mapping[str, Tensor]
 
 
 class Figures(NamedTuple):
-    """The figures of one training step."""
+    """The numbers of one training step."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -44,7 +45,7 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one step. documents: None where attention may cross them."""
+    """The sequences of one step. ``documents_BS`` is None if attention may cross documents."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -52,9 +53,9 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None
     reference_B: Tensor | None
-    """With [dpo]: the log-probability that its reference gives the kept tokens of each sequence."""
+    """With [dpo]: the reference's log-probability of the kept tokens of each sequence."""
     is_data_BS: Tensor | None
-    """False for padding; None: there is no padding."""
+    """False for padding. None if there is no padding."""
 
     def part(self, rows: slice) -> Sequences:
         """Return some of the sequences."""
@@ -63,11 +64,11 @@ class Sequences:
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
-"""(parameters by our names, sequences) → logits [B, S, V]. Attention must not leave a document, if there are any."""
+"""(parameters by our names, sequences) → logits [B, S, V]. Attention must stay within a document, if there are any."""
 
 
 class Reference:
-    """One process with its own weights, in float32 or float64."""
+    """A model that one process trains, in float32 or float64."""
 
     def __init__(
         self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, dtype: torch.dtype
@@ -79,17 +80,17 @@ class Reference:
         self.optimizer = ReferenceOptimizer(self.trained, run)
         self.router_losses = RouterLosses(run, device)
         self.averages: dict[str, Tensor] = {}
-        """Moving averages of the trained weights, where the run has them."""
+        """Moving averages of the trained weights. Empty if the run has none."""
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Return the mean loss of the step's random samples as validation computes it: experts take all their rows."""
+        """Return the mean loss of a step's random samples, as validation computes it (no expert capacity)."""
         batch = self._sequences(step)
         with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
             return self._loss(batch) / self._units(batch)
 
     def step(self, step: int, max_grad_norm: float) -> Figures:
-        """Train one step on its random samples."""
+        """Train one step on its random samples, and return its numbers."""
         batch, size = self._sequences(step), self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with self._precision():
@@ -108,23 +109,24 @@ class Reference:
     def _average(self) -> None:
         decay = self.run.ema.decay
         for name, weight in self.trained.items() if decay else ():
-            if is_router_bias(name):  # it has no average
+            if is_router_bias(name):  # the grid does not average it
                 continue
             before = self.averages.get(name, weight.detach())
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights that Lion steps, as they would be if its sign had no ends."""
+        """Return the weights that Lion steps, as they would be if its update were not limited to ±1."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
+        """Return a copy of all weights."""
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
     def _units(self, batch: Sequences) -> Tensor | int:
-        """Return what the loss is a mean of: the kept labels, or the pairs of [dpo]."""
+        """Return the number of items in the mean loss: kept labels, or pairs with [dpo]."""
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences) -> Tensor:
@@ -162,7 +164,7 @@ class Reference:
 
 
 class PlainLogits:
-    """The decoder itself, in plain PyTorch."""
+    """The decoder in plain PyTorch."""
 
     def __init__(self, run: RunConfig) -> None:
         with torch.device("meta"):
@@ -181,7 +183,7 @@ class PlainLogits:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Compute as validation does, as long as the block lasts."""
+        """Compute in evaluation mode while the block runs."""
         self.model.eval()
         yield
         self.model.train()
@@ -191,7 +193,7 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """The losses and the biases of routers, over the tokens of the data. The load is from the step before."""
+    """The auxiliary losses and the biases of routers. Padding does not count. The load is that of the step before."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         self.run, self.device = run, device
@@ -199,7 +201,7 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """The losses of the batch's sequences that went through the decoder last, as a share of the step's mean."""
+        """Return the router losses of the last sequences that the decoder has seen, as a share of the step's mean."""
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()
@@ -219,7 +221,7 @@ class RouterLosses:
 
     @torch.no_grad()
     def end_step(self, parameters: Parameters) -> None:
-        """The load of this step is that of the next one's losses; biases follow it."""
+        """Keep this step's load for the losses of the next step, and move the biases."""
         for layer, rows in self.rows.items():
             self.load[layer] = rows.double() / rows.sum()
             bias = parameters.get(f"layers.{layer}.mlp.gate.e_score_correction_bias")
@@ -229,7 +231,7 @@ class RouterLosses:
 
 
 def _learning_rate(step: int, run: RunConfig) -> float:
-    """Warm-up to the peak, then the decay, which ends with the last step."""
+    """Return the learning rate: warm-up to the peak, then a decay that ends at the last step."""
     peak, plan, last = run.optimizer.lr, run.lr_scheduler, run.training.train_steps - 1
     if step < plan.warmup_steps:
         return peak * (step + 1) / plan.warmup_steps
