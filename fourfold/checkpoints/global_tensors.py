@@ -19,6 +19,7 @@ from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import true_on_any_rank
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
@@ -177,10 +178,7 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
     locals_ = {name: part.local for name, part in parts.items() if part.local.numel()}
     extremes = torch.stack([torch.stack(local.aminmax()).float() for local in locals_.values()])
     finite = extremes.isfinite().all(dim=1)
-    flag = (~finite).any().float()
-    with purpose("finite weights"):
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    if flag.item():
+    if true_on_any_rank(not bool(finite.all()), finite.device, "finite weights"):
         bad = [name for name, good in zip(locals_, finite.tolist(), strict=True) if not good]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, bad)

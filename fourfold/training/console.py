@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -66,12 +65,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _is_due(self, metrics: StepMetrics) -> bool:
         scheduled = metrics.step % self._log_interval == 0 or metrics.step == self._total_steps

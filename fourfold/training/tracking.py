@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from queue import Full, Queue
-from typing import Any, Self
+from typing import Any
 
 from fourfold.config.run import RunConfig
 from fourfold.extras import require_extra
@@ -73,12 +73,6 @@ class Tracking:
         for tracker in self._trackers:
             tracker.wait(latest - time.monotonic())
         self._trackers = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self.close(failed=kind is not None)
 
 
 class InBackground:

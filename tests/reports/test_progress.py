@@ -1,6 +1,7 @@
 """Output of a run: plain lines in a fixed order for log files, a live display for people."""
 
 import re
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_plain_summaries_are_aligned(capsys):
 
 
 def test_the_live_display_shows_the_last_state_and_gives_the_terminal_back(capsys):
-    with Progress(4, 4000, is_tty=True) as progress:
+    with closing(Progress(4, 4000, is_tty=True)) as progress:
         progress.print_facts("Run", {"grid": "x2 y2 [not markup]"})
         for step in (1, 2):
             progress.update(step_metrics(step, validation_loss=2.25 if step == 2 else None))
@@ -120,7 +121,7 @@ def test_the_live_display_never_wraps(capsys, monkeypatch, columns):
         peak_memory_bytes=139 * 2**30,
         trained_token_share=0.98765,
     )
-    with Progress(1_000_000, 8_123_461_000_000, is_tty=True) as progress:
+    with closing(Progress(1_000_000, 8_123_461_000_000, is_tty=True)) as progress:
         progress.update(last)
     lines = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", capsys.readouterr().out).split("\n") if line]
     assert {line.split()[0] for line in lines} == {"step", "loss"}

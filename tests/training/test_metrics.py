@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def step_metrics(step: int, **changes) -> StepMetrics:
 
 
 def write_steps(run_dir, *steps, **options):
-    with MetricsWriter(run_dir, **options) as writer:
+    with closing(MetricsWriter(run_dir, **options)) as writer:
         for step in steps:
             writer.write(step_metrics(step).record())
     return run_dir / "metrics.jsonl"
@@ -45,7 +46,7 @@ def steps_in(path):
 
 
 def test_one_object_a_step_with_every_key(tmp_path):
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(step_metrics(1).record())
         writer.write(step_metrics(2, mfu=0.4, validation_loss=3.25).record())
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -57,13 +58,13 @@ def test_one_object_a_step_with_every_key(tmp_path):
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(step_metrics(1).record())
         assert steps_in(tmp_path / "metrics.jsonl") == [1]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(step_metrics(1, loss=math.nan, grad_norm=math.inf, validation_loss=math.nan).record())
     text = (tmp_path / "metrics.jsonl").read_text()
     record = json.loads(text, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ def folder_of(run: RunConfig) -> Path:
 
 
 def track(run: RunConfig, losses: Mapping[int, float], first_step: int = 0) -> None:
-    with Tracking(run, folder_of(run), first_step, "CPU") as trackers:
+    with closing(Tracking(run, folder_of(run), first_step, "CPU")) as trackers:
         for step, loss in losses.items():
             trackers.log(step, {"step": step, "loss": loss, "mfu": None})
 
