@@ -305,6 +305,22 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
+def tricks(file: ast.Module) -> set[str]:
+    """Assignments to ``__class__``, and calls of a parent's ``__init__`` other than by ``super()``."""
+    found = set()
+    for node in ast.walk(file):
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".__init__"):
+            found |= {ast.unparse(node.func)} - {"super().__init__"}
+    return found
+
+
+def test_no_object_changes_its_class_and_no_class_skips_its_parents_init() -> None:
+    assert tricks(ast.parse("block.__class__ = A")) and tricks(ast.parse("nn.Module.__init__(self)"))
+    assert {module: found for module, path in MODULES.items() if (found := tricks(tree(path)))} == {}
+
+
 def test_no_modules_import_each_other() -> None:
     assert [sorted(group) for group in circles()] == []
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import LayerType, ModelConfig
 from fourfold.models.norms import RMSNorm
+from fourfold.models.recomputation import recomputable
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 from fourfold.models.softcap import softcapped
 
@@ -27,7 +28,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.config, self.head_dim = config, config.head_dim
         self.scale, self.softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
         self.norms_each_head = config.qk_norm_over == "head"
         sizes = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
@@ -38,6 +39,7 @@ class AttentionCore(nn.Module):
         ]
         self.q_norm, self.k_norm = norms
 
+    @recomputable
     def forward(self, q_BSf: Tensor, k_BSf: Tensor, v_BSf: Tensor, context: AttentionContext) -> Tensor:
         return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
 

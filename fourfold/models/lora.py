@@ -20,8 +20,7 @@ class LoRALinear(nn.Linear):
     """x Wᵀ + b + α/r · (x Aᵀ) Bᵀ, eq. 3, with A [r, in] and B [out, r]."""
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias, self.scale = linear.weight, linear.bias, config.alpha / config.rank
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.rank, linear.in_features, dtype=dtype, device=device))

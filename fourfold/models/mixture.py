@@ -18,6 +18,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.models.autograd import differentiable
 from fourfold.models.grouped import Groups, grouped_product
 from fourfold.models.mlp import MLP, Activation
+from fourfold.models.recomputation import recomputable
 
 
 class Mixture(nn.Module):
@@ -146,8 +147,9 @@ class Experts(nn.Module):
         gate_NF, up_NF = (grouped_product(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
         return self.down(gate_NF, up_NF, groups)
 
+    @recomputable
     def down(self, gate_NF: Tensor, up_NF: Tensor, groups: Groups) -> Tensor:
-        """Gate and up to the hidden size."""
+        """Project gate and up to the hidden size."""
         return grouped_product(self.activation(gate_NF, up_NF), self.down_proj, groups)
 
 

@@ -1,4 +1,4 @@
-"""The position-wise network of a decoder's layer."""
+"""The MLP of a decoder's layer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
+from fourfold.models.recomputation import recomputable
 
 
 class MLP(nn.Module):
-    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
+    """The MLP, gated (SwiGLU, GEGLU) or not (GELU).
+
+    Args:
+        inner: the inner width, by default ``intermediate_size``.
+    """
 
     def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
-        """inner: its width, by default ``intermediate_size``."""
         super().__init__()
         inner = config.intermediate_size if inner is None else inner
         widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
@@ -23,17 +27,15 @@ class MLP(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         return self.down(*self.up(x_BSH))
 
+    @recomputable
     def down(self, *up_BSF: Tensor) -> Tensor:
-        """Gate and up, or up alone, to the hidden size."""
+        """Project gate and up, or up alone, to the hidden size."""
         out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
         return out_BSH
 
 
 class Activation(nn.Module):
-    """gelu(up), or gated: gelu(gate) · up or silu(gate) · up.
-
-    Hendrycks & Gimpel 2016 (arXiv 1606.08415); GEGLU and SwiGLU: Shazeer 2020 (arXiv 2002.05202).
-    """
+    """gelu(up) (arXiv 1606.08415), or gated: gelu(gate) · up, or silu(gate) · up (GLU variants, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class Activation(nn.Module):
 
 
 class Linears(nn.ModuleDict):
-    """Linear layers that read the same input; their outputs in order."""
+    """Linear layers that read the same input. The forward returns their outputs in order."""
 
     def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
         super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})

@@ -1,4 +1,4 @@
-"""RMSNorm, with weights that multiply or that are counted from one, and the choice between it and LayerNorm."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
+from fourfold.models.recomputation import recomputable
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467).
+    """x / rms(x) · weight, with float32 statistics (Zhang & Sennrich 2019, arXiv 1910.07467).
 
-    zero_centered: · (1 + weight), in float32 too (Gemma, arXiv 2403.08295).
+    Args:
+        zero_centered: multiply by (1 + weight) in float32 (Gemma, arXiv 2403.08295).
     """
 
     def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
@@ -20,20 +22,27 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps, self.zero_centered = eps, zero_centered
 
+    @recomputable
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """The function of ``RMSNorm``."""
+    """Compute what ``RMSNorm`` computes."""
     normal = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
     if zero_centered:
         return (normal * (1 + weight.float())).to(x.dtype)
     return normal.to(x.dtype) * weight
 
 
-def norm_of(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
-    """A norm of hidden states, of the kind that the model uses."""
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm, which can run again in the backward."""
+
+    forward = recomputable(nn.LayerNorm.forward)
+
+
+def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return a norm for hidden states, of the kind the model uses."""
     if config.norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        return LayerNorm(config.hidden_size, eps=config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps, config.zero_centered_norm)

@@ -1,5 +1,4 @@
-"""A decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / OLMo / Gemma in plain, single-device PyTorch, with its
-attention, its MLPs and its norms beside it.
+"""A decoder in plain, single-device PyTorch: GPT-2/3, GPT-NeoX, and Llama / Mistral / Qwen / OLMo / Gemma.
 
 Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim, F inner width, V padded vocabulary.
 """
@@ -18,18 +17,21 @@ from fourfold.models.causal_attention import AttentionContext, AttentionCore, At
 from fourfold.models.mixture import Mixture
 from fourfold.models.mlp import MLP, Linears
 from fourfold.models.norms import norm_of
+from fourfold.models.recomputation import recomputable
 from fourfold.models.softcap import softcapped
 
 
 class Transformer(nn.Module):
-    """The decoder, or some of its consecutive layers: the first with the embeddings, the last with norm and head.
+    """The decoder, or one pipeline stage of it.
 
-    Modules of a part have the names that they have in the whole. Build it under ``torch.device("meta")`` and fill it
-    with ``initialize``.
+    The first layer brings the embeddings, the last layer the final norm and the head. Modules of a stage have the names
+    they have in the full model. Build it under ``torch.device("meta")``, and fill it with ``initialize``.
+
+    Args:
+        layers: the numbers of the stage's layers, by default all layers.
     """
 
     def __init__(self, config: ModelConfig, layers: range | None = None) -> None:
-        """layers: the numbers of the layers, by default all."""
         super().__init__()
         self.config = config
         layers = range(config.num_hidden_layers) if layers is None else layers
@@ -38,7 +40,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size) if has_first else None
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.attention_tables = AttentionTables(config)
-        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in layers})
+        self.layers = BlockStack({str(number): Block(config, number) for number in layers})
         self.norm = norm_of(config) if has_last else None
         self.lm_head = LMHead(config) if has_last else None
         if config.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
@@ -55,52 +57,61 @@ class Transformer(nn.Module):
         reference_B: Tensor | None = None,
         is_data_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX; without
-        the last layer its hidden states [B, S, H].
+        """Run the model, or one stage of it.
 
-        positions_BS: each token's position (default 0, 1, 2, …); document_ends_BE: where the documents of a sequence
-        end, when attention must not leave them (default: no such limit), the last at S, repeated in rows with fewer;
-        loss_scale: the factor by which the caller multiplies the sum before the backward; x_BSH: the hidden states of
-        the layers before, where there are any; reference_B: for a head of preference optimization; is_data_BS: false
-        for padding, which experts leave out (default: there is no padding).
+        Args:
+            labels_BS: next tokens, or IGNORE_INDEX for positions that the loss leaves out.
+            positions_BS: each token's position, by default 0, 1, 2, …
+            document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
+                S, repeated in rows with fewer documents.
+            loss_scale: the factor that the caller multiplies the loss by before the backward.
+            x_BSH: the hidden states of the stage before.
+            reference_B: the reference model's log-probabilities, for a head of preference optimization.
+            is_data_BS: False for padding, which no expert takes. By default there is no padding.
+
+        Returns:
+            The logits [B, S, vocab_size], or with labels the sum of the token losses. Without the last layer, the
+            hidden states [B, S, H].
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
         if x_BSH is None:
             x_BSH = self.embed(tokens_BS, positions_BS)
         contexts = self.attention_tables(positions_BS, document_ends_BE, is_data_BS)
-        x_BSH = self.run_blocks(x_BSH, contexts)
+        x_BSH = self.layers(x_BSH, contexts)
         if self.norm is None or self.lm_head is None:
             return x_BSH
         reference = () if reference_B is None else (reference_B,)
         out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale, *reference)
         return out
 
-    def run_blocks(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
-        """The hidden states after all blocks."""
-        for block in self.blocks:
-            x_BSH = block(x_BSH, contexts[block.layer_type])
-        return x_BSH
-
     @property
     def blocks(self) -> list[Block]:
         return cast("list[Block]", list(self.layers.children()))
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Token embeddings, and positions' where they are learned, [B, S, H]."""
+        """Return the token embeddings [B, S, H], with the position embeddings if these are learned."""
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
-            x_BSH = x_BSH * x_BSH.new_full(
-                (), self.config.hidden_size**0.5
-            )  # rounded to the model's type, as Gemma does
+            # The factor is rounded to the model's type, as in Gemma.
+            x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
 
 
-class Block(nn.Module):
-    """One layer; attention and MLP one after the other, or side by side (GPT-J, GPT-NeoX).
+class BlockStack(nn.ModuleDict):
+    """The decoder's blocks, by their numbers."""
 
-    Norms are before them, after them (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118).
+    def forward(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
+        for block in cast("list[Block]", list(self.values())):
+            x_BSH = block(x_BSH, contexts[block.layer_type])
+        return x_BSH
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, or both in parallel (GPT-J, GPT-NeoX).
+
+    Norms come before them, after them (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118).
     """
 
     def __init__(self, config: ModelConfig, number: int) -> None:
@@ -115,8 +126,9 @@ class Block(nn.Module):
         self.mlp = Mixture(config) if config.is_sparse(number) else MLP(config)
         self.mlp_output_layernorm = norm_of(config) if after else None
 
+    @recomputable
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        # Nested, since a name would keep attention's output until the MLP has run.
+        # Nested, because a variable would keep the attention's output until the MLP has run.
         attended_BSH = x_BSH + normed(
             self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm
         )
@@ -127,7 +139,7 @@ class Block(nn.Module):
 
 
 def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """The tensor itself where there is no norm."""
+    """Apply the norm if there is one."""
     return x if norm is None else norm(x)
 
 
@@ -148,7 +160,7 @@ class Attention(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states → logits, or → the sum of the cross-entropies of the labeled positions."""
+    """Hidden states → logits, or the sum of the cross-entropies of the labeled positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -156,7 +168,7 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """``loss_scale`` is for heads that compute gradients beside the loss; autograd needs no such hint."""
+        """Return logits, or the loss. ``loss_scale`` is for heads that compute gradients together with the loss."""
         logits_BSV = softcapped(F.linear(x_BSH, self.weight)[..., : self.vocab_size], self.softcap)
         if labels_BS is None:
             return logits_BSV
@@ -166,6 +178,6 @@ class LMHead(nn.Module):
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of the decoder, a tied one once."""
+    """Return the shape of every parameter of the decoder. A tied parameter appears once."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Transformer(model).named_parameters()}

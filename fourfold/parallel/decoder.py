@@ -19,7 +19,7 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid_model import replicate_or_shard
 from fourfold.parallel.memory.offload import offload_inputs
 from fourfold.parallel.memory.recompute import compile_blocks, recompute
-from fourfold.parallel.overlap.interleave import interleave
+from fourfold.parallel.overlap.batch_parts import run_in_parts
 from fourfold.parallel.tensor.embedding import Embedding
 from fourfold.parallel.tensor.float8 import use_float8
 from fourfold.parallel.tensor.head import ParallelHead
@@ -49,7 +49,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
         across_blocks = run.activation_checkpoint.mode != "full"  # else each block runs again on its own
-        interleave(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
+        run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)

@@ -17,8 +17,8 @@ from fourfold.models import grouped
 from fourfold.models.grouped import Groups, grouped_product
 from fourfold.models.initialize import fill_slice, initialize
 from fourfold.models.mixture import Mixture, Order, capacity, order_by_expert, within_capacity
+from fourfold.models.recomputation import checkpointed
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.memory.recompute import checkpointed
 from fourfold.verification.float64 import InFloat64
 
 TINY = {

@@ -55,9 +55,9 @@ WINDOWS = [
     ),
     Mutant(
         "all layers are of the first one's kind",
-        "models.transformer:Transformer.run_blocks",
+        "models.transformer:BlockStack.forward",
         "contexts[block.layer_type]",
-        "contexts[self.config.kinds_of_layers[0]]",
+        "contexts[next(iter(contexts))]",
         GEMMA2,
     ),
 ]

@@ -46,7 +46,7 @@ PARTS = [
     ),
     Mutant(
         "tokens of a sequence's parts are joined part by part, not rank by rank",
-        "parallel.overlap.interleave:JoinedAttention.take",
+        "parallel.overlap.batch_parts:JoinedAttention.take",
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2)",
         "torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 1)",
         SIX_HEADS,
@@ -55,7 +55,7 @@ PARTS = [
     ),
     Mutant(
         "a part of a sequence takes the attention of another",
-        "parallel.overlap.interleave:JoinedAttention.take",
+        "parallel.overlap.batch_parts:JoinedAttention.take",
         "return self._attended.pop(index)",
         "return self._attended.popitem()[1]",
         GPT,

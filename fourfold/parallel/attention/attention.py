@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fourfold.config.layout import AttentionSplit, ContextMethod
 from fourfold.models.causal_attention import AttentionContext, AttentionCore
 from fourfold.models.norms import RMSNorm
+from fourfold.models.recomputation import recomputable
 from fourfold.parallel.attention.block_attention import AttentionScores, attend_masked
 from fourfold.parallel.attention.context import DocumentContext, context_of_sequences, gather_sequence, scatter_sequence
 from fourfold.parallel.attention.document_attention import attend_documents
@@ -40,9 +41,7 @@ class SharedAttentionCore(AttentionCore):
         heads: int,
         kv_heads: int,
     ) -> None:
-        nn.Module.__init__(self)
-        self.head_dim, self.scale, self.softcap = core.head_dim, core.scale, core.softcap
-        self.norms_each_head = core.norms_each_head
+        super().__init__(core.config)
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
         self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
         self.split, self.x, self.y = split, grid.x, grid.y
@@ -73,6 +72,7 @@ class SharedAttentionCore(AttentionCore):
         axis = grid.axis("y_x") if split == "heads" else grid.x
         return Norm(norm, grid, name, axis, NORMAL_BIAS[OVER_Y[split]])
 
+    @recomputable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         q, k = self.norm_all_heads(q, k)
         if self.split == "sequence":

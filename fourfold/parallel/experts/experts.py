@@ -12,11 +12,11 @@ from fourfold.config.run import OverlapConfig
 from fourfold.models.grouped import Groups, grouped_product
 from fourfold.models.mixture import Experts, Mixture, combine, order_by_expert, take_rows
 from fourfold.models.mlp import MLP
+from fourfold.models.recomputation import recomputable, remembered
 from fourfold.parallel.experts.dispatch import Dispatch
 from fourfold.parallel.experts.router import ParallelRouter, within_capacity_of_sequences
 from fourfold.parallel.grid.communicate import sum_gradient, sum_of
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.memory.recompute import remembered
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
 from fourfold.parallel.tensor.sharding import Tile, Tiled
 
@@ -98,6 +98,7 @@ class ParallelExperts(Tiled):
         )
         return self.down(gate_Nf, up_Nf, groups)
 
+    @recomputable
     def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
         """Project gate and up to the hidden size."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.models.mixture import BIAS, BiasInFloat32, Router, Routing, count_rows, within_capacity
+from fourfold.models.recomputation import RECOMPUTES, remembered
 from fourfold.parallel.attention.context import in_order, take_chunks
 from fourfold.parallel.experts.expert_load import CountedRouter
 from fourfold.parallel.grid.communicate import all_gather, sum_of
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.memory.recompute import RECOMPUTES, remembered
 from fourfold.parallel.tensor.sharding import Tile
 
 

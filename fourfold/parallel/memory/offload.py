@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
+from fourfold.models.recomputation import checkpointed
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid.communicate import purpose
-from fourfold.parallel.memory.recompute import checkpointed
 
 OFFLOAD = "offload to the CPU"
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fourfold.models.autograd import Context, Function, not_compiled
 from fourfold.models.norms import RMSNorm, rms_norm
+from fourfold.models.recomputation import recomputable
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.tensor.sharding import Tile, Tiled
@@ -40,6 +41,7 @@ class Norm(Tiled):
         self.add_tile("weight", norm.weight, tile, grid)
         self.add_tile("bias", norm.bias if isinstance(norm, nn.LayerNorm) else None, tile, grid)
 
+    @recomputable
     def forward(self, x_BTh: Tensor) -> Tensor:
         if self.whole and x_BTh.is_cuda:
             return self.fused(x_BTh)

@@ -89,7 +89,7 @@ class Recording:
             yield from self._block((block, part), is_last=block == blocks - 1)
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
-        """The events of ``parallel.interleave.InterleavedBlock.steps``."""
+        """The events of ``parallel.overlap.batch_parts.BlockInParts.steps``."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -121,7 +121,7 @@ class Recording:
         hides: Linear | None = None,
         before_gather: bool = False,
     ) -> Steps[None]:
-        """The events of ``parallel.linear_steps.linear_steps``."""
+        """The events of ``parallel.tensor.linear_steps.linear_steps``."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))

@@ -1,8 +1,9 @@
-"""Parts of a micro-batch that take turns: while one computes, the collectives of the others run (Domino).
+"""Batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
 
-No sequence needs the hidden states of another, so that a block can take each of its steps for one part of the sequences
-after the other (Wang et al. 2024, arXiv 2409.15241). Where they are too few, parts are tokens of all sequences, which
-need each other in the attention alone. The backward, and a block's recomputation, do the same.
+No sequence needs the hidden states of another sequence, so a block can take each of its steps for one part of the
+sequences after the other (Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part has some
+tokens of all sequences, and the parts need each other only in the attention. The backward and a block's recomputation
+take turns too.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit
 from fourfold.config.model import LayerType
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
-from fourfold.models.transformer import Block, Transformer, normed
+from fourfold.models.recomputation import RECOMPUTES, is_recomputed, recomputable
+from fourfold.models.transformer import Block, BlockStack, Transformer, normed
 from fourfold.overlap_order import Steps, Until, in_turn
 from fourfold.parallel.attention.context import context_of_sequences
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.memory.recompute import RECOMPUTES
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
 from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, linear_steps
 
 
-def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
-    """Run the blocks of a model, whose layers are on the grid, for parts of a micro-batch in turn.
+def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
+    """Replace the blocks of a model, whose layers are on the grid, by blocks that run batch parts in turn.
 
-    split: how y shares the attention; across_blocks: a part need not wait at the end of a block for the others. A batch
-    that does not divide into parts is run whole.
+    A batch that cannot be divided runs as one part.
+
+    Args:
+        number: parts per micro-batch.
+        split: how y shares the attention.
+        across_blocks: a part need not wait at the end of a block for the other parts.
     """
     multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
-    how = Parts(parts, multiple, split != "sequence", ranks, run_ahead=grid.y.size == 1)
-    for block in model.blocks:
-        block.__class__ = InterleavedBlock
-        vars(block).update(parts=how)
-    if across_blocks:
-        model.__class__ = InterleavedTransformer
-        vars(model).update(parts=how)
+    parts = Parts(number, multiple, split != "sequence", ranks, run_ahead=grid.y.size == 1)
+    blocks = {name: BlockInParts(cast("Block", block), parts) for name, block in model.layers.items()}
+    model.layers = BlocksInParts(blocks, parts) if across_blocks else BlockStack(blocks)
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,28 @@ class Parts:
 
     number: int
     multiple: int
-    """A part has a multiple of these sequences."""
+    """The number of sequences in a part is a multiple of this."""
     by_tokens: bool
     """Parts may be tokens of all sequences."""
     token_ranks: int
-    """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
+    """Ranks that share the tokens of the residual stream, if attention reads them sequence by sequence."""
     run_ahead: bool
-    """Parts may be at different steps. With y, most collectives would then run behind the products of one part only."""
+    """Parts may be at different steps. With y > 1, most collectives would then run behind the matmuls of only one
+    part."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
-        """The dim that is divided, that of sequences or of tokens; None if neither can be."""
+        """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""
         sequences, tokens = x_BTh.shape[:2]
         if sequences % (self.number * self.multiple) == 0:
             return 0
         return 1 if self.by_tokens and tokens % self.number == 0 else None
 
     def run(
-        self, visits: Sequence[Visit], x_BTh: Tensor, dim: int, contexts: Mapping[LayerType, AttentionContext]
+        self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Take all parts of ``dim`` through consecutive blocks."""
-        size = x_BTh.shape[dim] // self.number
+        """Take all parts of ``dim``, or the whole batch as one part, through consecutive blocks."""
+        number, dim = (1, 0) if dim is None else (self.number, dim)
+        size = x_BTh.shape[dim] // number
         if dim == 1:
             for visit in visits:
                 core, context = visit.block.self_attn.core, contexts[visit.block.layer_type]
@@ -86,43 +89,53 @@ class Parts:
                 visit.leave(index, part_BTh)
             return part_BTh
 
-        return torch.cat(in_turn(map(through, range(self.number), x_BTh.split(size, dim)), self.run_ahead), dim)
+        return torch.cat(in_turn(map(through, range(number), x_BTh.split(size, dim)), self.run_ahead), dim)
 
 
-class InterleavedTransformer(Transformer):
-    """A decoder in which parts of the micro-batch enter a block while others are in the one before."""
+class BlocksInParts(BlockStack):
+    """The blocks of a decoder. A part enters a block while other parts are in the block before."""
 
-    parts: Parts
+    def __init__(self, blocks: Mapping[str, BlockInParts], parts: Parts) -> None:
+        super().__init__(blocks)
+        self.parts = parts
 
-    def run_blocks(self, x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
+    def forward(self, x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
         dim = self.parts.dim(x_BTh)
         if dim is None:
-            return super().run_blocks(x_BTh, contexts)
-        blocks = cast("list[InterleavedBlock]", self.blocks)
+            return super().forward(x_BTh, contexts)
+        blocks = cast("list[BlockInParts]", list(self.values()))
         visits = [HookedVisit(block, is_last=block is blocks[-1]) for block in blocks]
         return self.parts.run(visits, x_BTh, dim, contexts)
 
 
-class InterleavedBlock(Block):
-    """A block whose collectives run while other parts of the micro-batch compute."""
+class BlockInParts(nn.Module):
+    """A block whose collectives run while other parts of the micro-batch compute. It takes over a block's modules."""
 
-    parts: Parts
+    def __init__(self, block: Block, parts: Parts) -> None:
+        super().__init__()
+        self.parts, self.layer_type, self.parallel_residual = parts, block.layer_type, block.parallel_residual
+        self.input_layernorm = block.input_layernorm
+        self.self_attn = block.self_attn
+        self.attention_output_layernorm = block.attention_output_layernorm
+        self.post_attention_layernorm = block.post_attention_layernorm
+        self.mlp = block.mlp
+        self.mlp_output_layernorm = block.mlp_output_layernorm
 
+    @recomputable
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
-        dim = self.parts.dim(x_BTh)
-        if dim is None:
-            return super().forward(x_BTh, context)
-        return self.parts.run([Visit(self, is_last=True)], x_BTh, dim, {self.layer_type: context})
+        visit = Visit(self, is_last=True)
+        return self.parts.run([visit], x_BTh, self.parts.dim(x_BTh), {self.layer_type: context})
 
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
     ) -> Steps[Tensor]:
-        """``Block.forward`` of one part, in steps that end where a collective has started.
+        """Run ``Block.forward`` for one part. A step ends when a collective has started.
 
-        joined: the attention of all parts, where each has only some tokens of its sequences; is_last: no other block
-        reads the result at once.
+        Args:
+            joined: the attention of all parts, if each part has only some tokens of its sequences.
+            is_last: no other block reads the result at once.
         """
-        assert isinstance(self.mlp, MLP), "parts do not take turns where there are experts"
+        assert isinstance(self.mlp, MLP), "parts do not take turns if there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
@@ -139,13 +152,12 @@ class InterleavedBlock(Block):
         o_proj_schedule = Schedule(gather_follows=True, computes_weight_gradients_of=of_up)
         (out_BTh,) = yield from linear_steps(heads, [o_proj], o_proj_schedule)
         attended_BTh = x_BTh + normed(out_BTh, self.attention_output_layernorm)
-        mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
-        mlp_input_BTh = normed(mlp_reads_BTh, self.post_attention_layernorm)
+        mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
+        if is_recomputed(self.mlp, "down"):  # it runs again in the backward, as a whole
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
-        # Where no norm reads it, nothing does: a recomputed block ends when all parts have come to the last product.
+        # Without a norm after it, nothing reads the last matmul, and a recomputed block ends before it.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
@@ -153,9 +165,10 @@ class InterleavedBlock(Block):
 
 
 class JoinedAttention:
-    """The attention of whole sequences, whose tokens come and go in parts, [B, ranks · t, features].
+    """The attention of whole sequences, whose tokens come and go in parts [B, ranks · t, features].
 
-    ranks: each sequence of a part has t tokens from every one of so many ranks, one rank's after the other's.
+    Args:
+        ranks: a part of a sequence has t tokens from each of this many ranks, rank after rank.
     """
 
     def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:
@@ -168,7 +181,7 @@ class JoinedAttention:
         self._given[index] = q, k, v
 
     def take(self, index: int) -> Tensor:
-        """The output of a part, once all have been given."""
+        """Return the output of a part, once all parts have been given."""
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
             self._given = {}
@@ -181,17 +194,18 @@ class JoinedAttention:
 
 
 class Visit:
-    """One block, as all parts pass it, called by its own forward.
+    """The passage of all parts through one block, which its own forward has started.
 
-    is_last: no other block gathers the result.
+    Args:
+        is_last: no other block gathers the result.
     """
 
-    def __init__(self, block: InterleavedBlock, is_last: bool) -> None:
+    def __init__(self, block: BlockInParts, is_last: bool) -> None:
         self.block, self.is_last = block, is_last
         self.joined: JoinedAttention | None = None
 
     def enter(self, x_BTh: Tensor) -> Tensor:
-        """The input of the next part."""
+        """Return the input of the next part."""
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
@@ -199,14 +213,14 @@ class Visit:
 
 
 class HookedVisit(Visit):
-    """One block that is not called: its hooks run when the first part enters, and when the last has left.
+    """The passage through a block that nobody calls: its hooks run when the first part enters and the last part leaves.
 
-    FSDP2's hooks gather its weights, and free them. They also sum its gradients, from a node of autograd's graph that
-    is made as the first part enters. Of the nodes that can run, autograd takes the one that was made last: this one
-    comes after all others of the block.
+    FSDP2's hooks gather the block's weights and free them. They also sum its gradients, from a node of autograd's graph
+    that is made when the first part enters. Of the nodes that are ready, autograd runs the newest first, so this node
+    runs after all other nodes of the block.
     """
 
-    def __init__(self, block: InterleavedBlock, is_last: bool) -> None:
+    def __init__(self, block: BlockInParts, is_last: bool) -> None:
         super().__init__(block, is_last)
         self._has_entered, self._left = False, dict[int, Tensor]()
 
@@ -233,4 +247,5 @@ class HookedVisit(Visit):
         for key, hook in self.block._forward_hooks.items():
             more: list[Any] = [{}] if key in self.block._forward_hooks_with_kwargs else []
             changed = hook(self.block, (), *more, outputs)
-            assert changed is None or all(a is b for a, b in zip(changed, outputs, strict=True)), "outputs have gone on"
+            is_same = changed is None or all(a is b for a, b in zip(changed, outputs, strict=True))
+            assert is_same, "the outputs are already in the next block"

@@ -14,7 +14,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.overlap_order import Steps, Until, in_turn
-from fourfold.parallel.overlap.interleave import HookedVisit, JoinedAttention, Parts
+from fourfold.parallel.overlap.batch_parts import HookedVisit, JoinedAttention, Parts
 
 
 def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
