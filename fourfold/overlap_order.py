@@ -1,4 +1,4 @@
-"""The order in which parts of a micro-batch take their steps; the layers and the planner follow it."""
+"""The order in which batch parts take their steps. The layers and the planner both follow it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class Until(Enum):
-    """Condition for a part's next step."""
+    """Condition for a batch part's next step."""
 
     GATHERED = auto()
-    """Its input is gathered; it computes with that."""
+    """The part's input is gathered. The next step runs a matmul on it."""
     SUMMED = auto()
-    """The products of the last step are summed."""
+    """The sums of the last step's matmuls are complete."""
     SUMMED_TO_GATHER = auto()
-    """The same, where it starts the next gather without a product between."""
+    """The sums are complete, and the next step starts the next all-gather directly, with no matmul in between."""
     OTHERS = auto()
-    """All other parts of the micro-batch have reached the same point."""
+    """All parts of the micro-batch have reached this point."""
 
 
 Steps = Generator[Until, None, T]
-"""Work in steps, with a result at the end."""
+"""Work in steps. The generator returns the result."""
 
 
 @dataclass(eq=False)
@@ -32,23 +32,28 @@ class _Part(Generic[T]):
     steps: Steps[T]
     index: int
     until: Until | None = None
-    """Condition for its next step; None if it can go on at once."""
-    products: int = -1
-    """Steps with products that all parts together had taken when its last step ended."""
+    """Condition for the part's next step. None if it can continue at once."""
+    matmuls: int = -1
+    """Number of steps with matmuls that all parts together had taken when this part's last step ended."""
 
 
 def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
-    """Run all parts step by step, the part that has waited longest first; returns their results, in the same order.
+    """Run all batch parts step by step. The part that has waited longest goes first.
 
-    runs_ahead: prefer parts for which another has computed a product since they began to wait, and of these one that is
-    about to gather, so that products hide its gather too.
+    Args:
+        workers: The steps of each part.
+        runs_ahead: Whether to prefer parts that have waited while another part ran a matmul. Among them, a part that is
+            about to start an all-gather goes first, so that matmuls hide its all-gather too.
+
+    Returns:
+        The results of the parts, in the order of `workers`.
     """
-    waiting, results, products = [_Part(steps, index) for index, steps in enumerate(workers)], dict[int, T](), 0
+    waiting, results, matmuls = [_Part(steps, index) for index, steps in enumerate(workers)], dict[int, T](), 0
     while waiting:
         if all(part.until is Until.OTHERS for part in waiting):
             for part in waiting:
                 part.until = None
-        part = _next(waiting, products) if runs_ahead else waiting[0]
+        part = _next(waiting, matmuls) if runs_ahead else waiting[0]
         waiting.remove(part)
         has_input = part.until is Until.GATHERED
         try:
@@ -58,13 +63,13 @@ def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
         else:
             waiting.append(part)
         if has_input or part.until in (Until.SUMMED, Until.SUMMED_TO_GATHER):
-            products += 1
-        part.products = products
+            matmuls += 1
+        part.matmuls = matmuls
     return [results[index] for index in sorted(results)]
 
 
-def _next(waiting: list[_Part[T]], products: int) -> _Part[T]:
+def _next(waiting: list[_Part[T]], matmuls: int) -> _Part[T]:
     able = [part for part in waiting if part.until is not Until.OTHERS]
-    ready = [part for part in able if part.products < products or part.until is None]
+    ready = [part for part in able if part.matmuls < matmuls or part.until is None]
     to_gather = [part for part in ready if part.until is Until.SUMMED_TO_GATHER]
     return (to_gather or ready or able)[0]
