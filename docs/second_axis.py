@@ -1,4 +1,4 @@
-"""Write the map of (x, y) in docs/parallelism.md, from the planner: python docs/second_axis.py"""
+"""Write the map of (x, y) in docs/second_axis.md, from the planner: python docs/second_axis.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.plan import Prediction, make_plan
 from fourfold.planning.search.space import SearchLimits
 
-PAGE = Path(__file__).parent / "parallelism.md"
+PAGE = Path(__file__).parent / "second_axis.md"
 MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
 DEGREES = (4, 8, 16, 32)
 """x · y."""

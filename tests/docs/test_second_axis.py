@@ -1,4 +1,4 @@
-"""The map of (x, y) in docs/parallelism.md is the planner's."""
+"""The map of (x, y) in docs/second_axis.md is the planner's."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ import second_axis  # noqa: E402 (the folder of its scripts is on the path from 
 def test_a_row_of_the_map_is_the_planners(machine: str) -> None:
     """Else `python docs/second_axis.py` writes it anew."""
     cells = [second_axis.of_degree(machine, 64, degree).text for degree in second_axis.DEGREES]
-    assert f"| {machine} | 64 | {' | '.join(cells)} |" in (DOCS / "parallelism.md").read_text(encoding="utf-8")
+    assert f"| {machine} | 64 | {' | '.join(cells)} |" in (DOCS / "second_axis.md").read_text(encoding="utf-8")
