@@ -20,6 +20,7 @@ from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid.shared_failure import true_on_any_rank
+from fourfold.parallel.grid_model import GridModel
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
 
@@ -50,42 +51,19 @@ class AveragedWeights(Protocol):
     def restart(self) -> None: ...
 
 
-class TrainingState(Protocol):
-    """The job that a checkpoint saves and loads. `training.job.Job` implements it."""
+class TrainingState(GridModel):
+    """A model on the grid with everything that a checkpoint saves and loads. `training.job.Job` is one."""
 
+    run: RunConfig
+    trained: list[LocalShard]
+    optimizer: OptimizerState
+    average: AveragedWeights | None
+    loss_scale: LossScaleState | None
+    expert_load: ExpertLoad | None
     recent: RecentSteps
     best: BestValidation
     copies: CopyStream | None
     """Copies of an asynchronous save. The optimizer waits for them."""
-
-    @property
-    def run(self) -> RunConfig: ...
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def shards(self) -> Sequence[LocalShard]: ...
-
-    @property
-    def trained(self) -> Sequence[LocalShard]: ...
-
-    @property
-    def optimizer(self) -> OptimizerState: ...
-
-    @property
-    def average(self) -> AveragedWeights | None: ...
-
-    @property
-    def loss_scale(self) -> LossScaleState | None: ...
-
-    @property
-    def expert_load(self) -> ExpertLoad | None: ...
-
-    def publish(self) -> None: ...
 
 
 class SavedPart(NamedTuple):

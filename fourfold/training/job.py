@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.checkpoints.global_tensors import TrainingState
 from fourfold.checkpoints.saved_state import BestValidation, RecentSteps
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
@@ -26,8 +27,6 @@ from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.grid_model import GridModel
-from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.state import initialize_shards
 from fourfold.parallel.tensor.preference_head import PreferenceHead
@@ -61,7 +60,7 @@ class StepResult:
         return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 
 
-class Job(GridModel):
+class Job(TrainingState):
     """A model on the grid with its optimizer. Its methods are collective: every process calls them."""
 
     def __init__(
@@ -90,14 +89,13 @@ class Job(GridModel):
         if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
-        self.optimizer = ShardedOptimizer(self.trained, run, grid)
+        self.optimizer: ShardedOptimizer = ShardedOptimizer(self.trained, run, grid)
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
         self.recent, self.best = RecentSteps(), BestValidation()
-        self.copies: CopyStream | None = None
-        """Copies to the host for an asynchronous checkpoint. An update must wait for them."""
-        self.average = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
+        self.copies = None
+        self.average: WeightAverage | None = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
         self.expert_load: ExpertLoad | None = None
         if run.model.num_experts:
             self.expert_load = ExpertLoad(run, grid, device)
