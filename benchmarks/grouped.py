@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.one_gpu import device_of, seconds_of, write_rows
 from benchmarks.options import add_device, failure_in
-from fourfold.models.grouped import Groups, grouped_product
+from fourfold.models.grouped import Groups, grouped_matmul
 
 SIZES = {
     "mixtral-8x7b": (8, 4096, 14336, 2048),
@@ -55,7 +55,7 @@ def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.dev
     plain_rows, plain_weights = rows.detach(), weights.detach()
 
     def both() -> None:
-        torch.autograd.grad(grouped_product(rows, weights, groups), (rows, weights), grad)
+        torch.autograd.grad(grouped_matmul(rows, weights, groups), (rows, weights), grad)
 
     def loop() -> None:
         for part, weight in zip(plain_rows.split(sizes), plain_weights, strict=True):
@@ -64,7 +64,7 @@ def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.dev
     repeats = 5 if device.type == "cuda" else 1
     flops = 2 * sum(sizes) * inputs * outputs
     works = {
-        "forward": (flops, lambda: grouped_product(plain_rows, plain_weights, groups)),
+        "forward": (flops, lambda: grouped_matmul(plain_rows, plain_weights, groups)),
         "one matmul": (flops, lambda: plain_rows @ plain_weights[0].T),
         "a loop": (flops, loop),
         "forward and backward": (3 * flops, both),

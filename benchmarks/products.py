@@ -22,7 +22,7 @@ from benchmarks.options import add_tiny
 from fourfold.config.layout import product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
-from fourfold.parallel.tensor.product_layouts import LayerLayout
+from fourfold.parallel.tensor.matmul_layouts import LayerLayout
 from fourfold.products.product_report import layer_records
 from fourfold.products.product_table import machine_of
 from fourfold.products.product_times import layer_ratios, tune_layer

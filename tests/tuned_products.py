@@ -13,7 +13,7 @@ import torch
 from fourfold.config.layout import product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
-from fourfold.parallel.tensor.product_layouts import LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Way
 from fourfold.products.product_table import PRODUCTS, Gain, ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.verification.comparison import Against
 from fourfold.verification.parity import as_verified, parity, resharded

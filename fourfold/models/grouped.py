@@ -82,7 +82,7 @@ class Groups:
                 out_OI.zero_()
 
 
-def grouped_product(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
+def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     """Multiply each group of rows by its matrix, x Wᵀ, [N, O]; groups may be empty.
 
     The product is a function of its own beside the one that keeps the operands: when it is recomputed, and nothing

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.autograd import differentiable
-from fourfold.models.grouped import Groups, grouped_product
+from fourfold.models.grouped import Groups, grouped_matmul
 from fourfold.models.mlp import MLP, Activation
 from fourfold.models.recomputation import recomputable
 
@@ -144,13 +144,13 @@ class Experts(nn.Module):
 
     def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
         """groups: the rows of each expert."""
-        gate_NF, up_NF = (grouped_product(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
+        gate_NF, up_NF = (grouped_matmul(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
         return self.down(gate_NF, up_NF, groups)
 
     @recomputable
     def down(self, gate_NF: Tensor, up_NF: Tensor, groups: Groups) -> Tensor:
         """Project gate and up to the hidden size."""
-        return grouped_product(self.activation(gate_NF, up_NF), self.down_proj, groups)
+        return grouped_matmul(self.activation(gate_NF, up_NF), self.down_proj, groups)
 
 
 class Order(NamedTuple):

@@ -24,9 +24,9 @@ from fourfold.parallel.tensor.embedding import Embedding
 from fourfold.parallel.tensor.float8 import use_float8
 from fourfold.parallel.tensor.head import ParallelHead
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
+from fourfold.parallel.tensor.matmul_layouts import Layouts, lay_out_matmuls
 from fourfold.parallel.tensor.norm import Norm
 from fourfold.parallel.tensor.preference_head import PreferenceHead
-from fourfold.parallel.tensor.product_layouts import Layouts, lay_out_products
 from fourfold.parallel.tensor.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
@@ -39,12 +39,12 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     layouts: of the blocks' products, the same on every process.
     """
     tied = tied_names(model)
-    apply_rules(model, tensor_rules(grid, run, own_products=bool(layouts)))
+    apply_rules(model, tensor_rules(grid, run, own_matmuls=bool(layouts)))
     tie_again(model, tied)
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
     if layouts:
-        lay_out_products(model, layouts)
+        lay_out_matmuls(model, layouts)
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
@@ -60,10 +60,10 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     return replicate_or_shard(model, units, grid, types, prefetch, per_node)
 
 
-def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rules:
+def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules:
     """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides.
 
-    own_products: every linear layer of the blocks is ours, also on one process of (x, y).
+    own_matmuls: every linear layer of the blocks is ours, also on one process of (x, y).
     """
     overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
@@ -98,7 +98,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rule
     # modules; where whole blocks are compiled, the compiler does that itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
-    if own_products:
+    if own_matmuls:
         rules = rules | outputs
     is_plain = not (run.data.mask_documents or model.sliding_window or model.attn_logit_softcapping)
     return rules if grid.cp.size == 1 and is_plain else rules | attention

@@ -11,7 +11,7 @@ from fourfold.config.layout import ProductSizes, product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0
-from fourfold.parallel.tensor.product_layouts import LayerLayout, Layouts
+from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Layouts
 from fourfold.products.product_table import TunedLayer, key_of, machine_of, read_table, write_table
 from fourfold.products.product_times import tune_layer
 

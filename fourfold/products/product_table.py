@@ -16,7 +16,7 @@ from fourfold.config.layout import ProductSizes
 from fourfold.config.strict import Strict
 from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
-from fourfold.parallel.tensor.product_layouts import LayerLayout
+from fourfold.parallel.tensor.matmul_layouts import LayerLayout
 
 PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 

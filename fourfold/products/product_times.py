@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.config.layout import ProductSizes
 from fourfold.heartbeat import doing
-from fourfold.parallel.tensor.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
 from fourfold.products.product_table import Gain, TunedLayer
 
 LEAST_GAIN = 1.02
@@ -160,7 +160,7 @@ def _calls(
     weights = {False: random(sizes.outputs, sizes.inputs), True: random(sizes.inputs, sizes.outputs).T}
 
     def call(turned: bool, way: Way) -> Callable[[], Tensor]:
-        products, weight = LaidOutProducts(LayerLayout(turned=turned, **{product: way})), weights[turned]
+        products, weight = LaidOutMatmuls(LayerLayout(turned=turned, **{product: way})), weights[turned]
         if product == "weight_gradient":
             return lambda: products.weight_gradient(grad, x)
         if product == "input_gradient":

@@ -29,8 +29,8 @@ from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.state import initialize_shards
+from fourfold.parallel.tensor.matmul_layouts import Layouts
 from fourfold.parallel.tensor.preference_head import PreferenceHead
-from fourfold.parallel.tensor.product_layouts import Layouts
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.models.grouped import Groups, grouped_product, has_kernel
+from fourfold.models.grouped import Groups, grouped_matmul, has_kernel
 from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
 from fourfold.parallel.attention.document_attention import attend_documents, attend_documents_backward
 
@@ -152,7 +152,7 @@ def test_grouped_matmuls_are_exact(
     poison = [torch.full_like(weights, torch.nan) for _ in range(4)]
     del poison
     groups = Groups(torch.tensor(sizes, device=device))  # the host knows no size, as behind a router
-    out = grouped_product(*operands, groups)
+    out = grouped_matmul(*operands, groups)
     found = out, *torch.autograd.grad(out, operands, grad)
     exact_operands = [tensor.detach().double().requires_grad_() for tensor in operands]
     parts = zip(exact_operands[0].split(sizes), exact_operands[1], strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.config.model import ModelConfig
 from fourfold.models import grouped
-from fourfold.models.grouped import Groups, grouped_product
+from fourfold.models.grouped import Groups, grouped_matmul
 from fourfold.models.initialize import fill_slice, initialize
 from fourfold.models.mixture import Mixture, Order, capacity, order_by_expert, within_capacity
 from fourfold.models.recomputation import checkpointed
@@ -103,13 +103,13 @@ def test_capacity_takes_the_first_tokens_of_each_sequence() -> None:
 
 def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
     rows, weights = torch.randn(5, 4, requires_grad=True), torch.randn(3, 2, 4, requires_grad=True)
-    out = grouped_product(rows, weights, Groups(torch.tensor([3, 0, 2])))
+    out = grouped_matmul(rows, weights, Groups(torch.tensor([3, 0, 2])))
     torch.testing.assert_close(out, torch.cat([rows[:3] @ weights[0].T, rows[3:] @ weights[2].T]))
     out.sum().backward()
     assert weights.grad is not None and rows.grad is not None
     assert not weights.grad[1].any() and weights.grad[0].any() and weights.grad[2].any()
     torch.testing.assert_close(rows.grad, torch.cat([weights[0].sum(0).expand(3, 4), weights[2].sum(0).expand(2, 4)]))
-    nothing = grouped_product(rows[:0], weights, Groups(torch.tensor([0, 0, 0])))
+    nothing = grouped_matmul(rows[:0], weights, Groups(torch.tensor([0, 0, 0])))
     nothing.sum().backward()
     assert nothing.shape == (0, 2)
 
@@ -208,7 +208,7 @@ def grouped_by(by_kernel: bool, sizes: list[int], device: str, monkeypatch: pyte
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(sizes), 16), (len(sizes), 32, 16))
     inputs = [torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_() for shape in shapes]
-    out = grouped_product(inputs[0], inputs[1], Groups(torch.tensor(sizes, device=device)))
+    out = grouped_matmul(inputs[0], inputs[1], Groups(torch.tensor(sizes, device=device)))
     return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.config.layout import ProductSizes
 from fourfold.errors import UserError
-from fourfold.parallel.tensor.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.machines.names import FOLDER
 from fourfold.products import product_times
@@ -54,16 +54,16 @@ def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str,
     monkeypatch.setattr(product_times, "time", clock)
 
     for product in MILLISECONDS:
-        original = getattr(LaidOutProducts, product)
+        original = getattr(LaidOutMatmuls, product)
 
-        def slow(self: LaidOutProducts, *operands: Tensor, product: str = product, original=original) -> Tensor:  # type: ignore[no-untyped-def]
+        def slow(self: LaidOutMatmuls, *operands: Tensor, product: str = product, original=original) -> Tensor:  # type: ignore[no-untyped-def]
             way = getattr(self.layout, product)
             nonlocal seconds
             seconds += milliseconds.get((product, self.layout.turned, way), 2.0) / 1000
             out: Tensor = original(self, *operands)
             return out
 
-        monkeypatch.setattr(LaidOutProducts, product, slow)
+        monkeypatch.setattr(LaidOutMatmuls, product, slow)
 
 
 def test_what_is_no_faster_is_left_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,8 +204,8 @@ EXPERTS = [
     on_grid(
         "the up projections are not summed over y",
         "parallel.experts.experts:ParallelExperts.forward",
-        'sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")',
-        "grouped_product(rows_Nh, weight, groups)",
+        'sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up")',
+        "grouped_matmul(rows_Nh, weight, groups)",
         MIXTURE,
         Y2EP2,
     ),

@@ -114,7 +114,7 @@ LINEAR = [
     ),
     Mutant(
         "weight gradients of the first sequence alone",
-        "parallel.tensor.products:Products.weight_gradient",
+        "parallel.tensor.matmuls:Matmuls.weight_gradient",
         "return grad.flatten(0, -2).T @ x.flatten(0, -2)",
         "return grad[:1].flatten(0, -2).T @ x[:1].flatten(0, -2)",
         grid=X2,
@@ -122,15 +122,15 @@ LINEAR = [
     Mutant(
         "a deferred weight gradient is lost",
         "parallel.tensor.deferred_gradients:WeightGradients.compute",
-        "linear.products.weight_gradient(grad, x)",
-        "linear.products.weight_gradient(grad * 0, x)",
+        "linear.matmuls.weight_gradient(grad, x)",
+        "linear.matmuls.weight_gradient(grad * 0, x)",
         DEEP_GPT,
         {"pp": 2, "schedule": "ZBVZeroBubble"},
         ONE_SEQUENCE,
     ),
     Mutant(
         "an adapter is not scaled",
-        "parallel.tensor.products:add_to_output",
+        "parallel.tensor.matmuls:add_to_output",
         "out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=scale)",
         "out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T)",
         grid=X2,
@@ -138,7 +138,7 @@ LINEAR = [
     ),
     Mutant(
         "an adapter's B is not summed over y",
-        "parallel.tensor.products:adapter_tiles",
+        "parallel.tensor.matmuls:adapter_tiles",
         'Tile(y=1, partial_over=("x",)), Tile(x=0, partial_over=("y",))',
         'Tile(y=1, partial_over=("x",)), Tile(x=0)',
         grid=Y2,
@@ -156,7 +156,7 @@ LINEAR = [
 TUNED_PRODUCTS = [
     Mutant(
         "the gradient of a turned weight is read in the order of the other",
-        "parallel.tensor.product_layouts:LaidOutProducts.weight_gradient",
+        "parallel.tensor.matmul_layouts:LaidOutMatmuls.weight_gradient",
         "(right.T @ left.T).T",
         "(right.T @ left.T).view(len(left), -1)",
         grid=X2,
@@ -164,7 +164,7 @@ TUNED_PRODUCTS = [
     ),
     Mutant(
         "a tuned input gradient replaces those before it",
-        "parallel.tensor.product_layouts:LaidOutProducts.input_gradient",
+        "parallel.tensor.matmul_layouts:LaidOutMatmuls.input_gradient",
         "total.view(-1, total.shape[-1]).addmm_(left, right)",
         "total.view(-1, total.shape[-1]).copy_(left @ right)",
         grid=Y2,
@@ -172,7 +172,7 @@ TUNED_PRODUCTS = [
     ),
     Mutant(
         "a copy of an operand is kept for the next product of its size",
-        "parallel.tensor.product_layouts:copied",
+        "parallel.tensor.matmul_layouts:copied",
         "return copy.T if by_columns else copy",
         "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
         grid=X2,
@@ -180,7 +180,7 @@ TUNED_PRODUCTS = [
     ),
     Mutant(
         "the columns of a padded copy are a place off",
-        "parallel.tensor.product_layouts:copied",
+        "parallel.tensor.matmul_layouts:copied",
         "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)",
         "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
         grid=Y2,

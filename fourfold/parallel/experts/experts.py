@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
-from fourfold.models.grouped import Groups, grouped_product
+from fourfold.models.grouped import Groups, grouped_matmul
 from fourfold.models.mixture import Experts, Mixture, combine, order_by_expert, take_rows
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recomputable, remembered
@@ -93,7 +93,7 @@ class ParallelExperts(Tiled):
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
         """Run rows sorted by expert, in ``groups``. Each rank of x returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
-            sum_of(grouped_product(rows_Nh, weight, groups), self.y, "experts: outputs of up")
+            sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up")
             for weight in (self.gate_proj, self.up_proj)
         )
         return self.down(gate_Nf, up_Nf, groups)
@@ -102,7 +102,7 @@ class ParallelExperts(Tiled):
     def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
         """Project gate and up to the hidden size."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
-        return grouped_product(active_Nf, self.down_proj, groups)
+        return grouped_matmul(active_Nf, self.down_proj, groups)
 
 
 class SharedExpertGate(Tiled):

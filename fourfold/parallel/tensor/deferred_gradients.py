@@ -25,7 +25,7 @@ class WeightGradients:
     def compute(self, receive: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute each gradient, and pass it to ``receive`` with its parameter."""
         for linear, grad, x in self.operands:
-            gradient = linear.products.weight_gradient(grad, x)
+            gradient = linear.matmuls.weight_gradient(grad, x)
             receive(linear.weight, linear.tiles["weight"].as_tile(gradient))
         self.operands.clear()
 

@@ -16,7 +16,7 @@ from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.tensor.linear import Linear4D
-from fourfold.parallel.tensor.products import Products
+from fourfold.parallel.tensor.matmuls import Matmuls
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -40,11 +40,11 @@ def use_float8(model: Transformer, recipe: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    products = Float8Products(config)
+    products = Float8Matmuls(config)
     for block in model.blocks:
         for module in block.modules():
             if isinstance(module, Linear4D):
-                module.products = products
+                module.matmuls = products
         # Where x and y are 1 some layers stay torch's own, which torchao itself replaces.
         convert_to_float8_training(block, config=config)
 
@@ -61,7 +61,7 @@ def require_float8(device: torch.device) -> None:
         )
 
 
-class Float8Products(Products):
+class Float8Matmuls(Matmuls):
     """The three products of a linear layer, each with both operands rounded to float8."""
 
     def __init__(self, config: Float8LinearConfig) -> None:

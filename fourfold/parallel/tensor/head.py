@@ -144,7 +144,7 @@ def loss_and_gradients(
         if dx_Nh is not None:
             torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
         if dw_vh is not None:
-            _add_product(dw_vh, dlogits_nv.T, x_Nh[chunk])
+            _add_matmul(dw_vh, dlogits_nv.T, x_Nh[chunk])
     if dx_Nh is not None:
         dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
     return loss, dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype)
@@ -202,7 +202,7 @@ def cross_entropy(
     return loss, gradient_mv if slopes_mv is None else gradient_mv.mul_(slopes_mv)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with a float32 total also of bf16 factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

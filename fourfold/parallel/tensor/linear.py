@@ -30,8 +30,8 @@ from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
 from fourfold.parallel.grid.communicate import Pending
 from fourfold.parallel.grid.grid import Axis, Grid
-from fourfold.parallel.tensor.products import (
-    Products,
+from fourfold.parallel.tensor.matmuls import (
+    Matmuls,
     adapter_gradients,
     adapter_tiles,
     add_to_input_gradient,
@@ -83,7 +83,7 @@ class _Forward(FunctionOfMany):
     def forward(ctx: Context[int], x: Tensor, layers: Sequence[Linear4D], *matrices_and_places: Tensor) -> Tensors:
         ctx.kept = len(matrices_and_places) - len(layers)
         first, matrices = layers[0], matrices_and_places[: ctx.kept]
-        partial_outputs = matmuls(x, layers, matrices)
+        partial_outputs = output_matmuls(x, layers, matrices)
         return first.writes.start_sums(partial_outputs, f"{first.name}: outputs", first.overlap.gate_sum)()
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Backward(FunctionOfMany):
         return None if d_x is None else d_x.wait(), None, None, *d_matrices
 
 
-def matmuls(x: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+def output_matmuls(x: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
     """The matmul x Wᵀ of each layer, as functions that compute it."""
     return [partial(layer.multiply, x, *own) for layer, own in zip(layers, by_layer(layers, matrices), strict=True)]
 
@@ -134,7 +134,7 @@ def start_input_gradient(layers: Sequence[Linear4D], grads: Tensors, matrices: S
     """Compute Σ g W over the layers, and start to sum it over the ranks of a."""
     first, d_x = layers[0], None
     for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
-        d_x = layer.products.input_gradient(grad, weight, d_x)
+        d_x = layer.matmuls.input_gradient(grad, weight, d_x)
         if adapter:
             add_to_input_gradient(d_x, grad, adapter, layer.lora_scale)
     assert d_x is not None
@@ -185,7 +185,7 @@ class Linear4D(Tiled):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
-    products = Products()
+    matmuls = Matmuls()
     deferred: list[Operands] | None = None
     """Takes the operands of the weight gradient if a pipeline schedule computes it later."""
 
@@ -250,7 +250,7 @@ class Linear4D(Tiled):
 
     def multiply(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
         """Return x Wᵀ, with the adapter's addition."""
-        out = self.products.output(x, weight)
+        out = self.matmuls.output(x, weight)
         if adapter:
             add_to_output(out, x, adapter, self.lora_scale)
         return out
@@ -263,7 +263,7 @@ class Linear4D(Tiled):
         if needed[0] and self.deferred is not None:
             self.deferred.append(Operands(self, grad, x))
         elif needed[0]:
-            gradients = [self.products.weight_gradient(grad, x)]
+            gradients = [self.matmuls.weight_gradient(grad, x)]
         if adapter:
             gradients += adapter_gradients(grad, x, adapter, self.lora_scale)
         return gradients

@@ -25,7 +25,7 @@ from fourfold.parallel.tensor.linear import (
     Linear4D,
     by_layer,
     gather_kept,
-    matmuls,
+    output_matmuls,
     start_input_gradient,
     weight_gradients,
 )
@@ -184,7 +184,7 @@ class _Multiply(FunctionOfMany):
     ) -> Tensors:
         matrices = kept_and_matrices[len(layers) if writing is None else 1 :]
         ctx.kept = len(matrices)
-        compute, first = matmuls(gathered, layers, matrices), layers[0]
+        compute, first = output_matmuls(gathered, layers, matrices), layers[0]
         if writing is None:
             return tuple(output() for output in compute)
         writing.start(first.writes.start_sums(compute, f"{first.name}: outputs", first.overlap.gate_sum))

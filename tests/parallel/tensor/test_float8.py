@@ -23,9 +23,9 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor import float8
-from fourfold.parallel.tensor.float8 import Float8Products, require_float8
+from fourfold.parallel.tensor.float8 import Float8Matmuls, require_float8
 from fourfold.parallel.tensor.linear import Linear4D
-from fourfold.parallel.tensor.products import Products
+from fourfold.parallel.tensor.matmuls import Matmuls
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import trace
@@ -51,11 +51,11 @@ def test_the_three_products_are_torchaos(recipe: str) -> None:
     y = theirs(x)
     grad = torch.randn_like(y)
     y.backward(grad)
-    ours, weight = Float8Products(config), theirs.weight.detach()
+    ours, weight = Float8Matmuls(config), theirs.weight.detach()
     assert torch.equal(ours.output(x.detach(), weight), y)
     assert torch.equal(ours.input_gradient(grad, weight), x.grad)
     assert torch.equal(ours.weight_gradient(grad, x.detach()), theirs.weight.grad)
-    exact = Products()
+    exact = Matmuls()
     error = (ours.output(x.detach(), weight) - exact.output(x.detach(), weight)).norm() / y.norm()
     assert 1e-3 < error < 0.06, "the products are rounded, and no more than that"
 
@@ -70,7 +70,7 @@ def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float]
         name
         for stage in job.stages.values()
         for name, module in stage.model.named_modules()
-        if isinstance(getattr(module, "products", None), Float8Products) or isinstance(module, Float8Linear)
+        if isinstance(getattr(module, "matmuls", None), Float8Matmuls) or isinstance(module, Float8Linear)
     }
     return losses, linears
 
@@ -111,7 +111,7 @@ def test_training_follows_bf16(pool: Pool, grid: dict[str, int]) -> None:
 
 
 def test_layers_of_the_grid_share_one_interface() -> None:
-    assert type(Linear4D.products) is Products
+    assert type(Linear4D.matmuls) is Matmuls
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor
 from fourfold.config.strict import Strict
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.tensor.linear import Linear4D
-from fourfold.parallel.tensor.products import Products
+from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
 """Bytes of a cache line on GPUs, twice that of a CPU: padded rows are an odd number of them apart, so that the entries
@@ -56,7 +56,7 @@ Layouts = dict[tuple[int, int], LayerLayout]
 """By the shape [out, in] of a rank's tile of the weight; other layers are as without."""
 
 
-class LaidOutProducts(Products):
+class LaidOutMatmuls(Matmuls):
     """The three products in a layer's own layouts."""
 
     def __init__(self, layout: LayerLayout) -> None:
@@ -100,12 +100,12 @@ def padded_width(width: int, itemsize: int) -> int:
     return (-(-width // each) | 1) * each
 
 
-def lay_out_products(model: Transformer, layouts: Layouts) -> None:
+def lay_out_matmuls(model: Transformer, layouts: Layouts) -> None:
     """Give the linear layers of the blocks, on the meta device, the layouts of their sizes."""
     for module in model.modules():
         if isinstance(module, Linear4D):
             layout = layouts.get((module.weight.shape[0], module.weight.shape[1]))
             if layout is not None:
-                module.products = LaidOutProducts(layout)
+                module.matmuls = LaidOutMatmuls(layout)
                 if layout.turned:
                     module.turn()

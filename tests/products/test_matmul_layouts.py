@@ -18,8 +18,8 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import Linear4D
-from fourfold.parallel.tensor.product_layouts import PADDED_TO, Copy, LaidOutProducts, LayerLayout, copied
-from fourfold.parallel.tensor.products import Products
+from fourfold.parallel.tensor.matmul_layouts import PADDED_TO, Copy, LaidOutMatmuls, LayerLayout, copied
+from fourfold.parallel.tensor.matmuls import Matmuls
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.training.job import Job
@@ -50,7 +50,7 @@ def test_layouts_change_no_product(layout: LayerLayout) -> None:
     x, grad = torch.randn(2, 8, 24, dtype=torch.float64), torch.randn(2, 8, 40, dtype=torch.float64)
     weight = torch.randn(40, 24, dtype=torch.float64)
     stored = weight.T.contiguous().T if layout.turned else weight
-    ours, plain = LaidOutProducts(layout), Products()
+    ours, plain = LaidOutMatmuls(layout), Matmuls()
     total = torch.randn(2, 8, 24, dtype=torch.float64)
     torch.testing.assert_close(ours.output(x, stored), plain.output(x, weight))
     torch.testing.assert_close(ours.input_gradient(grad, stored), plain.input_gradient(grad, weight))
@@ -66,7 +66,7 @@ def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
     """Compare the sizes of all matmuls of a step with the tuned sizes."""
     seen: set[tuple[str, ProductSizes]] = set()
 
-    class Noting(Products):
+    class Noting(Matmuls):
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -78,10 +78,10 @@ def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
         job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     linears = {name: m for s in job.stages.values() for name, m in s.model.named_modules() if isinstance(m, Linear4D)}
-    assert all(isinstance(linear.products, LaidOutProducts) for linear in linears.values())
+    assert all(isinstance(linear.matmuls, LaidOutMatmuls) for linear in linears.values())
     assert any(linear.tiles["weight"].turned for linear in linears.values())
     for name, linear in linears.items():
-        linear.products = Noting(name.rpartition(".")[2])
+        linear.matmuls = Noting(name.rpartition(".")[2])
     job.train_step(random_micro_batches(run, 0, job.grid, CPU), 0)
     assert seen == set(product_sizes(run).items())
 

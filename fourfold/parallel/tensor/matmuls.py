@@ -14,8 +14,8 @@ from torch import Tensor
 from fourfold.parallel.tensor.sharding import Tile
 
 
-class Products:
-    """Products in the type of the operands; ``float8`` has a subclass that rounds them first."""
+class Matmuls:
+    """Matmuls in the type of the operands; ``float8`` has a subclass that rounds them first."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
@@ -52,5 +52,5 @@ def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor]
 
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """dA = s · (dout B)ᵀ x and dB = s · doutᵀ (x Aᵀ)."""
-    (a, b), products = adapter, Products()
+    (a, b), products = adapter, Matmuls()
     return products.weight_gradient(grad @ b, x).mul_(scale), products.weight_gradient(grad, x @ a.T).mul_(scale)
