@@ -1,1 +1,1 @@
-"""Single-device models in plain PyTorch, with no word of parallelism."""
+"""Single-device models in plain PyTorch, without parallelism."""

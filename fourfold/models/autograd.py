@@ -1,4 +1,4 @@
-"""Typed base classes for autograd functions; torch's have no types."""
+"""Base classes for autograd functions with types, which torch's lack."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class FunctionOfMany(torch.autograd.Function):
 
 
 class Context(Protocol[T]):
-    """The context in which a function keeps tensors, and one ``kept`` value, from its forward to its backward."""
+    """The context that keeps tensors, and one ``kept`` value, from a function's forward to its backward."""
 
     kept: T
     saved_tensors: tuple[Any, ...]
-    """Each a tensor, or None where forward saved None."""
+    """Tensors, or None if the forward saved None."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -48,7 +48,7 @@ class Context(Protocol[T]):
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude a function from compilation: asynchronous collectives cannot be traced."""
+    """Exclude a function from compilation, because asynchronous collectives cannot be traced."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 
@@ -68,16 +68,18 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # read once: a recomputation gives them only once
+        kept = ctx.saved_tensors  # a recomputation gives them only once
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 
 def differentiable(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor | None
 ) -> Tensor:
-    """forward(x), a linear function whose gradient is ``backward`` of the output's gradient and of ``kept``.
+    """Call a linear function with a gradient of its own.
 
-    Tensors that the backward reads are given as ``kept``: one that its closure held would outlive the backward, and a
-    forward that is to run again would not drop it.
+    Args:
+        backward: computes the input's gradient from the output's gradient and ``kept``.
+        kept: the tensors that the backward reads. If its closure held them, they would outlive the backward, and
+            recomputation would not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

@@ -1,4 +1,4 @@
-"""Causal attention of whole heads, with the tables that all layers of a kind share, in plain PyTorch.
+"""Causal attention in plain PyTorch, and the tables that all layers of a kind share.
 
 Shapes: B sequences, S tokens, N heads, K key-value heads, D head_dim.
 """
@@ -19,12 +19,12 @@ from fourfold.models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
-    """Queries, keys and values of whole heads → the heads' outputs: norm, rotate, attend."""
+    """Queries, keys, and values → the heads' outputs: normalize, rotate, attend."""
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     is_for_gpu = False
-    """Whether to compute as on a GPU, whatever the tensors' device: set by the trace of a run for GPUs."""
+    """Compute as on a GPU, whatever device the tensors are on. The trace of a run for GPUs sets it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class AttentionCore(nn.Module):
         return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
 
     def norm_all_heads(self, q_BSf: Tensor, k_BSf: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normalized over all heads where the model does that."""
+        """Normalize queries and keys over all heads, if the model does that."""
         if self.norms_each_head or self.q_norm is None or self.k_norm is None:
             return q_BSf, k_BSf
         return self.q_norm(q_BSf), self.k_norm(k_BSf)
 
     def attend_heads(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Queries, keys and values, whose heads are joined in one dim → the heads' outputs, joined too."""
+        """Attend, with the heads of the inputs and of the output joined in one dim."""
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
@@ -61,12 +61,12 @@ class AttentionCore(nn.Module):
         return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Σ softmax(scale · q·k, capped) · v over the keys that the context lets a query see, [B, S, N, D]."""
+        """Return Σ softmax(scale · q·k, capped) · v over the keys that a query may see, [B, S, N, D]."""
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels that take a mask, and the one for float32 on a GPU, want as many key-value heads as query heads.
-            # Otherwise torch would keep all scores.
+            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. Without
+            # them torch would keep all scores.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.softcap and mask is not None:
@@ -78,7 +78,7 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """[B or 1, 1, Q, S]: true where a query may see a key; None where a kernel's causal mask is that."""
+        """Return a mask [B or 1, 1, Q, S], true where a query may see a key. None stands for a causal mask."""
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
@@ -89,23 +89,23 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What all layers of a kind read in addition to their hidden states: attention its tables, experts ``is_data``."""
+    """What all layers of a kind read in addition to their hidden states."""
 
     cos_BS1d: Tensor | None = None
-    """Rotary tables; None with learned positions. B is 1 where all sequences have the same positions."""
+    """Rotary tables, None with learned positions. B is 1 if all sequences have the same positions."""
     sin_BS1d: Tensor | None = None
     mask_B1SS: Tensor | None = None
-    """True where a query may see a key; None: plain causal."""
+    """True where a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """Place of the first query in the sequence, when the queries are only a part of it."""
+    """The position of the first query in the sequence, if the queries are only a part of it."""
     window: int = 0
-    """Tokens that a query sees, itself included; 0: all before it."""
+    """The number of tokens that a query sees, including itself. 0 means all tokens before it."""
     is_data_BS: Tensor | None = None
-    """False for padding; None: there is no padding."""
+    """False for padding, which no expert takes. None means that there is no padding."""
 
 
 class AttentionTables(nn.Module):
-    """Rotary tables and masks, made once for all layers of a kind."""
+    """Rotary tables and masks, computed once for all layers of a kind."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class AttentionTables(nn.Module):
     def with_documents(
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> AttentionContext:
-        """The same tables with a mask, where attention is more than causal."""
+        """Add a mask to the tables, if attention is not just causal."""
         length = positions_BS.shape[1]
         if document_ends_BE is None and not 0 < tables.window < length:
             return tables
@@ -145,13 +145,13 @@ class AttentionTables(nn.Module):
 
 
 def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
-    """The document of each token, 0, 1, 2 … within its sequence, [B, S]."""
+    """Return the number of each token's document within its sequence, [B, S]."""
     places_BS = torch.arange(length, device=document_ends_BE.device).repeat(len(document_ends_BE), 1)
     return torch.searchsorted(document_ends_BE, places_BS, right=True)
 
 
 def causal_within(documents_BS: Tensor, window: int = 0) -> Tensor:
-    """[B, 1, S, S]: true where a query may see a key, before it in its own document and, if given, in its window."""
+    """Return a mask [B, 1, S, S], true if a query may see a key: not after it, in its document, and in its window."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     seen_BSS = same_BSS.tril().triu(1 - window) if window else same_BSS.tril()
     return seen_BSS[:, None]

@@ -1,4 +1,4 @@
-"""Products of consecutive rows with one matrix of a stack for each group of rows.
+"""Grouped matmuls: each group of consecutive rows is multiplied by its own matrix of a stack.
 
 Shapes: N rows, E groups, I inputs, O outputs.
 """
@@ -15,12 +15,14 @@ from torch import Tensor
 from fourfold.models.autograd import Context, Function
 
 ALIGNMENT = 16
-"""Bytes that every row of the operands of torch's grouped kernel is a multiple of."""
+"""torch's grouped kernel needs rows whose bytes are a multiple of this."""
 
 
 class HostNumbers:
-    """Integers on their way from a device to the host, behind all work that has been issued; nothing waits for them
-    until they are read. ``on_device`` has the same integers."""
+    """Integers on their way from a device to the host, after all work issued so far. Only ``read`` waits for them.
+
+    ``on_device`` has the same integers.
+    """
 
     def __init__(self, on_device: Tensor) -> None:
         self.on_device, self._copy, self._event = on_device, on_device, None
@@ -31,11 +33,11 @@ class HostNumbers:
             self._event.record()
 
     def have_arrived(self) -> bool:
-        """True if ``read`` would not wait."""
+        """Return whether ``read`` would return at once."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
-        """The integers, as nested lists."""
+        """Return the integers as nested lists."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -44,36 +46,39 @@ class HostNumbers:
 
 
 class Groups:
-    """The rows of each group, which follow one another. Rows after the last group are in none: their results are
-    undefined. Torch's kernel reads the numbers on the device, and the host waits for them only if it multiplies group
-    by group.
+    """The number of rows in each of several consecutive groups.
+
+    Results of rows after the last group are undefined. torch's kernel reads the numbers on the device. The host waits
+    for them only if it multiplies group by group.
+
+    Args:
+        sizes: the same numbers as ``sizes_E``, if the host knows them.
     """
 
     def __init__(self, sizes_E: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """sizes: the same numbers, if the host knows them."""
         self._numbers = HostNumbers(sizes_E) if sizes is None else None
         self._sizes_E, self._sizes = sizes_E, sizes
 
     @cached_property
     def ends_E(self) -> Tensor:
-        """The end of each group, int32 on the device."""
+        """The row after each group, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The rows of each group on the host."""
+        """The number of rows in each group, on the host."""
         if self._numbers is not None:
             return self._numbers.read()
         assert self._sizes is not None
         return list(self._sizes)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each group."""
+        """Split rows into groups."""
         parts: tuple[Tensor, ...] = rows[: sum(self.sizes)].split(self.sizes)
         return parts
 
     def zero_empty(self, out_EOI: Tensor) -> None:
-        """Write zeros to the matrices of the empty groups, without a wait."""
+        """Write zeros to the matrices of empty groups, without waiting for the numbers."""
         if self._numbers is not None and not self._numbers.have_arrived():
             out_EOI.masked_fill_((self._sizes_E == 0)[:, None, None], 0)
             return
@@ -83,17 +88,17 @@ class Groups:
 
 
 def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
-    """Multiply each group of rows by its matrix, x Wᵀ, [N, O]; groups may be empty.
+    """Multiply each group of rows by its matrix, x Wᵀ, [N, O]. Groups may be empty.
 
-    The product is a function of its own beside the one that keeps the operands: when it is recomputed, and nothing
-    reads it, the recomputation stops before it.
+    One autograd function keeps the operands and another multiplies. If nothing reads the result of a recomputation, it
+    stops in between.
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
 
 
 class _KeepOperands(Function):
-    """Keeps the operands, and computes their gradients; its output is only the place for the product's gradient."""
+    """Keep the operands, and compute their gradients. The output is only the place for the matmul's gradient."""
 
     @staticmethod
     def forward(ctx: Context[Groups], rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
@@ -110,7 +115,7 @@ class _KeepOperands(Function):
 
 
 class _GroupedMatmul(Function):
-    """The product; its gradient passes through to ``_KeepOperands``."""
+    """Multiply. The gradient passes through to ``_KeepOperands``."""
 
     @staticmethod
     def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
@@ -122,7 +127,7 @@ class _GroupedMatmul(Function):
 
 
 def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
-    """x Wᵀ of each group."""
+    """Return x Wᵀ of each group."""
     if has_kernel(rows_NI, weights_EOI, *weights_EOI.shape[1:]):
         return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=groups.ends_E)
     out_NO = rows_NI.new_empty(len(rows_NI), weights_EOI.shape[1])
@@ -133,19 +138,19 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
 
 
 def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
-    """gradᵀ x of each group, [E, O, I]; zero for an empty one."""
+    """Return gradᵀ x of each group, [E, O, I], which is zero for an empty group."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
         groups.zero_empty(out_EOI)  # some kernels leave them as they were (pytorch issue 172439)
         return out_EOI
     out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):
-        torch.mm(grad.T, rows, out=out_OI)  # of no rows: zero
+        torch.mm(grad.T, rows, out=out_OI)  # zero if there are no rows
     return out_EOI
 
 
 def has_kernel(rows: Tensor, other: Tensor, *widths: int) -> bool:
-    """True where torch multiplies all groups in one kernel: bf16 on a GPU, with widths that are whole lines of it."""
+    """Return whether torch multiplies all groups in one kernel: bf16 on a GPU, with aligned rows."""
     fits = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
     is_half = rows.dtype == other.dtype == torch.bfloat16
     return hasattr(F, "grouped_mm") and rows.is_cuda and is_half and fits and len(rows) > 0

@@ -1,7 +1,7 @@
-"""Initial weights as a function of (seed, parameter name, row) alone, so that any slice can be made anywhere.
+"""Initial weights, as a function of only the seed, the parameter's name, and the row.
 
-Every row block of a matrix has its own generator. A process that holds only some rows and columns of a parameter
-makes whole blocks and keeps its part: all grids start from bit-equal weights, and no process needs the whole.
+Each block of a matrix's rows has its own generator. A process that holds some rows and columns of a parameter draws
+whole blocks and keeps its part. So all grids start from bit-identical weights, and no process needs a whole parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Normal numbers per generator: few enough to waste little, enough to make seeding cheap."""
+"""Normal numbers per generator. More would waste more draws, and fewer would make seeding expensive."""
 
 BLOCKS_AT_ONCE = 256
 """Blocks that are drawn together and copied in one piece: 64 MiB."""
@@ -34,7 +34,12 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, config: ModelConfig, seed: int) -> None:
-    """Fill ``out`` with the part ``slices`` of the initial value of a parameter whose whole has ``shape``."""
+    """Fill ``out`` with a part of the initial value of a parameter.
+
+    Args:
+        shape: the shape of the whole parameter.
+        slices: the part of it that ``out`` holds.
+    """
     if name.endswith(("bias", "lora_B")):  # an adapter adds nothing at first
         out.zero_()
     elif len(shape) == 1:
@@ -46,8 +51,11 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
 
 
 def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
-    """Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019); LoRA's
-    have the variance of peft's."""
+    """Return the standard deviation of a parameter.
+
+    Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019). LoRA's A has
+    the same variance as in peft.
+    """
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * shape[1])
     writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -55,9 +63,9 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Draw the blocks on this process's share of the cores, on the CPU, so that every device has the same values.
+    """Draw blocks on this process's share of the CPU cores, so that every device gets the same values.
 
-    A GPU copies them from pinned memory while the next ones are drawn.
+    A GPU copies blocks from pinned memory while the next blocks are drawn.
     """
     rows, columns = slices
     rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
@@ -82,13 +90,13 @@ def _draw(out: Tensor, seed: int) -> None:
 
 
 def _threads() -> int:
-    """This process's share of the machine's cores. torchrun limits torch to one thread, but not this."""
+    """Return this process's share of the machine's cores. torchrun limits torch to one thread, but not this."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 
 
 def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Fill part of a stack of matrices, as if they were one with the rows of all."""
+    """Fill part of a stack of matrices, as if they were one matrix with all their rows."""
     (matrices, rows, columns), (count, height, width) = slices, shape
     for place, number in enumerate(range(matrices.start, matrices.stop)):
         first = number * height

@@ -13,11 +13,11 @@ from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 NEVER_ADAPTED = "shared_expert_gate"
-"""It has one output: a low-rank adapter would be as large as the layer."""
+"""It has only one output, so a low-rank adapter would be as large as the layer."""
 
 
 class LoRALinear(nn.Linear):
-    """x Wᵀ + b + α/r · (x Aᵀ) Bᵀ, eq. 3, with A [r, in] and B [out, r]."""
+    """x Wᵀ + b + α/r · (x Aᵀ) Bᵀ (eq. 3), with A [r, in] and B [out, r]."""
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -31,7 +31,11 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze the model and add adapters to its target layers. Raises ``UserError`` for a missing target."""
+    """Freeze the model, and add adapters to its target layers.
+
+    Raises:
+        UserError: the model has no layer of a target's name.
+    """
     model.requires_grad_(False)
     linears = {
         name: module
@@ -49,7 +53,7 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
 
 
 def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, tuple[int, ...]]:
-    """The shape of every trained parameter: all of the model's, or with LoRA those of its adapters."""
+    """Return the shape of every trained parameter. With LoRA, these are only the adapters."""
     with torch.device("meta"):
         whole = Transformer(model)
     if config is not None and config.rank:

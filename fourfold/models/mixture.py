@@ -1,8 +1,8 @@
 """A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs.
 
-Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060) and DeepSeek-V3 (arXiv 2412.19437) are
-settings of the same few keys. Shapes: T tokens, E experts, K of them for each token, N rows (token, choice), F the
-width of an expert.
+Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060), and DeepSeek-V3 (arXiv 2412.19437)
+differ only in a few settings. Shapes: T tokens, E experts, K experts per token, N rows of (token, choice), F an
+expert's width.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fourfold.models.recomputation import recomputable
 
 
 class Mixture(nn.Module):
-    """Σ_k w_tk · expert_tk(x_t), and the shared expert's output where there is one."""
+    """Σ_k w_tk · expert_tk(x_t), plus the shared expert's output if there is a shared expert."""
 
     capacity_factor = 0.0
-    """In training an expert takes this many times its equal share of a sequence's rows; 0: all."""
+    """In training, an expert takes at most this many times its equal share of a sequence's rows. 0 means no limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mixture(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x_BSH: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
-        """is_data_BS: false for padding, which no expert takes."""
+        """Run the mixture. ``is_data_BS`` is False for padding, which no expert takes."""
         x_TH, experts = x_BSH.flatten(0, 1), self.gate.num_experts
         routing, kept_TK = self.gate(x_TH), None
         experts_BSK = routing.experts_TK.unflatten(0, x_BSH.shape[:2])
@@ -51,7 +51,7 @@ class Mixture(nn.Module):
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
     def shared(self, x_BSH: Tensor) -> Tensor:
-        """The output of the shared expert, times its gate."""
+        """Return the output of the shared expert, times its gate."""
         assert self.shared_expert is not None
         out_BSH: Tensor = self.shared_expert(x_BSH)
         return out_BSH if self.shared_expert_gate is None else out_BSH * self.shared_expert_gate(x_BSH).sigmoid()
@@ -63,16 +63,16 @@ class Routing(NamedTuple):
     logits_TE: Tensor
     """The router's outputs, float32."""
     experts_TK: Tensor
-    """Indices of the chosen experts, the best first. On the grid, padding has the index num_experts."""
+    """Indices of the chosen experts, best first. On the grid, padding has the index num_experts."""
     weights_TK: Tensor
-    """The factors on their outputs, float32."""
+    """The factors on the experts' outputs, float32."""
 
 
 BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A router whose bias stays in float32 when it becomes another type: steps are smaller than bf16 resolves."""
+    """A router whose bias stays in float32 when the model changes type. bf16 cannot resolve the bias's small steps."""
 
     e_score_correction_bias: nn.Parameter | None
 
@@ -85,7 +85,7 @@ class BiasInFloat32(nn.Module):
 
 
 class Router(BiasInFloat32):
-    """The choice of each token's experts, and their weights, in float32."""
+    """Chooses each token's experts and their weights, in float32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,28 +103,28 @@ class Router(BiasInFloat32):
 
 
 def is_router_bias(name: str) -> bool:
-    """True for a parameter that changes in training without a gradient: a router's bias."""
+    """Return whether a parameter is a router's bias, which training changes without a gradient."""
     return name.endswith(BIAS)
 
 
 class Choice:
-    """The rule by which experts are chosen, and weighted, from the router's logits."""
+    """The rule that chooses and weights experts, given the router's logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.chosen, self.sigmoid = config.num_experts_per_tok, config.router_score == "sigmoid"
         self.normalize, self.factor = config.norm_topk_prob, config.routed_scaling_factor
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """The experts' scores, of which softmax's sum to one."""
+        """Return the experts' scores. Softmax scores sum to one, and sigmoid scores do not."""
         return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
 
     def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """The experts with the largest scores, [T, K]; a bias counts here only (arXiv 2408.15664, eq. 3)."""
+        """Return the experts with the largest scores, [T, K]. A bias counts only here (arXiv 2408.15664, eq. 3)."""
         choosing_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         return choosing_TE.topk(self.chosen, dim=-1).indices
 
     def weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """The factors on the chosen experts' outputs, [T, K]."""
+        """Return the factors on the chosen experts' outputs, [T, K]."""
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -132,7 +132,7 @@ class Choice:
 
 
 class Experts(nn.Module):
-    """Gated MLPs of one shape, as stacks of matrices; rows that are sorted by expert go in, and come out."""
+    """Gated MLPs of one shape, as stacks of matrices. They take and return rows sorted by expert."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         self.activation = Activation(config)
 
     def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
-        """groups: the rows of each expert."""
+        """Run the experts, whose rows are in ``groups``."""
         gate_NF, up_NF = (grouped_matmul(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
         return self.down(gate_NF, up_NF, groups)
 
@@ -154,27 +154,31 @@ class Experts(nn.Module):
 
 
 class Order(NamedTuple):
-    """The rows (token, choice) sorted by expert, those that were dropped at the end."""
+    """The rows (token, choice) sorted by expert, with dropped rows at the end."""
 
     place_N: Tensor
-    """The row t·K + k that stands at each place."""
+    """The row t·K + k at each place."""
     inverse_N: Tensor
     """The place of each row."""
     sizes_E: Tensor
-    """The rows of each expert that were not dropped."""
+    """The number of rows of each expert, without dropped rows."""
     chosen: int
     """K."""
     given: Tensor | None
-    """The number of rows that were not dropped, [], on the device; None if none can be dropped."""
+    """The number of rows that were not dropped, [], on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
-        """How many rows the experts are given: on a GPU also the dropped ones, whose number the host would wait for."""
+        """Return how many rows the experts get. On a GPU they also get dropped rows, so the host need not wait."""
         return len(self.place_N) if self.given is None or self.place_N.is_cuda else sum(groups.sizes)
 
 
 def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int, is_padded: bool) -> Order:
-    """Sort rows by expert, and those of one expert by token. kept_TK: false for those that are dropped; is_padded: rows
-    may have the expert ``num_experts``, and are dropped too."""
+    """Sort rows by expert, and rows of the same expert by token.
+
+    Args:
+        kept_TK: False for rows to drop.
+        is_padded: rows may have the expert ``num_experts``, and are then dropped too.
+    """
     keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
     place_N = keys_TK.flatten().argsort(stable=True)
     inverse_N = torch.empty_like(place_N)
@@ -185,13 +189,13 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
 
 
 def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """The rows of each expert, [E]; others than ``num_experts`` do not count."""
+    """Return the number of rows of each expert, [E]. Rows with the index ``num_experts`` do not count."""
     ones = torch.ones((), dtype=torch.int64, device=experts_TK.device).expand(experts_TK.numel())
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts_TK.flatten(), ones)[:num_experts]
 
 
 def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
-    """The token of each of the first ``count`` rows in the order of the experts, [N, H]."""
+    """Return the token of each of the first ``count`` rows in the order of the experts, [N, H]."""
     first_N, chosen = order.place_N[:count], order.chosen
 
     def sum_of_tokens(grad_NH: Tensor, inverse_N: Tensor, given: Tensor | None) -> Tensor:
@@ -201,7 +205,7 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Σ_k w_tk · row_tk, [T, H]; rows that were dropped are zero, whether they are missing at the end or not."""
+    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero, whether they are missing at the end or not."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
@@ -213,7 +217,7 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """[T, K, H] from the rows in the order of the experts; zero for those after the first ``given``."""
+    """Return rows in the order of the experts by token, [T, K, H], with zeros for rows after the first ``given``."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
@@ -225,14 +229,17 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
 
 
 def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) -> Tensor:
-    """Rows of each sequence that an expert takes (GShard, arXiv 2006.16668, section 3.2); padding has no length."""
+    """Return how many rows of each sequence an expert takes (GShard, arXiv 2006.16668, section 3.2).
+
+    Padding does not count as length.
+    """
     return (factor * lengths_B.double() * chosen / num_experts).ceil()
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """True for the rows that their expert takes, [B, S, K]: the first of every whole sequence.
+    """Return which rows their expert takes, [B, S, K]: the first rows of every whole sequence.
 
-    Padding has the expert ``num_experts``, and its rows mean nothing.
+    Padding has the expert ``num_experts``. The result for its rows has no meaning.
     """
     sequences, _, chosen = experts_BSK.shape
     groups_B1 = (num_experts + 1) * torch.arange(sequences, device=experts_BSK.device)[:, None]

@@ -15,10 +15,13 @@ from fourfold.models.autograd import Context, Function
 def rope_frequencies(
     config: ModelConfig, device: torch.device | str = "cpu", local: bool = False
 ) -> tuple[Tensor, float]:
-    """The angular frequency [d] of each rotated pair of channels, in float32, and the factor on cos and sin.
+    """Return the angular frequency [d] of each rotated pair of channels, in float32, and the factor on cos and sin.
 
-    local: those of sliding layers with a base of their own.
-    Su et al. 2021 (arXiv 2104.09864); llama3: Grattafiori et al. 2024; yarn: Peng et al. 2023 (arXiv 2309.00071).
+    RoPE is by Su et al. 2021 (arXiv 2104.09864), the llama3 scaling by Grattafiori et al. 2024, and yarn by Peng et al.
+    2023 (arXiv 2309.00071).
+
+    Args:
+        local: return the frequencies of sliding layers, which have a base of their own.
     """
     channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
     theta = config.rope_local_base_freq if local else config.rope_theta
@@ -37,7 +40,7 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are divided by ``factor``, short ones kept, those between blended."""
+    """Divide low frequencies by ``factor``, keep high frequencies, and blend in between."""
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -46,7 +49,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Channels that rotate more than beta_fast times in the original context are kept, below beta_slow stretched."""
+    """Keep channels that turn more than beta_fast times in the original context, and stretch those below beta_slow."""
     length = scaling.original_max_position_embeddings
     assert length is not None
 
@@ -61,18 +64,18 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
 
 
 def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, S, 1, d] of every position, float32."""
+    """Return cos and sin [B, S, 1, d] of every position, in float32."""
     angles = (positions_BS[..., None].float() * frequencies_d)[:, :, None]
     return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Rotate channels i and i + d together, in float32; channels from 2·d on stay as they are."""
+    """Rotate channels i and i + d together, in float32. Channels from 2·d on do not change."""
     return _Rotate.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 
 class _Rotate(Function):
-    """Half the passes over memory that autograd would make: the backward rotates the other way."""
+    """Rotate, and rotate the other way in the backward. This halves autograd's passes over memory."""
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:

@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def softcapped(t: Tensor, cap: float) -> Tensor:
-    """c·tanh(t / c), which stays between −c and c (Gemma 2, arXiv 2408.00118); t itself where c is 0."""
+    """Return c·tanh(t / c), which stays between −c and c (Gemma 2, arXiv 2408.00118), or t if c is 0."""
     return cap * torch.tanh(t / cap) if cap else t

@@ -1,6 +1,6 @@
-"""Sharded safetensors files, read a slice and written a tensor at a time: no more than one tensor is in memory.
+"""Read and write sharded safetensors files, with at most one tensor in memory.
 
-A folder has either model.safetensors, or several files and model.safetensors.index.json, which says what is where.
+A folder has either model.safetensors, or several files and model.safetensors.index.json, which maps tensors to files.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ from fourfold.untrusted_files import check_model_folder, check_regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
-"""Bytes read at once; then the file is closed, so that its pages leave this process's memory."""
+"""Bytes read at once. Then the file is closed, so its pages leave this process's memory."""
 
 PIECE_BYTES = 1 << 24
 """Bytes written at once."""
 
 SHARD_BYTES = 5 * 10**9
-"""Largest size of a file that is written, as of Hugging Face's."""
+"""Largest size of a written file, as in Hugging Face's checkpoints."""
 
 
 class TensorFiles:
-    """The tensors of a folder, by name. Raises ``UserError`` for a missing or damaged file, naming it."""
+    """The tensors of a folder, by name.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
-        """Types by the names that safetensors gives them."""
+        """Types, by safetensors' names."""
         check_model_folder(folder)
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
@@ -59,7 +63,11 @@ class TensorFiles:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
 
     def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
-        """The first of these names that a file has; raises ``UserError`` for none, or a tensor of another shape."""
+        """Return the first of these names that a file has.
+
+        Raises:
+            UserError: no file has the tensor, or it has another shape.
+        """
         name = next((name for name in names if name in self.shapes), None)
         if name is None:
             raise UserError(f"{self.folder}: no file has the tensor {names[0]}")
@@ -71,7 +79,11 @@ class TensorFiles:
         return name
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a weight; raises ``UserError`` for a type that is not read."""
+        """Return the type of a weight.
+
+        Raises:
+            UserError: fourfold cannot read this type.
+        """
         stored = self._stored[name]
         if stored not in SAFETENSORS_DTYPES:
             raise UserError(
@@ -81,9 +93,10 @@ class TensorFiles:
         return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a tensor, converted to the type of ``out``, a few rows at a time.
+        """Copy part of a tensor, converted to the type of ``out``, a few rows at a time.
 
-        Raises ``UserError`` for values that are NaN or infinite, also in the type of ``out`` only.
+        Raises:
+            UserError: a value is NaN or infinite, or becomes infinite in the type of ``out``.
         """
         rows = slices[0]
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
@@ -115,7 +128,7 @@ class TensorFiles:
         return True
 
     def _listed(self) -> dict[str, Path]:
-        """The file of every tensor according to the index; empty where one file has all."""
+        """Return the file of every tensor according to the index, or nothing if there is a single file."""
         if (self.folder / SINGLE_FILE).exists():  # transformers reads it too, and not the index
             return {}
         index = self.folder / INDEX_FILE
@@ -134,7 +147,7 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write: ``make`` is called when its turn comes."""
+    """A tensor to write. ``make`` is called just before."""
 
     name: str
     dtype: torch.dtype
@@ -147,7 +160,7 @@ class Entry:
 
 
 def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int = SHARD_BYTES) -> dict[str, int]:
-    """Write tensors into a new folder as Hugging Face's files are; the size of every file."""
+    """Write tensors into a new folder, in the layout of Hugging Face's checkpoints. Return the size of every file."""
     shards = split_into_files(entries, shard_bytes)
     count = len(shards)
     files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -161,7 +174,7 @@ def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int 
 
 
 def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
-    """Share tensors out, in their order, to files of at most so many bytes, or of one tensor."""
+    """Split tensors, in order, into files of at most ``most_bytes``. A larger tensor gets a file of its own."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(each.bytes for each in files[-1]) + entry.bytes > most_bytes:
@@ -171,19 +184,19 @@ def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) ->
 
 
 class Written(NamedTuple):
-    """A file as it was written."""
+    """A file that was written."""
 
     size: int
     """In bytes."""
     xxh3: str
-    """The XXH3 checksum of its content, 128 bits in hexadecimal."""
+    """The 128-bit XXH3 checksum of its content, in hexadecimal."""
 
 
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
-    """Write one safetensors file, a tensor at a time, and wait until the disk has it.
+    """Write one safetensors file, a tensor at a time, and wait until it is on disk.
 
-    The format: eight bytes that say how long the header is, a JSON header padded to a multiple of eight, the tensors.
-    (The library's own writer takes all tensors of a file at once.)
+    The library's own writer needs all tensors of a file at once. A file is the header's length in eight bytes, a JSON
+    header padded to a multiple of eight bytes, and the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -197,9 +210,9 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum, size = xxhash.xxh3_128(), 0
-    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         for content in _contents(text, entries):  # both let other threads run
-            hashing = beside.submit(checksum.update, content)
+            hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
             del content  # and with it the tensor, before the next one is made
@@ -209,7 +222,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
 
 
 def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
-    """The content of a file, piece by piece."""
+    """Yield the content of a file, piece by piece."""
     yield struct.pack("<Q", len(header)) + header
     for entry in entries:
         tensor = entry.make()
@@ -221,14 +234,18 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
-    """The slices of a whole tensor, or of one part along its first dim."""
+    """Return the slices of a whole tensor, or of one part along its first dim."""
     slices = tuple(slice(0, n) for n in shape)
     return slices if part is None else (slice(part, part + 1), *slices[1:])
 
 
 @contextmanager
 def opened_tensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises ``UserError`` where it cannot be read, also while it is open."""
+    """Open a safetensors file.
+
+    Raises:
+        UserError: the file cannot be read, now or later while it is open.
+    """
     try:
         with safe_open(check_regular(file), framework="pt") as opened:
             yield opened

@@ -1,4 +1,4 @@
-"""Put a decoder on the grid: tensor → products → batch parts → recompute → compile → offload → data sharding."""
+"""Put a decoder on the grid: tensor → matmuls → batch parts → recompute → compile → offload → data sharding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ Rules = dict[str, Callable[[str, Any], nn.Module]]
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts: Layouts | None = None) -> DataParallel:
     """Turn a model on the meta device into this process's part of it, still on the meta device.
 
-    layouts: of the blocks' products, the same on every process.
+    Args:
+        layouts: the layouts of the blocks' matmuls, the same on every process.
     """
     tied = tied_names(model)
     apply_rules(model, tensor_rules(grid, run, own_matmuls=bool(layouts)))
@@ -48,7 +49,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        across_blocks = run.activation_checkpoint.mode != "full"  # else each block runs again on its own
+        across_blocks = run.activation_checkpoint.mode != "full"  # otherwise each block runs again on its own
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
@@ -61,9 +62,10 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules:
-    """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides.
+    """Return the layout of a decoder's modules over (x, y). The first pattern that matches a name decides.
 
-    own_matmuls: every linear layer of the blocks is ours, also on one process of (x, y).
+    Args:
+        own_matmuls: replace every linear layer of the blocks, even with x = y = 1.
     """
     overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
@@ -84,7 +86,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
     }
-    if split != "sequence":  # a part of the queries needs a mask
+    if split != "sequence":  # some of the queries need a mask
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
@@ -94,8 +96,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     if grid.x.size * grid.y.size > 1:
         return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
-    # On one process of (x, y) these issue no collective, but make fewer passes over memory than autograd on the plain
-    # modules; where whole blocks are compiled, the compiler does that itself.
+    # With x = y = 1 these issue no collective, but make fewer passes over memory than autograd on the plain modules. If
+    # whole blocks are compiled, the compiler saves these passes itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:
@@ -105,7 +107,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
-    """Replace every module that a rule names; a replaced module is not searched further."""
+    """Replace every module that a rule names. A replaced module is not searched further."""
     for name, module in list(model.named_children()):
         full_name = prefix + name
         pattern = next((p for p in rules if fnmatch.fnmatchcase(full_name, p)), None)
@@ -116,7 +118,7 @@ def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
 
 
 def assert_nothing_serial(model: nn.Module) -> None:
-    """Check that every module with parameters is tiled: its gradients would be summed wrongly otherwise."""
+    """Check that every module with parameters is tiled. Otherwise its gradients would be summed wrongly."""
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))
         assert not has_parameters or isinstance(module, Tiled), f"no rule lays out {name}"

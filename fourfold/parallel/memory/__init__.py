@@ -1,1 +1,1 @@
-"""Activation checkpointing, and offload to the host."""
+"""Activation checkpointing, compilation, and offload to the CPU."""

@@ -1,7 +1,7 @@
-"""Keeps the inputs of recomputed blocks in the CPU's memory from their forward to their backward.
+"""Keep the inputs of recomputed blocks in CPU memory from their forward to their backward.
 
-On a GPU both ways run on a stream of their own: out beside the block's forward, and back beside the backward of the
-block after it, so that a copy that is shorter than a block's computation costs no time.
+On a GPU, the copies run on a stream of their own: out during the block's forward, and back during the backward of the
+block after it. A copy that is shorter than a block's computation costs no time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OFFLOAD = "offload to the CPU"
 
 
 def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Run every n-th block again in the backward, from an input that waits in the CPU's memory.
+    """Recompute every n-th block in the backward, from an input that waits in CPU memory.
 
-    What has been compiled before is compiled as it was; the copies are outside of it.
+    Call it after compilation. The copies stay outside the compiled code.
     """
     inputs = OffloadedInputs()
     for number, block in enumerate(model.blocks[:: config.every]):
@@ -33,16 +33,17 @@ def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> No
 
 
 class OffloadedInputs:
-    """The inputs of a model's blocks that are in the CPU's memory, and the stream of the copies."""
+    """The inputs of a model's blocks in CPU memory, and the stream for their copies."""
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
         self._last: weakref.ref[_OnCPU] | None = None
 
     def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
-        """Call a block's forward, and in the backward call it again with the first input brought back.
+        """Call a block's forward. In the backward, bring the first input back and call it again.
 
-        is_first: the block is the first of the model, or of its stage, so that no other comes after it in the backward.
+        Args:
+            is_first: the block is the first of its stage, so no offloaded block comes after it in the backward.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -53,19 +54,22 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> Tensor:
-            # Nothing here holds the input after the first run, so that its memory is freed.
+            # Nothing here holds the input after the first run, so its memory is freed.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        kept.wait_until_out()  # until here the caller holds the input
+        kept.wait_until_out()  # the caller holds the input until here
         return out
 
 
 class _OnCPU:
-    """A copy of a tensor in the CPU's memory."""
+    """A copy of a tensor in CPU memory.
+
+    Args:
+        before: the copy for the block before, which the backward needs next.
+    """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
-        """before: that of the block before, which the backward needs next."""
         self._device, self._requires_grad = tensor.device, tensor.requires_grad
         self._copies, self._before = copies, before
         with purpose(OFFLOAD, axis=""):
@@ -74,13 +78,13 @@ class _OnCPU:
         self._arriving: tuple[Tensor, Callable[[], None]] | None = None
 
     def start_back(self) -> None:
-        """Start to copy to the device, unless that has begun."""
+        """Start the copy to the device, unless it has started already."""
         if self._arriving is None:
             tensor = torch.empty_like(self._copy, device=self._device)
             self._arriving = tensor, self._copies.start(tensor, self._copy)
 
     def back(self) -> Tensor:
-        """The tensor on its device; the copy that is needed next starts to run."""
+        """Return the tensor on its device, and start the copy that is needed next."""
         self.start_back()
         assert self._arriving is not None
         (tensor, wait), self._arriving = self._arriving, None
@@ -92,17 +96,18 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between a GPU's memory and the CPU's on a stream beside that of the computation; on a CPU at once."""
+    """Copies between GPU and CPU memory, on a stream of their own. On a CPU they run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, out: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start to copy, after all that has been issued so far; returns what makes later computation wait for it.
+        """Start a copy, after all work issued so far.
 
-        Until that is called, both tensors must be held: computation that is issued next would use the memory of one
-        that is dropped, and not wait for the copy.
+        Returns:
+            A function that makes later computation wait for the copy. Hold both tensors until you call it. Otherwise
+            later computation could reuse their memory before the copy is done.
         """
         if self._stream is None:
             out.copy_(source)
@@ -114,7 +119,7 @@ class CopyStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
     def join(self) -> None:
-        """Make the computation that is issued next wait for all copies that were started."""
+        """Make later computation wait for all copies that were started."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

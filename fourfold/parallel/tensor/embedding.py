@@ -1,4 +1,4 @@
-"""An embedding table [vocab/x, hidden/y]: each rank looks up its rows, and x sums into each rank's tokens."""
+"""An embedding table [vocab/x, hidden/y]. Each rank looks up its own rows, and a reduce-scatter over x adds them up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class Embedding(Tiled):
-    """Indices [B, S] → [B, S/x, H/y]. For tokens and for learned positions."""
+    """Indices [B, S] → [B, S/x, H/y], for tokens and for learned positions."""
 
     weight: nn.Parameter
 
@@ -24,7 +24,7 @@ class Embedding(Tiled):
         return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
 
     def look_up(self, indices_BS: Tensor) -> Tensor:
-        """The rows [B, S, H/y] of the indices that this rank holds, zeros for the others."""
+        """Return the rows [B, S, H/y] of the indices this rank holds, and zeros for indices on other ranks."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

@@ -1,8 +1,8 @@
-"""The matrix products of the blocks' linear layers in 8-bit floats, by torchao (arXiv 2209.05433).
+"""The matmuls of the blocks' linear layers in 8-bit floats, by torchao (arXiv 2209.05433).
 
-Weights, their gradients and everything between the products stay in the step's bf16. The two operands of each product
-are scaled by their largest absolute value (of the whole tile, or of each row) and rounded to float8 just before it.
-Every rank scales its own tiles, so that no maximum is exchanged.
+Weights, their gradients, and activations stay in the step's bf16. Just before each matmul, both operands are scaled by
+their largest absolute value (of the whole tile or of each row) and rounded to float8. Each rank scales its own tiles,
+so no maximum is exchanged.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def use_float8(model: Transformer, recipe: str) -> None:
-    """Let the linear layers of the blocks multiply in float8; the head, embeddings and norms stay as they are.
+    """Let the linear layers of the blocks multiply in float8. The head, embeddings, and norms do not change.
 
     Args:
-        recipe: torchao's name: ``"tensorwise"`` is the fastest, ``"rowwise"`` closer to bf16, and
-            ``"rowwise_with_gw_hp"`` closer still, with weight gradients in bf16.
+        recipe: torchao's name. ``"tensorwise"`` is the fastest. ``"rowwise"`` is closer to bf16, and
+            ``"rowwise_with_gw_hp"``, with weight gradients in bf16, is the closest.
 
     Raises:
         UserError: torchao is not installed.
@@ -40,37 +40,37 @@ def use_float8(model: Transformer, recipe: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    products = Float8Matmuls(config)
+    matmuls = Float8Matmuls(config)
     for block in model.blocks:
         for module in block.modules():
             if isinstance(module, Linear4D):
-                module.matmuls = products
-        # Where x and y are 1 some layers stay torch's own, which torchao itself replaces.
+                module.matmuls = matmuls
+        # With x = y = 1 some layers are still torch's own. torchao replaces them itself.
         convert_to_float8_training(block, config=config)
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise ``UserError`` where the device has no float8 matrix products."""
+    """Raise ``UserError`` if the device has no float8 matmuls."""
     if device.type == "cpu":
         raise UserError("training.float8 needs a GPU, and this run is on the CPU; set training.float8 = 'none'")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(
-            f"training.float8 needs a GPU with float8 matrix products (Ada, Hopper, MI300 or newer), and {name} has "
+            f"training.float8 needs a GPU with float8 matmuls (Ada, Hopper, MI300 or newer), and {name} has "
             "none; set training.float8 = 'none'"
         )
 
 
 class Float8Matmuls(Matmuls):
-    """The three products of a linear layer, each with both operands rounded to float8."""
+    """The three matmuls of a linear layer, each with both operands rounded to float8."""
 
     def __init__(self, config: Float8LinearConfig) -> None:
         from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
         self.config = config
-        products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-        self.products = LinearMMConfig(
-            *(ScaledMMConfig(config.emulate, one.use_fast_accum, False, config.pad_inner_dim) for one in products)
+        gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+        self.gemms = LinearMMConfig(
+            *(ScaledMMConfig(config.emulate, gemm.use_fast_accum, False, config.pad_inner_dim) for gemm in gemms)
         )
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Float8Matmuls(Matmuls):
         return torch.mm(left.t(), right)
 
     def _rounded(self, t: Tensor, cast: CastConfig, role: str, scaled_along: int) -> Tensor:
-        """``scaled_along``: the dim that shares one scale, where scales are by row."""
+        """Round to float8. ``scaled_along`` is the dim that shares one scale, if scales are by row."""
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole
@@ -104,7 +104,7 @@ class Float8Matmuls(Matmuls):
         rounded: Tensor = hp_tensor_to_float8_dynamic(
             t,
             cast.target_dtype,
-            self.products,
+            self.gemms,
             gemm_input_role=GemmInputRole[role],
             scaling_granularity=cast.scaling_granularity,
             axiswise_dim=get_maybe_axiswise_dim(scaled_along, cast.scaling_granularity),

@@ -1,4 +1,4 @@
-"""The passes of ``loss_kernels`` as operators, which can be traced without Triton."""
+"""The passes of ``loss_kernels`` as custom operators, so that they can be traced without Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @functools.cache
 def triton_works() -> bool:
-    """Return whether Triton is installed, with the C compiler that it needs to launch a kernel."""
+    """Return whether Triton is installed, and the C compiler it needs to launch a kernel."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
     return importlib.util.find_spec("triton") is not None and has_compiler
 
@@ -25,11 +25,11 @@ def fuses_loss(device_type: str) -> bool:
 
 @torch.library.custom_op("fourfold::normalize_logits", mutates_args=())
 def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
-    """The log-sum-exps of rows of logits, and the logits of their labels, [2, m] in float32.
+    """Return the log-sum-exp of each row of logits, and the logit of its label, [2, m] in float32.
 
     Args:
-        first: the label of column 0; a label of another rank's columns has a logit of 0 here.
-        real: the columns that are not padding.
+        first: the label of column 0. A label in another rank's columns has a logit of 0 here.
+        real: the number of columns that are not padding.
         softcap: the cap of the logits, or 0.
     """
     from fourfold.parallel.tensor import loss_kernels
@@ -46,9 +46,10 @@ def _(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float
 def differentiate_logits(
     logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
 ) -> None:
-    """Write the gradient of the losses, times a factor [m] of each row, over the logits.
+    """Overwrite the logits with the gradient of the losses, times a factor [m] for each row.
 
-    normalizer_m: log-sum-exps over the columns of all ranks.
+    Args:
+        normalizer_m: log-sum-exps over the columns of all ranks.
     """
     from fourfold.parallel.tensor import loss_kernels
 

@@ -1,7 +1,7 @@
-"""The LM head and its cross-entropy: vocabulary-parallel over x, tokens shared over y, a chunk of logits at a time.
+"""The LM head and its cross-entropy, with the vocabulary split over x, the tokens over y, and the logits into chunks.
 
-The gradients are computed with the loss, chunk by chunk, so that logits and their gradients exist for one chunk only
-(the idea of Hsu et al. 2024, arXiv 2410.10989).
+The loss and the gradients are computed together, chunk by chunk, so logits and their gradients exist for only one chunk
+(as in Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelHead(Tiled):
-    """LM head with the embedding's layout, weight [vocab/x, hidden/y], so that tying costs nothing."""
+    """The LM head, weight [vocab/x, hidden/y]. The embedding has the same layout, so tying costs nothing."""
 
     weight: nn.Parameter
 
@@ -33,26 +33,27 @@ class ParallelHead(Tiled):
         self.vocab_size, self.softcap, self.x, self.y = head.vocab_size, head.softcap, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
         self.is_fused = fuses_loss(grid.device_type)
-        """Whether the loss runs as Triton kernels, which read 16-bit logits, or on a float32 copy of them."""
+        """The loss runs as Triton kernels on 16-bit logits. Otherwise it runs on a float32 copy of the logits."""
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """The sum of the losses (the same on all ranks of x and y), or without labels the whole logits.
+        """Return the sum of the token losses, the same on all ranks of x and y, or without labels the whole logits.
 
-        loss_scale: the factor by which the caller multiplies the sum before the backward; the gradients, which are
-        computed together with the losses, are multiplied by it while they are float32.
+        Args:
+            loss_scale: the factor that the caller multiplies the loss by before the backward. The forward computes the
+                gradients too, and multiplies them by this factor while they are float32.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
         return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight, loss_scale)
 
     def real_columns(self) -> int:
-        """The number of this rank's rows of the vocabulary that are not padding."""
+        """Return how many of this rank's rows of the vocabulary are not padding."""
         rows = self.weight.shape[0]
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
     def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
-        """This rank's share [m, v] of the logits of n tokens of all ranks of y, for ``cross_entropy``."""
+        """Return this rank's share [m, v] of the logits of n tokens, for ``cross_entropy``."""
         logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
         return logits_mv if self.is_fused else logits_mv.float()
 
@@ -71,10 +72,7 @@ def vocabulary_parallel_loss(
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
-    """The weight, detached where nothing is differentiated.
-
-    A Function cannot tell: inside of it a parameter always seems to need a gradient.
-    """
+    """Detach the weight if gradients are disabled. In an autograd function, a parameter always seems to need one."""
     return weight if torch.is_grad_enabled() else weight.detach()
 
 
@@ -100,9 +98,9 @@ class _Loss(Function):
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of inputs and weight that a forward has computed and saved, times ``scale``.
+    """Return the gradients of inputs and weight that the forward has saved, times ``scale``.
 
-    ``ctx.kept`` is the loss scale that they have already.
+    They have been multiplied by the loss scale ``ctx.kept`` already.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept
@@ -118,10 +116,14 @@ def loss_and_gradients(
     wanted: Sequence[bool],
     weights_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """This rank's part of the sum of the losses, and where ``wanted`` the gradients of inputs and weight.
+    """Compute this rank's part of the sum of the losses, and the gradients of inputs and weight that are ``wanted``.
 
-    x_BSh: the tokens of all ranks of x; the gradient of the inputs is that of this rank's tokens. weights_BS: factors
-    of the tokens' losses in the gradients, not in the sum.
+    Args:
+        x_BSh: the tokens of all ranks of x.
+        weights_BS: factors of the tokens' losses in the gradients, but not in the sum.
+
+    Returns:
+        The loss, the gradient of this rank's tokens [B, T, h], and the gradient of the weight.
     """
     x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
     wants_dx, wants_dw = wanted
@@ -151,7 +153,7 @@ def loss_and_gradients(
 
 
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
-    """Tokens whose logits (``columns`` each) are made at once: a multiple of y within a budget of logits."""
+    """Return how many tokens to compute logits for at once: a multiple of y, within a budget of logits."""
     return min(tokens, max(1, budget // columns // y) * y)
 
 
@@ -162,10 +164,13 @@ def cross_entropy(
     factors: Tensor | float | None,
     total: Callable[[Tensor], Tensor] = torch.sum,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of m tokens whose logits are split over x, and its gradient, written over the logits.
+    """Return the sum of the losses of m tokens, whose logits are split over x, and its gradient.
 
-    factors: of the gradient, one for all tokens or [m]; None: no gradient is wanted. total: what to make of the losses
-    [m] in place of their sum.
+    The gradient overwrites the logits.
+
+    Args:
+        factors: factors of the gradient, one for all tokens or [m]. None means that no gradient is wanted.
+        total: what to compute from the losses [m], by default their sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     first = head.x.rank * rows
@@ -183,7 +188,7 @@ def cross_entropy(
         mine_m = (columns_m >= 0) & (columns_m < rows)
         columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
         target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
-        # A rank may hold nothing but padding: its largest logit is then minus infinity.
+        # If a rank holds only padding, its largest logit is minus infinity.
         largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
         exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
         normalizer_m = largest_m + exp_mv.sum(1).log()
@@ -203,10 +208,10 @@ def cross_entropy(
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, with a float32 total also of bf16 factors."""
+    """Add left @ right to a float32 total. The operands may be bf16."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.version.hip is None:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # the product is not rounded in between
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # does not round the matmul first
     else:
         total += left @ right

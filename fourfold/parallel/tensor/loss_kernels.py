@@ -1,7 +1,7 @@
-"""The cross-entropy of a chunk of logits in two passes as Triton kernels, in the type of the logits.
+"""The cross-entropy of a chunk of logits as two Triton kernels, in the type of the logits.
 
-The first pass reads the logits, the second reads them again and writes their gradient over them. In single operations
-there are about twelve passes, over float32 copies.
+The first kernel reads the logits. The second reads them again, and overwrites them with their gradient. PyTorch's
+single operations would make about twelve passes, over float32 copies.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""The most logits of a row per iteration (pass 1) or program (pass 2)."""
+"""The largest number of a row's logits per iteration (pass 1) or program (pass 2)."""
 
 NEVER = tl.constexpr(float("-inf"))
 
 
 def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
-    """The first pass of ``fused_loss.normalize_logits``."""
+    """Run the first pass, for ``fused_loss.normalize_logits``."""
     assert logits_mv.stride(1) == 1, "rows must be contiguous"
     rows, columns = logits_mv.shape
     both_2m = torch.empty(2, rows, dtype=torch.float32, device=logits_mv.device)
@@ -34,7 +34,7 @@ def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softca
 def differentiate(
     logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
 ) -> None:
-    """The second pass of ``fused_loss.differentiate_logits``."""
+    """Run the second pass, for ``fused_loss.differentiate_logits``."""
     rows, columns = logits_mv.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device_of(logits_mv):

@@ -1,9 +1,9 @@
-"""Layouts of the three products of a linear layer: how the weight is stored, and which operands are copied first.
+"""Memory layouts for the three matmuls of a linear layer: how the weight is stored, and which operands are copied.
 
-Libraries have a kernel for each pair of layouts in which two operands lie in memory (N: as stored, T: transposed), and
-some are much slower than others for some sizes (AxoNN, arXiv 2502.08145, section VI.C). With rows of features, outputs
-x Wᵀ are NT, input gradients dY W are NN, and weight gradients dYᵀ x are TN. A weight stored as its transpose makes
-outputs NN and input gradients NT, at no cost per call. Every other layout costs a copy of an operand.
+Libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of these
+kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). The output x Wᵀ is NT, the input gradient dY W is NN,
+and the weight gradient dYᵀ x is TN. Storing the weight as its transpose turns them into NN, NT, and TN at no cost per
+call. Any other layout costs a copy of an operand.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Bytes of a cache line on GPUs, twice that of a CPU: padded rows are an odd number of them apart, so that the entries
-of a column are spread over all sets of a cache and all channels of a memory."""
+"""Bytes of a cache line on GPUs, and of two cache lines on CPUs. Padded rows are an odd number of lines apart, so the
+entries of a column are spread over all sets of a cache and all channels of the memory."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
-"""An operand as it is; copied into the other order, so that its columns are contiguous where its rows were; copied into
-rows (or columns) that begin a padded distance apart; or both."""
+"""How to copy an operand: not at all, into the transposed memory order, into padded rows (or columns), or both."""
 
 
 class Way(Strict, frozen=True):
-    """The copies that one product makes of its operands."""
+    """The copies that one matmul makes of its operands."""
 
     left: Copy = "none"
     right: Copy = "none"
@@ -36,14 +35,14 @@ class Way(Strict, frozen=True):
         return copied(left, self.left), copied(right, self.right)
 
     def describe(self) -> str:
-        """The copies in words; nothing without any."""
+        """Name the copies, or return "" if there are none."""
         return ", ".join(
             f"{side} {copy}" for side, copy in (("left", self.left), ("right", self.right)) if copy != "none"
         )
 
 
 class LayerLayout(Strict, frozen=True):
-    """The layouts of one layer's products: x Wᵀ, dY W and dYᵀ x, whose operands are left and right."""
+    """The layouts of one layer's matmuls x Wᵀ, dY W, and dYᵀ x."""
 
     turned: bool = False
     """The weight is stored as its transpose."""
@@ -53,11 +52,11 @@ class LayerLayout(Strict, frozen=True):
 
 
 Layouts = dict[tuple[int, int], LayerLayout]
-"""By the shape [out, in] of a rank's tile of the weight; other layers are as without."""
+"""The layouts of layers, by the shape [out, in] of a rank's weight tile. Layers of any other shape copy nothing."""
 
 
 class LaidOutMatmuls(Matmuls):
-    """The three products in a layer's own layouts."""
+    """The three matmuls in a layer's own layouts."""
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
@@ -77,12 +76,12 @@ class LaidOutMatmuls(Matmuls):
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = self.layout.weight_gradient.operands(grad.flatten(0, -2).T, x.flatten(0, -2))
-        # Of a turned weight (xᵀ dY)ᵀ, which has the memory order of the stored weight.
+        # For a turned weight, (xᵀ dY)ᵀ has the memory order of the stored weight.
         return (right.T @ left.T).T if self.layout.turned else left @ right
 
 
 def copied(matrix: Tensor, how: Copy) -> Tensor:
-    """The same matrix, in another place of memory unless ``how`` is "none"."""
+    """Return the matrix itself, or a copy with another memory layout."""
     if how == "none":
         return matrix
     by_columns = matrix.stride(1) != 1
@@ -95,13 +94,13 @@ def copied(matrix: Tensor, how: Copy) -> Tensor:
 
 
 def padded_width(width: int, itemsize: int) -> int:
-    """The least odd number of ``PADDED_TO`` bytes that holds ``width`` entries, in entries."""
+    """Return the smallest odd multiple of ``PADDED_TO`` bytes that holds ``width`` entries, in entries."""
     each = PADDED_TO // itemsize
     return (-(-width // each) | 1) * each
 
 
 def lay_out_matmuls(model: Transformer, layouts: Layouts) -> None:
-    """Give the linear layers of the blocks, on the meta device, the layouts of their sizes."""
+    """Give each linear layer of the blocks, on the meta device, the layout for its size."""
     for module in model.modules():
         if isinstance(module, Linear4D):
             layout = layouts.get((module.weight.shape[0], module.weight.shape[1]))

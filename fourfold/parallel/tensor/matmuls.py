@@ -1,8 +1,9 @@
-"""The matrix products of a linear layer, and of its LoRA adapter.
+"""The matmuls of a linear layer and of its LoRA adapter.
 
-An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. The addition is summed over the
-ranks together with x Wᵀ, so that an adapter needs no collective of its own. A is tiled like the weight's columns and B
-like its rows; the gradient of each is this rank's share of a sum over the other axis.
+An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. The ranks sum it together with x
+Wᵀ, so an adapter needs no collective of its own. A is tiled like the weight's columns, and B like the weight's rows.
+The gradient of A is this rank's share of a sum over the axis that splits the rows, and the gradient of B of a sum over
+the axis that splits the columns.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Matmuls:
-    """Matmuls in the type of the operands; ``float8`` has a subclass that rounds them first."""
+    """The three matmuls of a layer, in the type of their operands. ``Float8Matmuls`` rounds the operands first."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
 
     def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-        """grad @ weight; added inside the product to ``total``, that of another layer that reads the same input."""
+        """Return grad @ weight, added to ``total`` if another layer that reads the same input has one already."""
         if total is None:
             return grad @ weight
         total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
@@ -32,25 +33,25 @@ class Matmuls:
 
 
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
-    """The tiles of A and B, from their weight's."""
+    """Return the tiles of A and B for the weight's tile."""
     if weight.x == 0:
         return Tile(y=1, partial_over=("x",)), Tile(x=0, partial_over=("y",))
     return Tile(x=1, partial_over=("y",)), Tile(y=0, partial_over=("x",))
 
 
 def add_to_output(out: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> None:
-    """out += s · (x Aᵀ) Bᵀ."""
+    """Add s · (x Aᵀ) Bᵀ to the output, in place."""
     a, b = adapter
     out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=scale)
 
 
 def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor], scale: float) -> None:
-    """dx += s · (dout B) A."""
+    """Add s · (dout B) A to the input gradient, in place."""
     a, b = adapter
     total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=scale)
 
 
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """dA = s · (dout B)ᵀ x and dB = s · doutᵀ (x Aᵀ)."""
-    (a, b), products = adapter, Matmuls()
-    return products.weight_gradient(grad @ b, x).mul_(scale), products.weight_gradient(grad, x @ a.T).mul_(scale)
+    """Return dA = s · (dout B)ᵀ x and dB = s · doutᵀ (x Aᵀ)."""
+    (a, b), exact = adapter, Matmuls()
+    return exact.weight_gradient(grad @ b, x).mul_(scale), exact.weight_gradient(grad, x @ a.T).mul_(scale)

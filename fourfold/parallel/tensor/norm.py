@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of tokens whose channels are split over ranks; exact, by exchanging one sum per token."""
+"""RMSNorm and LayerNorm of tokens whose channels are split over ranks. The ranks exchange one sum per token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class Norm(Tiled):
-    """Normalizes [B, T, H/y] over all of H.
+    """Normalize [B, T, H/y] over all of H.
 
-    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default those of the residual,
-    whose gradients are sums over the tokens of x.
+    Args:
+        axis: the axis whose ranks share the channels, by default y.
+        tile: the tile of the weights. By default they belong to the residual stream, and their gradients are sums over
+            the tokens of x.
     """
 
     weight: nn.Parameter
@@ -48,7 +50,7 @@ class Norm(Tiled):
         return normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """Call PyTorch's kernel, on ranks that have all channels: on a GPU the forward is one kernel."""
+        """Call PyTorch's norm, on ranks that have all channels. On a GPU it is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
@@ -60,7 +62,7 @@ def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -
 
 
 class _Normalize(Function):
-    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer.
+    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b, with statistics in float32 or float64.
 
     Zero-centered weights are added to one, and multiplied, in float32.
     """
@@ -78,7 +80,7 @@ class _Normalize(Function):
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
-        # Computed in float32 and rounded as it is written: half the passes over memory.
+        # Rounding float32 values as they are written saves half the passes over memory.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
@@ -88,12 +90,12 @@ class _Normalize(Function):
         layer = ctx.kept
         standard = _standardize(x_BTh, mean, rstd)
         dtype, weight = weight.dtype, weight.float() + (1 if layer.zero_centered else 0)
-        product = grad * standard
-        shares = [product @ weight]
+        scaled = grad * standard
+        shares = [scaled @ weight]
         if layer.subtracts_mean:
             shares.append(grad.float() @ weight)
         sums = all_reduce(torch.stack(shares), layer.axis, f"{layer.name}: statistics' gradient") / layer.size
-        d_weight = product.sum((0, 1)).to(dtype)
+        d_weight = scaled.sum((0, 1)).to(dtype)
         d_bias = grad.sum((0, 1), dtype=torch.float32).to(dtype) if ctx.needs_input_grad[3] else None
         dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
         if layer.subtracts_mean:
@@ -102,9 +104,9 @@ class _Normalize(Function):
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
-    """Mean and 1/σ over all ranks, with one all-reduce.
+    """Return mean and 1/σ over all ranks, with one all-reduce.
 
-    The local moments are float32; Σx and Σx² are summed as float64, where the difference E[x²] − E[x]² loses nothing.
+    Local moments are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]² loses no precision.
     """
     channels = x.shape[-1]
     variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
@@ -120,7 +122,10 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 
 
 class HeadNorm(Tiled):
-    """The per-head RMSNorm of queries and keys: ranks have whole heads, and each a share of the weight's gradient."""
+    """The RMSNorm of each head of the queries and keys.
+
+    Ranks have whole heads. Each rank computes a share of the weight's gradient.
+    """
 
     weight: nn.Parameter
 

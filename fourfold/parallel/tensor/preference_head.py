@@ -1,4 +1,4 @@
-"""The head of preference optimization: log-probabilities of whole answers, and the loss of pairs of them (DPO)."""
+"""The head for preference optimization (DPO): log-probabilities of whole answers, and the loss of pairs of answers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from fourfold.parallel.tensor.head import (
 
 
 class PreferenceHead(ParallelHead):
-    """LM head with the loss of eq. 7 of Rafailov et al. 2023 (arXiv 2305.18290).
+    """The LM head with the DPO loss (eq. 7 of Rafailov et al. 2023, arXiv 2305.18290).
 
-    Of each two rows of a micro-batch the first is the chosen answer to a prompt, the second the rejected one. With π
-    the model's log-probability of an answer, the sum over its labels, and r that of the reference, the margin is
-    m = β · ((π - r) of the chosen - (π - r) of the rejected), and the loss of the pair -log σ(m).
+    The rows of a micro-batch come in pairs: the chosen answer to a prompt, then the rejected answer. Let π be the
+    model's log-probability of an answer, summed over its labels, and r the reference model's. The margin of a pair is m
+    = β · ((π − r of the chosen answer) − (π − r of the rejected answer)), and its loss is −log σ(m).
 
-    Its derivative with respect to π of the chosen is -β · σ(-m), and β · σ(-m) of the rejected. So a token's gradient
-    is the gradient of its own cross-entropy times a factor of its sequence, which is known once all ranks that share
-    the sequence have summed its log-probabilities: the logits are computed twice, and never kept.
+    The derivative of the loss is −β · σ(−m) with respect to the chosen answer's π, and β · σ(−m) with respect to the
+    rejected answer's. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence. This
+    factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits are
+    computed twice, and never kept.
     """
 
     def __init__(self, head: LMHead, grid: Grid, beta: float) -> None:
         super().__init__(head, grid)
         self.cp, self.beta = grid.cp, beta
         self.figures: Tensor | None = None
-        """[4]: pairs since they were last taken, their summed margins, how many are above 0, summed rewards β(π - r) of
-        the chosen; float64."""
+        """Sums over the pairs since they were last taken, [4] in float64: pairs, margins, margins above 0, and rewards
+        β(π − r) of the chosen answers."""
 
     def forward(
         self,
@@ -46,10 +47,14 @@ class PreferenceHead(ParallelHead):
         loss_scale: Tensor | float = 1.0,
         reference_B: Tensor | None = None,
     ) -> Tensor:
-        """The sum of the pairs' losses, of which each rank of cp returns an equal share; without a reference the
-        log-probabilities [B]; without labels logits.
+        """Run the head.
 
-        reference_B: the reference's log-probability of each row.
+        Args:
+            reference_B: the reference model's log-probability of each row.
+
+        Returns:
+            The sum of the pairs' losses, as equal shares on the ranks of cp. Without a reference, the log-probabilities
+            [B]. Without labels, the logits.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
@@ -60,7 +65,7 @@ class PreferenceHead(ParallelHead):
         return _preference_loss(x_BTh, labels_BS, self, self.weight, loss_scale, reference_B)
 
     def log_probabilities(self, x_BSh: Tensor, weight: Tensor, labels_BS: Tensor) -> Tensor:
-        """The sum of each row's labels' log-probabilities, [B], on all ranks that share the rows."""
+        """Return the summed log-probabilities of each row's labels, [B], on all ranks that share the rows."""
         x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
         rows_N = torch.arange(len(labels_BS), device=x_BSh.device).repeat_interleave(labels_BS.shape[1])
         found_B = torch.zeros(len(labels_BS), dtype=torch.float32, device=x_BSh.device)

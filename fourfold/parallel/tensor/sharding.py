@@ -1,4 +1,4 @@
-"""The place of each parameter on the (x, y) plane: the one description from which everything global follows."""
+"""How each parameter is cut into tiles on the (x, y) plane. Checkpoints, parity, and gradient norms follow from it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from fourfold.parallel.grid.grid import Axis, Grid
 
 @dataclass(frozen=True)
 class Tile:
-    """The cut of a parameter into the tiles that the ranks of one (x, y) plane hold, and of ep.
+    """How the ranks of one (x, y) plane, and of ep, cut a parameter.
 
-    x, y, ep: the dim that the axis splits, or None where its ranks hold the same values. Where x and y split one dim, x
-    is the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum. turned: the
-    parameter is a matrix whose tile is stored as its transpose; shapes and slices here are the tile's. sharded: z, and
-    with ``zero`` dp·cp, may cut the tile further; else each of their ranks holds it.
+    Attributes:
+        x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
+            dim, x is the outer cut.
+        partial_over: axes whose ranks each compute only a share of the gradient.
+        turned: the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
+        sharded: z, and with ``zero`` dp·cp, may cut the tile further. Otherwise each of their ranks holds the tile.
     """
 
     x: int | None = None
@@ -31,7 +33,7 @@ class Tile:
     sharded: bool = True
 
     def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
-        """The shape of one rank's tile of a parameter of the global ``shape``."""
+        """Return the shape of one rank's tile of a parameter with the global ``shape``."""
         local = list(shape)
         for dim, axis in self._cuts(grid):
             if dim is not None:
@@ -40,7 +42,7 @@ class Tile:
         return tuple(local)
 
     def global_shape(self, local: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
-        """The inverse of ``local_shape``."""
+        """Return the global shape of a parameter whose tiles have the shape ``local``."""
         shape = list(local)
         for dim, axis in self._cuts(grid):
             if dim is not None:
@@ -49,15 +51,15 @@ class Tile:
 
     @property
     def sharded_dim(self) -> int:
-        """The dim of the tile that FSDP2 cuts: the first of the parameter as it is stored."""
+        """The dim of the tile that FSDP2 cuts, which is the first dim of the stored parameter."""
         return 1 if self.turned else 0
 
     def as_tile(self, stored: Tensor) -> Tensor:
-        """The tile that is stored as ``stored``, without a copy; also the reverse."""
+        """Return a stored parameter as its tile, or a tile as it is stored. Nothing is copied."""
         return stored.T if self.turned else stored
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
-        """The part of the global parameter that is this rank's tile."""
+        """Return the slices of the global parameter that are this rank's tile."""
         return cut(shape, [(dim, axis.size, axis.rank) for dim, axis in self._cuts(grid)])
 
     def _cuts(self, grid: Grid) -> tuple[tuple[int | None, Axis], ...]:
@@ -65,7 +67,11 @@ class Tile:
 
 
 def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tuple[slice, ...]:
-    """One part of a tensor that is cut evenly: (dim or None, pieces, the piece) of every cut, the outer ones first."""
+    """Return the slices of one part of a tensor that is cut evenly.
+
+    Args:
+        cuts: (dim or None, number of pieces, number of this piece) for each cut, outer cuts first.
+    """
     begin, length = [0] * len(shape), list(shape)
     for dim, pieces, piece in cuts:
         if dim is not None:
@@ -75,10 +81,11 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
 
 
 def piece_of(rank: int, ranks: int, per_node: int) -> int:
-    """The number of the piece that a rank of a shard group holds: its own, unless the group has two levels.
+    """Return the number of the piece that a rank of a shard group holds: its own rank, unless the group has two levels.
 
-    There the first ranks of all nodes have the first pieces, and so on (``TwoLevels.rank``). With the number of nodes
-    as per_node it is the inverse: from a piece to its rank.
+    With two levels, the first ranks of all nodes hold the first pieces, then the second ranks, and so on
+    (``TwoLevels.rank``). If you pass the number of nodes as ``per_node``, you get the inverse, from a piece to its
+    rank.
     """
     if not 1 < per_node < ranks:
         return rank
@@ -87,21 +94,21 @@ def piece_of(rank: int, ranks: int, per_node: int) -> int:
 
 
 def chunk(rows: slice, pieces: int, piece: int) -> slice:
-    """One piece of rows cut as torch.chunk, and so FSDP2, does: the last ones may be shorter, or empty."""
+    """Return one piece of rows, cut like torch.chunk and FSDP2 cut them: the last pieces may be shorter, or empty."""
     size = math.ceil((rows.stop - rows.start) / pieces)
     first, last = (min(rows.start + number * size, rows.stop) for number in (piece, piece + 1))
     return slice(first, last)
 
 
 class Tiled(nn.Module):
-    """A module whose parameters are tiles; ``tiles`` says which, by parameter name."""
+    """A module whose parameters are tiles. ``tiles`` has the tile of each, by parameter name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tiles: dict[str, Tile] = {}
 
     def add_tile(self, name: str, parameter: Tensor | None, tile: Tile, grid: Grid) -> None:
-        """Register this rank's tile of a (meta) parameter under ``name``; no parameter, no tile."""
+        """Register this rank's tile of a (meta) parameter under ``name``, or None if there is no parameter."""
         if parameter is None:
             self.register_parameter(name, None)
             return
@@ -111,9 +118,9 @@ class Tiled(nn.Module):
 
 
 def tile_table(model: nn.Module) -> dict[str, Tile]:
-    """The tile of every parameter of a model, by its full name; whole parameters have an empty ``Tile``.
+    """Return the tile of every parameter of a model, by its full name. Whole parameters have an empty ``Tile``.
 
-    Other modules than ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares of a sum.
+    A module that is not ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares of a sum.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():
@@ -125,7 +132,7 @@ def tile_table(model: nn.Module) -> dict[str, Tile]:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter that has several."""
+    """Return the names of each parameter that has more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -133,7 +140,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make one parameter again of those that were one (``tied_names``), after modules or parameters were replaced."""
+    """Tie parameters again that were tied before modules or parameters were replaced (``tied_names``)."""
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
