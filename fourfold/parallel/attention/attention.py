@@ -33,13 +33,7 @@ class SharedAttentionCore(AttentionCore):
     """
 
     def __init__(
-        self,
-        core: AttentionCore,
-        grid: Grid,
-        split: AttentionSplit,
-        method: ContextMethod,
-        heads: int,
-        kv_heads: int,
+        self, core: AttentionCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int, kv_heads: int
     ) -> None:
         super().__init__(core.config)
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")

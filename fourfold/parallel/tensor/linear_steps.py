@@ -81,25 +81,35 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     first = layers[0]
     reading = InFlight[Tensors]() if first.reads.axis.size > 1 else None
     writing = InFlight[Tensors]() if first.writes.axis.size > 1 else None
-    share = x.detach() if first.gather_again else None
+    state, share = _State(layers, reading, writing, schedule), x.detach() if first.gather_again else None
     if reading is not None:
-        x = _Gather.apply(x, first, reading)
+        x = _Gather.apply(x, state)
         if first.reads.dim is not None:
             yield Until.GATHERED
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
-    gathered, *kept = _Keep.apply(x, share, _Kept(layers, reading, writing, schedule), *matrices)
+    gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
         if writing is not None:  # the forward ends a step here too, so that parts keep tensors in the same order
             yield Until.SUMMED
         yield Until.OTHERS
-    outputs = _Multiply.apply(gathered, layers, writing, *kept, *(matrix.detach() for matrix in matrices))
+    outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
     del x, gathered  # free what the backward does not keep before the sum
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED
         postponed = schedule.computes_weight_gradients_of
-        summed = _Summed(first, writing, postponed)
-        outputs = _Sum.apply(*outputs, summed, *(postponed.matrices if postponed is not None else ()))
+        outputs = _Sum.apply(*outputs, state, *(postponed.matrices if postponed is not None else ()))
     return [layer.add_bias(out) for layer, out in zip(layers, outputs, strict=True)]
+
+
+class _State(NamedTuple):
+    """What the steps of one layer share."""
+
+    layers: Sequence[Linear4D]
+    reading: InFlight[Tensors] | None
+    """None if each rank has its whole input."""
+    writing: InFlight[Tensors] | None
+    """None if each rank has its whole output."""
+    schedule: Schedule
 
 
 def _edge(like: Tensor) -> Tensor:
@@ -111,45 +121,36 @@ class _Gather(Function):
     """Step 1: start to gather the input. Backward: wait for the sum of its gradient."""
 
     @staticmethod
-    def forward(ctx: Context[InFlight[Tensors]], x: Tensor, first: Linear4D, reading: InFlight[Tensors]) -> Tensor:
-        ctx.kept = reading
+    def forward(ctx: Context[InFlight[Tensors]], x: Tensor, state: _State) -> Tensor:
+        assert state.reading is not None
+        ctx.kept, first = state.reading, state.layers[0]
         gathering = first.reads.start_gather(x, f"{first.name}: {first.reads_what}")
-        reading.start(lambda: (gathering.wait(),))
+        state.reading.start(lambda: (gathering.wait(),))
         return _edge(x)
 
     @staticmethod
-    def backward(ctx: Context[InFlight[Tensors]], _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context[InFlight[Tensors]], _: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.kept.wait()
-        return gradient, None, None
-
-
-class _Kept(NamedTuple):
-    layers: Sequence[Linear4D]
-    reading: InFlight[Tensors] | None
-    """None if each rank has its whole input."""
-    writing: InFlight[Tensors] | None
-    """None if each rank has its whole output."""
-    schedule: Schedule
+        return gradient, None
 
 
 class _Keep(FunctionOfMany):
     """Step 2: keep the gathered input. Backward: compute the gradients of the input and of the weights."""
 
     @staticmethod
-    def forward(ctx: Context[_Kept], x: Tensor, share: Tensor | None, kept: _Kept, *matrices: Tensor) -> Tensors:
-        gathered = x if kept.reading is None else kept.reading.wait()[0]
-        gathered = gathered.detach()
-        ctx.kept = kept
+    def forward(ctx: Context[_State], x: Tensor, share: Tensor | None, state: _State, *matrices: Tensor) -> Tensors:
+        gathered = (x if state.reading is None else state.reading.wait()[0]).detach()
+        ctx.kept = state
         ctx.save_for_backward(gathered if share is None else share, *matrices)
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
-        if kept.writing is not None:
+        if state.writing is not None:
             return gathered, _edge(x)
-        weights = [own[0] for own in by_layer(kept.layers, matrices)]
+        weights = [own[0] for own in by_layer(state.layers, matrices)]
         return gathered, *(gathered.new_empty(()).expand(*gathered.shape[:-1], len(weight)) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Context[_Kept], _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_State], _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, *matrices = ctx.saved_tensors
         layers, reading, writing, schedule = ctx.kept
         gathering = gather_kept(layers[0], kept)
@@ -175,45 +176,34 @@ class _Multiply(FunctionOfMany):
     """Step 3: multiply, and start to sum over the ranks. Backward: pass the gradient through to ``_Keep``."""
 
     @staticmethod
-    def forward(
-        ctx: Context[int],
-        gathered: Tensor,
-        layers: Sequence[Linear4D],
-        writing: InFlight[Tensors] | None,
-        *kept_and_matrices: Tensor,
-    ) -> Tensors:
-        matrices = kept_and_matrices[len(layers) if writing is None else 1 :]
-        ctx.kept = len(matrices)
-        compute, first = output_matmuls(gathered, layers, matrices), layers[0]
-        if writing is None:
+    def forward(ctx: Context[int], gathered: Tensor, state: _State, *matrices_and_places: Tensor) -> Tensors:
+        layers, first = state.layers, state.layers[0]
+        ctx.kept = len(matrices_and_places) - (len(layers) if state.writing is None else 1)
+        compute = output_matmuls(gathered, layers, matrices_and_places[: ctx.kept])
+        if state.writing is None:
             return tuple(output() for output in compute)
-        writing.start(first.writes.start_sums(compute, f"{first.name}: outputs", first.overlap.gate_sum))
+        state.writing.start(first.writes.start_sums(compute, f"{first.name}: outputs", first.overlap.gate_sum))
         return (_edge(gathered),)
 
     @staticmethod
     def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *grads, *[None] * ctx.kept
-
-
-class _Summed(NamedTuple):
-    first: Linear4D
-    writing: InFlight[Tensors]
-    postponed: PostponedGradients | None
+        return None, None, *[None] * ctx.kept, *grads
 
 
 class _Sum(FunctionOfMany):
     """Step 4: wait for the sums of the outputs. Backward: start to gather their gradients."""
 
     @staticmethod
-    def forward(ctx: Context[_Summed], edge: Tensor, summed: _Summed, *matrices: Tensor) -> Tensors:
-        ctx.kept = summed
-        return summed.writing.wait()
+    def forward(ctx: Context[_State], edge: Tensor, state: _State, *matrices: Tensor) -> Tensors:
+        assert state.writing is not None
+        ctx.kept = state
+        return state.writing.wait()
 
     @staticmethod
-    def backward(ctx: Context[_Summed], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        first, writing, postponed = ctx.kept
-        edge = None
-        if ctx.needs_input_grad[0]:
+    def backward(ctx: Context[_State], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layers, _, writing, schedule = ctx.kept
+        first, edge, postponed = layers[0], None, schedule.computes_weight_gradients_of
+        if ctx.needs_input_grad[0] and writing is not None:
             writing.start(first.writes.start_gathers(grads, f"{first.name}: output gradient"))
             edge = _edge(grads[0])
         return edge, None, *(postponed.wait() if postponed is not None else ())

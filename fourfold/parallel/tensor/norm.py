@@ -27,12 +27,7 @@ class Norm(Tiled):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        norm: RMSNorm | nn.LayerNorm,
-        grid: Grid,
-        name: str,
-        axis: Axis | None = None,
-        tile: Tile | None = None,
+        self, norm: RMSNorm | nn.LayerNorm, grid: Grid, name: str, axis: Axis | None = None, tile: Tile | None = None
     ) -> None:
         super().__init__()
         tile = tile or Tile(y=0, partial_over=("x",))
