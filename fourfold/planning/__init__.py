@@ -1,1 +1,1 @@
-"""Predicts memory and time of a layout before anything runs: NumPy only, never imports torch."""
+"""Predict a layout's memory and time before anything runs. This room uses NumPy only and never imports torch."""

@@ -9,15 +9,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 Number = Any
-"""A float, or an array of them with one entry for each case that is predicted at once."""
+"""A float, or an array of floats with one entry per case that is predicted."""
 
 
 @dataclass(frozen=True)
 class Cases:
-    """A dataclass of numbers, arrays [n] of them, and other cases."""
+    """A dataclass of numbers, of arrays [n], and of further cases."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """A copy with every array changed; scalars stay scalars."""
+        """Return a copy with every array changed. Scalars stay scalars."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Cases):
@@ -31,7 +31,7 @@ class Cases:
         return self.map_arrays(lambda array: array[index])
 
     def followed_by(self, more: Self) -> Self:
-        """The cases of both; scalars are the same in both."""
+        """Return these cases followed by ``more``. Scalars are the same in both."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Cases):
@@ -41,7 +41,7 @@ class Cases:
         return replace(self, **joined)
 
     def with_float_arrays(self) -> Self:
-        """A copy whose arrays of integers are arrays of floats."""
+        """Return a copy with arrays of integers converted to floats."""
         return self.map_arrays(lambda array: array.astype(float) if array.dtype.kind == "i" else array)
 
 
@@ -49,7 +49,8 @@ SomeCases = TypeVar("SomeCases", bound=Cases)
 
 
 def stack(cases: Sequence[SomeCases]) -> SomeCases:
-    """Single cases as one whose numbers are arrays, bool where a field's default is; other fields are the first's."""
+    """Stack single cases: numbers become arrays (bool if the field's default is bool), and other fields are the
+    first's."""
     columns: dict[str, Any] = {}
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
@@ -61,7 +62,8 @@ def stack(cases: Sequence[SomeCases]) -> SomeCases:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Index of each unique row of whole-number ``columns`` [n], and for every row the position of its unique row."""
+    """Return the index of each unique row of whole-number ``columns`` [n], and every row's position among the unique
+    rows."""
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
         if any(np.asarray(column).strides):  # a broadcast scalar distinguishes no rows
@@ -70,7 +72,7 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
                 kinds, codes = np.unique(codes, return_inverse=True)
                 numbers = len(kinds)
             codes, numbers = codes * values + column.astype(np.int64), numbers * values
-    # Rows that follow each other are often equal, and finding them is quicker than sorting.
+    # Consecutive rows are often equal, and finding them is quicker than sorting.
     begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
     _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)
     return begins[first], np.repeat(back, np.diff(begins, append=len(codes)))

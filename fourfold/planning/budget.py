@@ -1,4 +1,5 @@
-"""The budget of a training: days, GPU-hours, energy, cost; the best checkpoint interval, and goodput under failures."""
+"""The budget of a training run: days, GPU-hours, energy, cost, the best checkpoint interval, and goodput under
+failures."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
-"""Time from a failure to the next step: detection, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 %
-effective time with automatic restarts)."""
+"""Seconds from a failure to the next step: detection, a new job, and loading. Llama 3 (arXiv 2407.21783) reports
+more than 90 % effective time with automatic restarts."""
 CHECKPOINT_BANDWIDTH = 1e9
-"""Bytes per second and GPU to storage, assumed where the machine file has no ``checkpoint_bandwidth``."""
+"""Bytes per second from each GPU to storage, if the machine file has no ``checkpoint_bandwidth``."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of training on a number of tokens; None where the machine file lacks the constant."""
+    """The cost of training on a number of tokens. A field is None if the machine file lacks its constant."""
 
     tokens: float
     days: float
@@ -29,12 +30,22 @@ class Costs:
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
-    """Share of the time that is left after checkpoints, lost work and restarts."""
+    """Fraction of the time left after checkpoints, lost work, and restarts."""
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, machine: Machine) -> Costs:
-    """Compute the cost of ``tokens`` at a rate over all GPUs, with so many bytes in a checkpoint; raises ``UserError``
-    where failures leave no time."""
+    """Compute the cost of training.
+
+    Args:
+        tokens: Tokens to train on.
+        tokens_per_second: Throughput of all GPUs.
+        gpus: Number of GPUs.
+        saved: Bytes of a checkpoint.
+        machine: The machine.
+
+    Raises:
+        UserError: Failures leave no time for training.
+    """
     seconds = tokens / tokens_per_second
     writing, interval = checkpoint_seconds(saved, gpus, machine)
     goodput = mtbf = None
@@ -63,9 +74,9 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
 
 
 def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float, float | None]:
-    """Return the seconds that a checkpoint of so many bytes takes, and the best seconds between two checkpoints.
+    """Return the seconds that a checkpoint of ``saved`` bytes takes, and the best seconds between two checkpoints.
 
-    The latter is None if the machine file does not say how often a GPU fails.
+    The interval is None if the machine file does not say how often a GPU fails.
     """
     writing = saved / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
     mtbf = machine.mtbf_gpu_hours
@@ -73,5 +84,6 @@ def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
-    """Seconds between checkpoints that lose least time, √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
+    """Return the seconds between checkpoints that lose the least time, √(2 · writing · MTBF) (Young 1974, Daly
+    2006)."""
     return math.sqrt(2 * writing * mtbf)

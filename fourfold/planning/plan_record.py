@@ -1,4 +1,4 @@
-"""The whole answer of `fourfold plan` to a request: ranked layouts, explanation, costs, strong scaling."""
+"""The full answer of ``fourfold plan`` to a request: ranked layouts, explanation, costs, and strong scaling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fourfold.planning.search.refused import Refused, refused_sample
 from fourfold.planning.search.space import refusal
 
 TALLEST = 5
-"""The longest step of the run file's own layout that charts show, relative to the best one's."""
+"""Longest step of the run file's own layout that charts show, relative to the best layout's step."""
 REFUSED_EACH = 40
-"""The most layouts of the sample for each reason."""
+"""Largest number of sampled layouts per reason."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,26 @@ class PlanRecord:
     request: Request
     plan: Plan
     own: Prediction | None
-    """The prediction of the run file's own layout."""
+    """The prediction for the run file's own layout."""
     own_refused: str
-    """The reason why the run file's own layout is illegal; empty if it is legal."""
+    """Why the run file's own layout is illegal. Empty if it is legal."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
-    """The features of the best layout that are outside the calibrated range."""
+    """Features of the best layout that are outside the calibrated range."""
     interval_factors: tuple[float, float] | None
-    """Predicted seconds times these are the 5th and 95th percentile of the measured ones; None on a machine that the
-    user calibrated."""
+    """Predicted seconds times these factors are the 5th and 95th percentile of measured seconds. None on a machine that
+    the user calibrated."""
     indistinct: Indistinct
     """The best layouts that the planner cannot tell apart."""
     curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs; without the page twice that number at most."""
+    """The strong-scaling curve around the requested number of GPUs. Without the page, it has at most twice that
+    number."""
     refused: Refused | None
     """A sample of the illegal layouts."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
-        """The ranked layouts, each with its rank, and the run file's own."""
+        """Return the ranked layouts with their ranks, and the run file's own layout."""
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.own is None:
             return ranked
@@ -64,20 +65,20 @@ class PlanRecord:
 
     @property
     def own_label(self) -> str:
-        """The name of the run file's own layout in tables, with its GPUs if they are not the request's."""
+        """Return the name of the run file's own layout in tables, with its GPUs if they differ from the request's."""
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
 
     @property
     def is_own_drawn(self) -> bool:
-        """True if the run file's own layout is in charts: a much longer step would flatten all other ones."""
+        """Return whether charts show the run file's own layout. A much longer step would flatten all remaining ones."""
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 5th and 95th percentile of the best layout's step seconds."""
+        """Return the 5th and 95th percentile of the best layout's step seconds."""
         if self.interval_factors is None:
             return None
         low, high = self.interval_factors
@@ -110,9 +111,14 @@ def plan_request(
     for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
-    """Plan, and explain if ``explained``; raises ``UserError`` where no layout is legal and fits.
+    """Plan, and explain if ``explained``.
 
-    for_page: also what only the page shows, the curve and the refused layouts. watch: as in ``search``.
+    Args:
+        for_page: Also compute what only the page shows: the curve and the refused layouts.
+        watch: As in ``search``.
+
+    Raises:
+        UserError: No layout is legal and fits.
     """
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0, such as 2e12")

@@ -1,4 +1,4 @@
-"""A planned layout as a run file."""
+"""Write a planned layout as a run file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
 
 REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
-"""Keys of [parallel] that a plan replaces besides the axes: its choices, and keys that depend on the axes."""
+"""Keys of [parallel] that a plan replaces in addition to the axes: its choices, and keys that depend on the axes."""
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:
-    """A run with a planned layout; its other keys are those of the request's run file, or defaults with built-in
+    """Return a run with a planned layout. Its remaining keys are the request's run file's, or defaults with built-in
     text."""
     table: dict[str, Any] = {
         "name": request.name,
@@ -54,9 +54,10 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """Say in one sentence that the learning rate was chosen for another optimizer, where the request replaces that.
+    """Say in one sentence that the learning rate was chosen for another optimizer, if the request replaces the
+    optimizer.
 
-    AdamW and Muon take the same (docs/optimizers.md).
+    AdamW and Muon use the same rate (docs/optimizers.md).
     """
     before = OptimizerConfig() if request.run is None else request.run.optimizer
     if request.optimizer is None or (request.optimizer == "lion") == (before.name == "lion"):
@@ -66,10 +67,9 @@ def rate_to_choose(request: Request) -> str | None:
 
 
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
-    """Write the run file of a planned layout; comments say what is left to choose.
+    """Write the run file of a planned layout. Comments say what is left to choose.
 
-    A run that saves no checkpoints gets the interval that loses least time, if the machine file says how often its GPUs
-    fail.
+    A run without checkpoints gets the interval that loses the least time, if the machine file says how often GPUs fail.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:

@@ -1,4 +1,4 @@
-"""The request that the command line's options make: a model with a step, on a number of GPUs."""
+"""Turn the command line's options into a request: a model with a step, on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
 
 STEP_TOKENS = 4 << 20
-"""Tokens of a step without ``--global-batch``: a common size for models of billions of parameters."""
+"""Tokens of a step without ``--global-batch``, a common size for models with billions of parameters."""
 LONGEST_DEFAULT = 8192
-"""Tokens of a sequence without ``--seq``, where the model's own context is longer."""
+"""Tokens of a sequence without ``--seq``, if the model's own context is longer."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
-"""Largest values: beyond them the sizes of a layout do not fit the search's 32 bits."""
+"""Largest values. Beyond them, a layout's sizes do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 
@@ -54,7 +54,7 @@ def request_from_options(
     precision: str | None = None,
     optimizer: str | None = None,
 ) -> Request:
-    """Make the request; raises ``UserError`` for options that contradict each other or are out of range."""
+    """Make the request. Raise ``UserError`` for options that contradict each other or are out of range."""
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if model is not None and overrides:
@@ -94,7 +94,7 @@ def request_from_options(
 
 
 def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:
-    """Load the sizes of a preset, a config.json, or a folder that has one, with a short name, and a note."""
+    """Load the sizes of a preset, a config.json, or its folder. Return them with a short name and a note."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
         if os.sep in name:
@@ -104,6 +104,6 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name})), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    if config.pop(QUANTIZED, None):  # it changes the stored weights, not the model that is trained
+    if config.pop(QUANTIZED, None):  # it changes the stored weights, not the trained model
         note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
     return model_of(config, name), folder.resolve().name, note

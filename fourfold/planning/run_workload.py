@@ -1,4 +1,4 @@
-"""A run file as a workload."""
+"""Convert a run file to a workload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDU
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The sizes of a run file's model."""
+    """Return the sizes of a run file's model."""
     sparse = model.sparse_layers
     inner = model.intermediate_size if sparse < model.num_hidden_layers else 0
     return ModelShape(
@@ -50,12 +50,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
-    """One token of a model on one device, under fourfold: to be completed with ``Workload.but``."""
+    """Return one token of a model on one device under fourfold. Complete it with ``Workload.but``."""
     return Workload(model_shape(model), Layout(ends=_ends(model)))
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """The step that a run file describes. Raises ``UserError`` for LoRA and DPO, whose memory and time differ."""
+    """Return the step that a run file describes. Raise ``UserError`` for LoRA and DPO, whose memory and time differ."""
     if run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "
@@ -110,5 +110,5 @@ def workload_of(run: RunConfig) -> Workload:
 
 
 def _ends(model: ModelConfig) -> float:
-    """Layers' worth of work of the head, which the embedding counts for as well."""
+    """Return the head's work in layers, which the embedding counts for too."""
     return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

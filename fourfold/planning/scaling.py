@@ -1,4 +1,4 @@
-"""The scaling curve of a model, replanned at each number of GPUs."""
+"""Compute a model's scaling curve, planned again at each number of GPUs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class ScalingPoint:
 
     gpus: int
     best: Prediction | None
-    """The fastest layout; None where nothing fits."""
+    """The fastest layout. None if nothing fits."""
     efficiency: float | None
-    """Tokens per second and GPU, relative to the first size that fits."""
+    """Tokens per second per GPU, relative to the first size that fits."""
     why_not: str
-    """The reason if nothing fits; else empty."""
+    """Why nothing fits, or empty."""
     published_pflops: float | None
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """PFLOP/s of all GPUs: model FLOPs, as MFU counts, and Megatron-LM's count, as published figures do."""
+        """Return the PFLOP/s of all GPUs: by model FLOPs, as MFU counts, and by Megatron-LM's count, as published
+        figures do."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 
@@ -46,7 +47,7 @@ class ScalingPoint:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Parse ``512:32768``, the doublings from the first to the last, or a list ``8,24,64``."""
+    """Parse ``512:32768`` (the doublings from the first to the last) or a list ``8,24,64``."""
     try:
         ends = [int(part) for part in text.split(":" if ":" in text else ",")]
         if min(ends) < 1 or (":" in text and (len(ends) != 2 or ends[0] > ends[1])):
@@ -72,10 +73,19 @@ def scaling_curve(
     watch: Callable[[int, int], None] | None = None,
     known: Plan | None = None,
 ) -> list[ScalingPoint]:
-    """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays.
+    """Plan again at each size.
 
-    watch: called with the number of sizes that are done, and of all. known: the plan of ``base`` on one of the sizes,
-    under the same limits, which is not made again (strong scaling only).
+    Args:
+        base: The model and its step at the first size.
+        machine: The machine.
+        constants: The machine's constants.
+        sizes: Numbers of GPUs.
+        weak: Let the batch grow with the GPUs (weak scaling). Otherwise it stays the same (strong scaling).
+        limits: Limits of the search.
+        model: The model's name.
+        watch: Called with the number of finished sizes and the number of all sizes.
+        known: The plan of ``base`` on one of the sizes, under the same limits, which is not made again (strong scaling
+            only).
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None

@@ -1,1 +1,1 @@
-"""Fits the planner's constants to measured steps, and scores its predictions against measurements."""
+"""Fit the planner's constants to measured steps, and score its predictions against measurements."""

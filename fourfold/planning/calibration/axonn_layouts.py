@@ -1,8 +1,8 @@
-"""The layouts that AxoNN's authors tried on a machine: the best of their own model of communication.
+"""The layouts that AxoNN's authors tried on a machine: the best by their own model of communication.
 
-Their large runs chose by it (axonn-ai/Megatron-AxoNN 8a4ae241, examples/comm_model.py and launch_per_comm_model.py): of
-all powers of two in x, y, z and dp, the 20 that take least time for the products of a block, with the bandwidths below
-and no latency, were run, and the fastest one was reported.
+Their large runs were chosen by it (axonn-ai/Megatron-AxoNN 8a4ae241, examples/comm_model.py and
+launch_per_comm_model.py). Of all powers of two in x, y, z, and dp, they took the 20 with the least time for a block's
+matmuls, with the bandwidths below and no latency. They ran these and reported the fastest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Least x · y · z that they allowed for a model, so that it fits."""
+"""Smallest x · y · z that they allowed for a model, so that it fits."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
-"""Outputs of the four products of a block in hidden sizes; x and y trade places in every second one."""
+"""Outputs of a block's four matmuls in hidden sizes. x and y trade places in every second one."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
-    """Sizes of x, y, z and dp, best first; none where the authors gave no bandwidths of the machine."""
+    """Return sizes of x, y, z, and dp, best first, or nothing if the authors gave no bandwidths for the machine."""
     if machine not in ("frontier", "perlmutter") or model not in LEAST_TENSOR:
         return []
     powers = [1 << i for i in range(gpus.bit_length())]
@@ -39,8 +39,8 @@ def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: floa
 def _seconds(
     machine: str, hidden: int, outputs: int, tokens: float, x: int, y: int, z: int, dp: int, swapped: bool
 ) -> float:
-    """Relative seconds of the collectives of one product: sums over x and y in 16 bits, of weights and their gradients
-    over z in 16 bits (three collectives), and of gradients over dp in 32."""
+    """Return the relative seconds of one matmul's collectives: sums over x and y in 16 bits, weights and their
+    gradients over z in 16 bits (three collectives), and gradients over dp in 32 bits."""
     weights = outputs * hidden**2 / (x * y)
     wide, narrow = 2 * 2 * tokens * outputs * hidden, 2 * 2 * tokens * hidden
     over_x, over_y = (narrow / y, 2 * wide / x) if swapped else (2 * wide / y, narrow / x)
@@ -58,7 +58,7 @@ def _share(size: int) -> float:
 
 
 def _bandwidth(machine: str, earlier: int, size: int) -> float:
-    """GB/s of a group of ``size`` ranks that stand ``earlier`` apart, as the authors measured or assumed it."""
+    """Return the GB/s of a group of ``size`` ranks, ``earlier`` apart, as the authors measured or assumed it."""
     if machine == "perlmutter":
         if earlier == 1:
             return {2: 76.0, 4: 225.0}.get(size, 80.0)

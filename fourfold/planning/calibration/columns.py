@@ -1,4 +1,4 @@
-"""The columns of a table of measured training runs: one CSV line is one configuration with its step time or memory."""
+"""The columns of a table of measured training runs. One CSV line is one configuration with its step time or memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
 
 
 class MeasuredRow(BaseModel):
-    """One measured training run. None: the source does not say."""
+    """One measured training run. None means that the source does not say."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,93 +49,103 @@ class MeasuredRow(BaseModel):
     where: str = Field("", description="text: file and line, or table, of the source")
     system: str = Field("", description="text: the cluster")
     notes: str = Field("", description="text that no program reads")
-    derived: str = Field("", description="text: what the source does not print and follows from the rest")
-    complete: Flag = Field(True, description="`no`: the source leaves part of the configuration open; scored apart")
-    doubt: str = Field("", description="why the measurement is doubtful; such rows are scored apart and never fitted")
+    derived: str = Field(
+        "", description="text: values that the source does not print but that follow from its other values"
+    )
+    complete: Flag = Field(
+        True, description="`no` if the source leaves part of the configuration open. Such rows are scored apart"
+    )
+    doubt: str = Field("", description="why the measurement is doubtful. Such rows are scored apart and never fitted")
 
-    machine: str | None = Field(None, description="a machine that comes with fourfold, or a `.toml` of your own")
-    gpus: Count = Field(description="GPUs of the run")
+    machine: str | None = Field(None, description="a machine that comes with fourfold, or your own `.toml`")
+    gpus: Count = Field(description="number of GPUs of the run")
     gpus_per_node: Count | None = Field(None, description="default: the machine's")
     node_gbits: Size | None = Field(
-        None, description="Gb/s that all network adapters of a node carry; default: the machine's"
+        None, description="Gb/s of all network adapters of a node together. Default: the machine's"
     )
 
-    model: str = Field("", description="text: the model's name; rows of one sweep have the same")
+    model: str = Field("", description="text: the model's name, which is the same in all rows of a sweep")
     architecture: Literal["dense", "moe", "hybrid"] = Field(
-        "dense", description="`hybrid` is not predicted: blocks other than attention and MLP, latent attention"
+        "dense", description="`hybrid` (blocks other than attention and MLP, latent attention) is not predicted"
     )
-    layers: Count | None = Field(None, le=MOST_LAYERS, description="blocks")
+    layers: Count | None = Field(None, le=MOST_LAYERS, description="number of blocks")
     hidden: Count | None = Field(None, description="width of the residual stream")
-    ffn_hidden: Count | None = Field(None, description="width of the MLP; default: 4 · hidden")
+    ffn_hidden: Count | None = Field(None, description="width of the MLP. Default: 4 · hidden")
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = Field(
         "gelu",
-        description="`swiglu` has rotary embeddings; `gelu` and `geglu` have one table for embedding and head, the "
-        "others two",
+        description="`swiglu` has rotary embeddings. `gelu` and `geglu` have one table for embedding and head, "
+        "`swiglu` has two",
     )
-    heads: Count | None = Field(None, description="query heads")
-    kv_heads: Count | None = Field(None, description="key and value heads; default: heads")
-    head_dim: Count | None = Field(None, description="channels of a head; default: hidden / heads")
-    experts: Count | None = Field(None, description="experts of a block; a mixture is not predicted without")
-    experts_per_token: Count | None = Field(None, description="experts that a token passes")
+    heads: Count | None = Field(None, description="number of query heads")
+    kv_heads: Count | None = Field(None, description="number of key and value heads. Default: heads")
+    head_dim: Count | None = Field(None, description="channels of a head. Default: hidden / heads")
+    experts: Count | None = Field(
+        None, description="number of experts per block. A mixture is not predicted without it"
+    )
+    experts_per_token: Count | None = Field(None, description="number of experts per token")
     expert_ffn_hidden: Count | None = Field(None, description="width of an expert, which is gated")
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST, description="width of the shared expert, which is gated")
     dense_layers: float = Field(
-        0.0, ge=0, lt=LARGEST, description="blocks without experts, whose MLP is ffn_hidden wide"
+        0.0, ge=0, lt=LARGEST, description="number of blocks without experts. Their MLP is ffn_hidden wide"
     )
     capacity_factor: Size | None = Field(
-        None, description="an expert takes so many times its equal share of the tokens; default: all that choose it"
+        None, description="an expert takes at most this many times its equal share of the tokens. Default: no limit"
     )
-    vocab: Count | None = Field(None, description="rows of the vocabulary; default: GPT-2's, 51,200")
+    vocab: Count | None = Field(None, description="rows of the vocabulary. Default: GPT-2's, 51,200")
 
     seq_len: Count | None = Field(None, description="tokens of a sequence")
     global_batch: Count | None = Field(None, description="sequences of a step")
     micro_batch: Count | None = Field(None, description="sequences of a micro-batch on one rank")
     precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
-        description="of the matrix products; nvfp4 is not predicted"
+        description="precision of the matmuls. nvfp4 is not predicted"
     )
 
-    tp: Count | None = Field(None, description="tensor parallelism")
-    pp: Count | None = Field(None, description="pipeline stages")
-    vpp: Count = Field(1.0, description="chunks of layers on each stage (interleaved 1F1B)")
-    cp: Count = Field(1.0, description="context parallelism")
-    ep: Count = Field(1.0, description="expert parallelism")
+    tp: Count | None = Field(None, description="tensor parallel size")
+    pp: Count | None = Field(None, description="number of pipeline stages")
+    vpp: Count = Field(1.0, description="chunks of layers per stage (interleaved 1F1B)")
+    cp: Count = Field(1.0, description="context parallel size")
+    ep: Count = Field(1.0, description="expert parallel size")
     experts_over_tp: Flag = Field(
-        True, description="tp divides each expert; `no`: experts are whole, and ep spans the ranks of tp too"
+        True, description="tp divides each expert. With `no`, experts are whole, and ep spans the ranks of tp too"
     )
     dispatcher: Literal["alltoall", "deepep"] = Field(
         "alltoall",
-        description="a token is sent to each of its experts; or once to each GPU that has any (DeepEP, HybridEP)",
+        description="send a token to each of its experts (alltoall), or once to each GPU that has any of them "
+        "(deepep: DeepEP, HybridEP)",
     )
     fused_experts: Flag = Field(
         False,
-        description="experts' products make the activation and round to 8 bits, and exchanges put rows in their place",
+        description="expert matmuls compute the activation and round to 8 bits, and exchanges put rows in their place",
     )
-    ep_overlap: Flag = Field(False, description="tokens are exchanged behind the products of another micro-batch")
+    ep_overlap: Flag = Field(False, description="exchange tokens behind another micro-batch's matmuls")
     cuda_graph: Literal["none", "blocks", "step"] = Field(
         "none",
-        description="the host launches each kernel, or at once those of a block around its experts, or a step",
+        description="the host launches each kernel (none), all kernels of a block except the experts' (blocks), or "
+        "all kernels of a step (step)",
     )
     seq_parallel: Flag | None = Field(
-        None, description="the residual stream is sharded over tp; default: the program's"
+        None, description="the residual stream is sharded over tp. Default: the program's"
     )
     end_layers: Flag = Field(
-        False, description="embedding and head count as a layer each where layers are divided into stages"
+        False, description="embedding and head count as one layer each when layers are divided into stages"
     )
 
     program: Annotated[str, AfterValidator(_program)] = Field(
-        description="the training program: a name of `planning/calibration/programs.py`"
+        description="the training program, a name in `planning/calibration/programs.py`"
     )
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
-        "none", description="what data-parallel ranks shard; `hsdp`: within a group, one node by default"
+        "none", description="what data-parallel ranks shard. `hsdp` shards within a group, by default one node"
     )
-    shard_group: Count | None = Field(None, description="GPUs of a group of fsdp or hsdp; default for fsdp: all")
+    shard_group: Count | None = Field(
+        None, description="number of GPUs in a group of fsdp or hsdp. Default for fsdp: all"
+    )
     recompute: Literal["none", "selective", "full"] | None = Field(
-        None, description="activations that the backward computes again"
+        None, description="activations that the backward recomputes"
     )
     recompute_what: Literal["attention", "ops", "layers"] = Field(
         "attention",
-        description="what selective recompute repeats: the attention core; all but attention and every second matrix "
-        "product (torchtitan's per-op); or some of the layers",
+        description="what selective recompute repeats: the attention core (attention), all but attention and every "
+        "second matmul (ops, torchtitan's per-op), or some of the layers (layers)",
     )
     recompute_every: Count = Field(1.0, description="every n-th layer recomputes")
     attention: Literal["flash", "unfused"] = Field(
@@ -144,39 +154,42 @@ class MeasuredRow(BaseModel):
     compiled: Flag = Field(False, description="torch.compile fuses pointwise operations")
     tp_overlap: Literal["none", "backward", "pieces"] | None = Field(
         None,
-        description="tensor-parallel collectives run behind nothing; behind weight gradients; or also piece by piece "
-        "behind the products that read them (AsyncTP, tp_comm_overlap); default: the program's",
+        description="what hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also "
+        "the matmuls that read them, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's",
     )
     blocking: Flag = Field(False, description="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)")
 
     step_seconds: Size | None = Field(None, description="seconds of an optimizer step")
     time_from: Literal["printed", "tokens", "flops"] = Field(
-        "printed", description="step time as the source prints it, or from its tokens/s, or from its FLOP/s"
+        "printed",
+        description="whether the source prints the step time, or it follows from the source's tokens/s or FLOP/s",
     )
     memory_gb: Size | None = Field(None, description="10⁹ bytes of the fullest GPU at the peak")
     memory_kind: Literal["device", "allocator"] = Field(
-        "allocator", description="all that the device holds (nvidia-smi), or what PyTorch's allocator has reserved"
+        "allocator",
+        description="everything that the device holds (device, from nvidia-smi), or what PyTorch's allocator has "
+        "reserved (allocator)",
     )
-    out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
+    out_of_memory: Flag = Field(False, description="`yes` if the run ran out of memory")
     cp_method: Literal["gathered", "ring", "ulysses"] = Field(
         "gathered",
-        description="how cp shares the attention: keys and values gathered, or passed around a ring; or heads "
-        "exchanged for tokens",
+        description="how cp shares the attention: keys and values are gathered or passed around a ring, or heads "
+        "are exchanged for tokens (ulysses)",
     )
     tiled: Literal["none", "loss", "both"] = Field(
         "none",
-        description="what runs on some of the tokens at a time: the loss; or the MLP too, on as many as the hidden "
-        "size",
+        description="what runs on some of the tokens at a time: the loss, or also the MLP, on as many tokens as "
+        "the hidden size (both)",
     )
     offload: Literal["none", "inputs", "optimizer", "both"] = Field(
         "none",
-        description="what is kept in the host's memory: inputs of recomputed blocks; gradients, optimizer states and "
-        "32-bit weights",
+        description="what is in the host's memory: inputs of recomputed blocks (activations), or gradients, "
+        "optimizer states, and 32-bit weights (optimizer)",
     )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        """Refuse what no program can have run."""
+        """Refuse a combination that no program can have run."""
         for name, whole, unit, part in (
             ("hidden", self.hidden, "heads", self.heads),
             ("heads", self.heads, "kv_heads", self.kv_heads),
@@ -198,11 +211,11 @@ NEEDED = (
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip
-"""Columns that every table has, though their cells may be empty where they are not required."""
+"""Columns that every table has. Cells that are not required may be empty."""
 
 
 def check_header(names: list[str]) -> str | None:
-    """Say what is wrong with the names of a table's columns; None where nothing is."""
+    """Say what is wrong with the names of a table's columns, or return None."""
     known = MeasuredRow.model_fields
     if missing := [name for name in NEEDED if name not in names]:
         hint = "; its columns must be separated by commas" if any(";" in name for name in names) else ""
@@ -217,7 +230,7 @@ def check_header(names: list[str]) -> str | None:
 
 
 def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
-    """Make a row from its cells, which are not empty; raises ``ValueError`` with a sentence that names the column."""
+    """Make a row from its cells, which are not empty. Raise ``ValueError`` with a sentence that names the column."""
     try:
         return MeasuredRow.model_validate(cells)
     except ValidationError as error:

@@ -1,12 +1,12 @@
-"""Fits the planner's constants to measured steps: robust regression with a prior, in levels.
+"""Fit the planner's constants to measured steps: robust regression with a prior, in levels.
 
-A row's constants are exp(all + machine + source) times the priors' medians. Each level is shrunk to zero: a machine or
-a source with few rows stays near what all have in common, and one without rows has exactly that. Huber's loss bounds
-the influence of outliers.
+A row's constants are exp(all + machine + source) times the priors' medians. Each level is shrunk to zero. A machine or
+a source with few rows stays close to what all have in common, and one without rows has exactly that. Huber's loss
+bounds the influence of outliers.
 
-What rows of one source have in common, such as their program, is not independent evidence about other sources. So the
-levels are fitted with a wide noise, and n rows of a source weigh as much as sqrt(n). Rows of a known source on a known
-machine are then predicted by a second fit, whose noise is that between runs; its difference is a level of its own.
+What the rows of one source have in common, such as their program, is not independent evidence about another source. So
+the levels are fitted with wide noise, and n rows of a source weigh as much as sqrt(n) rows. A second fit, with the
+noise between runs, then predicts rows of a known source on a known machine. Its difference is a level of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
-"""Spread of each level's logarithms, in units of the prior's."""
+"""Spread of each level's logarithms, in units of the prior's spread."""
 NOISE_BETWEEN = 0.1
 """Standard deviation of the logarithm of a measured step around what sources have in common."""
 NOISE_WITHIN = 0.03
-"""The same around what rows of one source have in common: variation between runs, and what the cost model omits."""
+"""Standard deviation around what rows of one source have in common: variation between runs, and what the cost model
+omits."""
 HUBER = 1.5
 """Residuals, in standard deviations, beyond which the loss is linear."""
 ITERATIONS = 25
@@ -43,7 +44,7 @@ class Calibration:
     """[constants] by level: "all", "machine NAME", "source NAME", "known NAME on MACHINE"."""
 
     def logs(self, machine: str, source: str) -> np.ndarray:
-        """Sum the levels to [constants]; a level without rows is zero."""
+        """Sum the levels to [constants]. A level without rows is zero."""
         zero = np.zeros(len(NAMES))
         levels = (*levels_of(machine, source), known_level(machine, source))
         return sum((self.offsets.get(level, zero) for level in levels), zero)
@@ -69,7 +70,7 @@ def fit(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     known: bool = True,
 ) -> Calibration:  # fmt: skip
-    """Find the constants that make ``seconds`` likeliest, between sources and, if ``known``, within each."""
+    """Find the constants that make ``seconds`` most likely, between sources and, if ``known``, within each source."""
     counts = Counter(sources)
     weights = np.array([counts[source] ** -0.5 for source in sources])
     cases = (work, machine, seconds, machines, sources)
@@ -87,7 +88,7 @@ def _levels(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     row_weights: np.ndarray, noise: float,
 ) -> Calibration:  # fmt: skip
-    """Find the likeliest levels by iteratively reweighted Gauss–Newton."""
+    """Find the most likely levels by iteratively reweighted Gauss–Newton."""
     keys = [levels_of(m, s) for m, s in zip(machines, sources, strict=True)]
     names = list(dict.fromkeys(key for row in keys for key in row))
     index = {name: i for i, name in enumerate(names)}
@@ -99,7 +100,7 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # One evaluation of all rows, and of all rows with each constant moved, is quicker than eleven of some hundred rows.
+    # One evaluation of all rows, and of all rows with each constant moved, is quicker than eleven evaluations.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)
@@ -108,7 +109,7 @@ def _levels(
         return np.asarray(np.log(step_seconds(work, machine, moved(prior_constants(), membership @ theta))))
 
     def predicted_and_slopes(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[rows], and [rows, constants]."""
+        """Return predictions [rows], and slopes [rows, constants]."""
         logs = (membership @ theta)[again] + moves
         values = np.log(step_seconds(*repeated, moved(prior_constants(), logs))).reshape(-1, len(seconds))
         return values[0], (values[1:] - values[0]).T / STEP

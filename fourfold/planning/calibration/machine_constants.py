@@ -1,4 +1,4 @@
-"""The constants for predictions on a machine, and the range of workloads they were fitted to."""
+"""The constants for predictions on a machine, and the range of workloads that they were fitted to."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def _table() -> dict[str, Any]:
 
 @cache
 def shipped() -> Calibration:
-    """The calibration that comes with fourfold, fitted to the rows that do too (docs/planner_validation.py)."""
+    """Return the shipped calibration, fitted to the shipped rows (docs/planner_validation.py)."""
     return from_table(_table()["constants"])
 
 
 def kind_of_extrapolation(machine: Machine) -> str | None:
-    """The key of ``error_intervals.KINDS`` for a machine; None where its own measurements calibrated it."""
+    """Return the key of ``error_intervals.KINDS`` for a machine, or None if its own measurements calibrated it."""
     if is_calibrated(machine):
         return None
     return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"
 
 
 def shipped_interval(machine: Machine) -> tuple[float, float] | None:
-    """Factors on predicted seconds, between which the measured ones lie with a probability of 90 %."""
+    """Return factors on predicted seconds that contain the measured seconds with a probability of 90 %."""
     kind = kind_of_extrapolation(machine)
     if kind is None:
         return None
@@ -43,12 +43,13 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """The ratio of two predicted times from which the measured ones have the same order (``error_intervals``)."""
+    """Return the ratio of two predicted times from which the measured times have the same order
+    (``error_intervals``)."""
     return float(_table()["order"]["factor"])
 
 
 def constants_for(machine: Machine) -> Constants:
-    """The constants that the machine's own file holds, else those that come with fourfold."""
+    """Return the constants in the machine's own file, or otherwise the shipped ones."""
     if not is_calibrated(machine):
         return shipped().constants(machine.name)
     logs = dict(machine.efficiency)
@@ -56,19 +57,20 @@ def constants_for(machine: Machine) -> Constants:
 
 
 def is_calibrated(machine: Machine) -> bool:
-    """True where ``fourfold machine calibrate`` measured or fitted the machine's constants."""
+    """Return whether ``fourfold machine calibrate`` measured or fitted the machine's constants."""
     return bool(machine.efficiency)
 
 
 def range_features(work: Workload) -> dict[str, float]:
-    """The features of a workload whose smallest and largest values bound a calibration."""
+    """Return the features of a workload whose smallest and largest values bound a calibration."""
     layout, step = work.layout, work.step
     return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden), "seq": float(step.seq),
             "tokens of a micro-batch": float(layout.micro_batch * step.seq)}  # fmt: skip
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Each feature of ``work`` for which the machine's constants are extrapolated, with the range of their fit."""
+    """Return each feature of ``work`` for which the machine's constants are extrapolated, with the range of their
+    fit."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

@@ -1,4 +1,4 @@
-"""Fits a machine's constants to the user's own measurements, and cross-validates them."""
+"""Fit a machine's constants to the user's own measurements, and cross-validate them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.planning.machines.names import machine_names
 from fourfold.planning.machines.write import with_constants
 
 FOLDS = 5
-"""Folds of the cross-validation."""
+"""Number of folds of the cross-validation."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class FittedMachine:
     before: Statistics
     """Error of the priors on all rows."""
     held_out: Statistics
-    """Error on rows that were held out of the fit, in cross-validation."""
+    """Cross-validation error on rows that were held out of the fit."""
 
 
 def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) -> FittedMachine:
-    """Fit to tables of rows (.csv) and metrics of runs (metrics.jsonl, with run.toml beside it)."""
+    """Fit to tables of rows (.csv) and metrics of runs (metrics.jsonl, with run.toml in the same folder)."""
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # A machine file of the user's own describes the machine of all rows, whatever they call its GPUs.
+    # The user's own machine file describes the machine of all rows, whatever they call its GPUs.
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
@@ -59,7 +59,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # The levels of the only program and of the machine belong to the machine file, as nothing tells them apart.
+    # Levels of the only program and of the machine belong to the machine file, because nothing tells them apart.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

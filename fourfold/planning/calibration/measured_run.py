@@ -1,4 +1,4 @@
-"""Runs of fourfold as measurements: a row to fit constants to, or the error of the run's prediction."""
+"""Use runs of fourfold as measurements: a row to fit constants to, or the error of the run's prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import load_run
 
 WARM_UP = 3
-"""Steps left out at the start of a run, while compilers and allocators warm up."""
+"""Number of steps left out at the start of a run, while compilers and allocators warm up."""
 RUN_SOURCE = "run"
 """The source of rows that are runs of fourfold."""
 
@@ -35,7 +35,7 @@ class RunComparison:
     """The median."""
     predicted_memory_bytes: int
     measured_memory_bytes: int | None
-    """The most that the first process had allocated; None where it was not measured."""
+    """The most that the first process had allocated. None if it was not measured."""
 
     @property
     def step_error(self) -> float:
@@ -48,9 +48,9 @@ class RunComparison:
 
 
 def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None) -> RunComparison:
-    """Compare the prediction of a run with the seconds of its steps and the bytes it has allocated.
+    """Compare a run's prediction with its step seconds and its allocated bytes.
 
-    Memory of the runtime and the allocator is left out: nothing in the process measures it.
+    Memory of the runtime and the allocator is left out, because nothing in the process measures it.
     """
     prediction = predict(workload_of(run), machine, constants_for(machine))
     allocated = sum(size for name, size in prediction.stages[0].items() if name != "reserve")
@@ -59,7 +59,7 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 
 def row_of_run(path: Path, machine: Machine) -> Row:
-    """A row of a run's median step, from its metrics.jsonl and the run.toml beside it."""
+    """Return a row with a run's median step, from its metrics.jsonl and the run.toml in the same folder."""
     if not path.exists():
         raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")

@@ -1,4 +1,4 @@
-"""Training programs by name: what each fuses, keeps and hides, with the place to check it."""
+"""Training programs by name: what each fuses, keeps, and hides, and where to check it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ FLASH2 = replace(CUDNN, flash2=True)
 
 
 class Traits(NamedTuple):
-    """How a program runs a step, where a row does not say; the defaults are PyTorch's FSDP without a compiler."""
+    """How a program runs a step if a row does not say. The defaults are PyTorch's FSDP without a compiler."""
 
     source: str
-    """The place in the program's code or documentation to check this against."""
+    """Where in the program's code or documentation to check this."""
     flags: Program = FLASH2
-    """Its choices where a row says nothing else; regather counts only with sequence parallelism, and
-    keeps_float8_inputs only in FP8."""
+    """Its choices if a row says nothing else. ``regather`` counts only with sequence parallelism, and
+    ``keeps_float8_inputs`` only in FP8."""
     half_sums: bool = False
-    """Gradients are summed over ranks in 16 bits, whatever the precision."""
+    """Whether gradients are summed over ranks in 16 bits in every precision."""
     hides_sums: bool = False
-    """The sum of the gradients over sharded data-parallel ranks runs behind the backward."""
+    """Whether the gradient sum over sharded data-parallel ranks runs behind the backward."""
     tp_overlap: Overlap = "backward"
-    """Work that hides tensor-parallel collectives."""
+    """What hides tensor-parallel collectives."""
     seq_parallel: bool = False
-    """Tensor parallelism comes with sequence parallelism."""
+    """Whether tensor parallelism comes with sequence parallelism."""
     deepspeed: bool = False
-    """Optimizer and pipeline are DeepSpeed's."""
+    """Whether optimizer and pipeline are DeepSpeed's."""
 
 
 MEGATRON_LM = Traits(

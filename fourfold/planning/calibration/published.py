@@ -23,7 +23,7 @@ from fourfold.planning.workload import Workload
 AXONN = SearchLimits(
     fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), parts=(1,)
 )
-"""Layouts that AxoNN supports: x, y, z, dp; full recompute."""
+"""Layouts that AxoNN supports: x, y, z, dp, and full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = (
     dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False)
@@ -45,18 +45,18 @@ class Figure:
     published: float
     """PFLOP/s of all GPUs."""
     as_run: Prediction
-    """The published layout; where it is unknown, the fastest that the program supports."""
+    """The published layout, or if it is unknown, the fastest one that the program supports."""
     best: Prediction
     """The fastest of all layouts."""
 
     @property
     def as_run_pflops(self) -> float:
-        """PFLOP/s in Megatron-LM's count, which published figures follow."""
+        """Return PFLOP/s in Megatron-LM's count, which published figures follow."""
         return self.as_run.pflops(self.as_run.work.megatron_flops())
 
     @property
     def best_pflops(self) -> float:
-        """PFLOP/s in the same count at the best layout's speed."""
+        """Return PFLOP/s in the same count at the best layout's speed."""
         return self.best.pflops(self.as_run.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def figures(calibration: Calibration) -> list[Figure]:
 
 
 def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Constants, gpus: int) -> Prediction:
-    """The fastest of the layouts that AxoNN's authors tried, or, where they are unknown, of all that AxoNN supports."""
+    """Return the fastest layout that AxoNN's authors tried, or if these are unknown, the fastest that AxoNN
+    supports."""
     base = base.but(**AXONN_BLOCKS)
     hidden, batch = int(base.model.hidden), int(base.step.batch)
     found = []

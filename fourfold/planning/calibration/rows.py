@@ -1,6 +1,6 @@
-"""Reads tables of measured runs (``columns``) as workloads to predict.
+"""Read tables of measured runs (``columns``) as workloads to predict.
 
-A row that is mistaken is an error; one that is right and cannot be predicted is counted by its reason.
+A mistaken row is an error. A correct row that cannot be predicted is counted by its reason.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fourfold.planning.program_flags import Program
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Workload
 
 GPT_VOCABULARY = 51200
-"""GPT-2's, padded: assumed where a row names none."""
+"""GPT-2's padded vocabulary, assumed if a row names none."""
 FLOAT8 = ("fp8", "mxfp8")
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row; None: not measured."""
+    """One measured row. None means not measured."""
 
     row_id: str
     source: str
@@ -38,16 +38,16 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """The run fitted, and the row names its recompute."""
+    """Whether the run fit, and the row names its recompute."""
     dense_half: bool
-    """A complete configuration of a dense model in 16 bits, whose measurement is not doubted."""
+    """Whether this is a complete configuration of a dense model in 16 bits with an undoubted measurement."""
     sweep: tuple[str, ...]
     """Equal in rows that differ only in layout."""
     program: str = "fourfold"
     doubt: str = ""
     """Why the measurement is doubtful."""
     mixture: bool = False
-    """A mixture of experts, to which no constant is fitted."""
+    """Whether this is a mixture of experts. No constant is fitted to mixtures."""
 
 
 class Skipped(ValueError):
@@ -55,9 +55,10 @@ class Skipped(ValueError):
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
-    """Read the rows that can be predicted; count the others by reason.
+    """Read the rows that can be predicted, and count all further rows by reason.
 
-    Raises ``UserError`` for a file that is no such table, and for a cell that its column does not allow.
+    Raises:
+        UserError: The file is no such table, or a cell has a value that its column does not allow.
     """
     rows: list[Row] = []
     skipped: dict[str, int] = {}
@@ -71,7 +72,7 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
 
 
 def measured_table() -> Path:
-    """The table that comes with fourfold (``sources.toml`` has its bibliography)."""
+    """Return the table that comes with fourfold (``sources.toml`` has its bibliography)."""
     return Path(str(files("fourfold.planning.calibration") / "measured.csv"))
 
 
@@ -104,7 +105,7 @@ def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRo
 
 
 def row_of(measured: MeasuredRow) -> Row:
-    """Make the workload of a row; raises ``Skipped`` with the reason."""
+    """Make the workload of a row. Raise ``Skipped`` with the reason."""
     if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
@@ -210,13 +211,14 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums gradients in all-reduces."""
+    """Return whether this is DeepSpeed's BF16_Optimizer. It shards its state at any stage, and all-reduces
+    gradients."""
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """The flags of the program, which the row's own columns override."""
+    """Return the program's flags. The row's own columns override them."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
@@ -261,13 +263,14 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # DeepSpeed's stages keep what they have sent, and the first, which is the fullest, its dropout's mask.
+        # DeepSpeed's stages keep what they have sent. The first stage, which is the fullest, also keeps its dropout
+        # mask.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Divide the layers into stages, counting embedding and head where the row or the numbers say so."""
+    """Divide the layers into stages, counting embedding and head if the row or the numbers say so."""
     layers, chunks = work.model.layers, work.layout.pp * work.layout.interleave
     if chunks > layers + 2:
         raise Skipped("pp · vpp is more than the layers")

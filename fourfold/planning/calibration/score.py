@@ -1,4 +1,4 @@
-"""Scores predictions against measured rows: errors by source, ranking within sweeps, memory."""
+"""Score predictions against measured rows: errors by source, ranking within sweeps, and memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Least points of a sweep for its regret, and for its rank correlation."""
+"""Smallest number of points of a sweep for its regret, and for its rank correlation."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Groups of rows that may be left out of a fit."""
+"""Groups of rows that can be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
-"""Errors by name; None where there are no rows."""
+"""Errors by name. None without rows."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,19 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """Relative error of the step's seconds; None where they were not measured."""
+        """Return the relative error of the step's seconds, or None if they were not measured."""
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
     """Fit the constants to the undoubted rows of dense models with a measured step.
 
-    Raises ``UserError`` where there is none.
-    With ``known`` also what each source has for itself.
+    Args:
+        rows: Measured rows.
+        known: Also fit what each source has for itself.
+
+    Raises:
+        UserError: There is no such row.
     """
     timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
     if not timed:
@@ -75,9 +79,9 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
 
 
 def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) -> list[Scored]:
-    """Predict the rows of each source, or of each machine, with constants fitted to those of all others.
+    """Predict the rows of each source, or of each machine, with constants fitted to all remaining rows.
 
-    Without ``known_source`` a row's source counts as new, although other machines may have rows of it.
+    Without ``known_source``, a row's source counts as new, even if another machine has rows of it.
     """
     key = KEYS[by]
     scored = []
@@ -92,7 +96,7 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Score dense rows in 16 bits with a complete configuration, by source.
 
-    Doubtful measurements count as "doubtful", mixtures of experts as "mixtures", and the rest as "others".
+    Doubtful measurements count as "doubtful", mixtures of experts as "mixtures", and all remaining rows as "others".
     """
     mixtures = [s for s in scored if s.row.mixture]
     scored = [s for s in scored if not s.row.mixture]
@@ -115,7 +119,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score mixtures of experts with an undoubted step, by source, and the memory of all."""
+    """Score mixtures of experts with an undoubted step, by source, and the memory of all mixtures."""
     timed = [s for s in scored if s.error is not None and not s.row.doubt]
     by_source = {source: errors_of([s for s in timed if s.row.source == source])
                  for source in sorted({s.row.source for s in timed})}  # fmt: skip
@@ -169,13 +173,13 @@ def sweeps_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Rank from 0; ties share the mean of their ranks."""
+    """Rank from 0. Ties share the mean of their ranks."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted bytes, and the recall on rows that ran out of memory (OOM) and on rows that fitted."""
+    """Score the predicted bytes, and the recall on rows that ran out of memory (OOM) and on rows that fit."""
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

@@ -1,4 +1,4 @@
-"""Validation: predictions beside measured rows, or beside published figures."""
+"""Validate: compare predictions with measured rows, or with published figures."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fourfold.planning.calibration.score import (
 
 @dataclass(frozen=True)
 class Validation:
-    """Scores of a file's rows; without a file, published figures beside predictions."""
+    """Scores of a file's rows. Without a file, published figures and predictions."""
 
     constants: str
     """The source of the constants."""
     skipped: dict[str, int]
     scored: list[Scored]
     machine_only: list[Scored]
-    """The same rows with no fitted constants."""
+    """The same rows without fitted constants."""
     figures: list[Figure]
     weak_scaling: list[dict[str, Any]]
 
     def record(self, rows: bool = False) -> dict[str, Any]:
-        """Return JSON values; with ``rows`` the prediction of every row."""
+        """Return JSON values. With ``rows`` they include the prediction of every row."""
         if self.figures:
             return {"constants": self.constants, "figures": [figure.record() for figure in self.figures],
                     "weak_scaling": self.weak_scaling}  # fmt: skip
@@ -57,10 +57,13 @@ class Validation:
 def validate(
     file: Path | None, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
 ) -> Validation:
-    """Score the rows of ``file``, with constants fitted to ``calibration_files`` or those that come with fourfold.
+    """Score the rows of ``file`` with constants fitted to ``calibration_files``, or with the shipped constants.
 
-    Rows that appear in both are held out of the fit. With ``leave_out``, "source" or "machine", the rows of each are
-    predicted from those of all others. Raises ``UserError`` where there are no rows to predict or fit.
+    Rows in both are held out of the fit. With ``leave_out``, "source" or "machine", the rows of each source or machine
+    are predicted from all remaining rows.
+
+    Raises:
+        UserError: There are no rows to predict or fit.
     """
     if machine_only + bool(calibration_files) + (leave_out is not None) > 1:
         raise UserError("--machine-only, --calibrate-on and --leave-out contradict each other; give one")
@@ -92,6 +95,6 @@ def validate(
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
-    """Return the rows that are not among those to be validated."""
+    """Return the rows that are not among the rows to validate."""
     known = {(row.source, row.row_id) for row in validated if row.row_id}
     return [row for row in rows if (row.source, row.row_id) not in known]

@@ -1,1 +1,1 @@
-"""The cost of a layout: seconds of a step, part by part, and bytes of the fullest rank."""
+"""Compute the cost of a layout: seconds of a step, part by part, and bytes of the fullest rank."""

@@ -1,4 +1,4 @@
-"""Bytes of activations on one rank: those that each block keeps for its backward, and the peak."""
+"""Bytes of activations on one rank: what each block keeps for its backward, and the peak."""
 
 from __future__ import annotations
 
@@ -32,40 +32,41 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Bytes that attention keeps between the products before and after it, without its output: if it is computed once,
-    and if it is recomputed."""
+    """Return the bytes that attention keeps between the matmuls before and after it, without its output.
+
+    The first number is for attention that is computed once, the second for recomputed attention.
+    """
     model, layout, step = work.model, work.layout, work.step
     p, split = pieces(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32 our attention repeats key-value heads for all query heads that share them, as under a mask.
+    # In float32, our attention repeats key-value heads for all query heads that share them, as under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered, or
-    # copied.
+    # Features arrive from the sum over y in one buffer. v keeps the whole buffer alive if v is not gathered or copied.
     one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # Autograd keeps a float32 copy, and another where weights are counted from one; our norm over ranks does not.
+    # Autograd keeps a float32 copy, and one more if weights are counted from one. Our norm over ranks does not.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered, in_32, 1) + in_32)
     normed = np.where(model.head_norms, (p.queries + p.keys) * copies, 0)
-    # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
+    # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # Where queries are split, a causal kernel does not know which keys they see: the mask is a tensor.
+    # If queries are split, a causal kernel does not know which keys they see, so the mask is a tensor.
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Bytes that one block keeps of a micro-batch, without recompute or with selective recompute.
+    """Return the bytes that one block keeps of a micro-batch, without recompute or with selective recompute.
 
-    As autograd keeps them in ``parallel``: the inputs of both norms, tokens as gathered for q, k, v and for up, what
-    the attention kernel reads and writes, and of the MLP gate, up, silu(gate) and their product (GELU: its input and
+    Autograd keeps, as in ``parallel``: the inputs of both norms, the tokens as gathered for q, k, v and for up, what
+    the attention kernel reads and writes, and the MLP's gate, up, silu(gate), and their product (GELU: its input and
     output).
     """
     model, layout, program = work.model, work.layout, work.program
@@ -74,20 +75,20 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
     fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
-    # The tensors before the activation are as large as those after it.
+    # The tensors before the activation are as large as the tensors after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
-    # Gathered inputs are kept, or only a share of them, which is gathered again (as in Megatron-LM).
+    # Gathered inputs are kept, or only a shard of them, which is gathered again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection keeps its input as gathered over y, and the attention kernel its own share besides.
+    # The output projection keeps its input as gathered over y. The attention kernel also keeps its own part.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    # Likewise where heads are exchanged: the projection reads the tokens that have come back.
+    # The same holds if heads are exchanged: the projection reads the tokens that have come back.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
-    # In parallel, attention and MLP have norms that read, and keep, the same tensor.
+    # In parallel blocks, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
+    # The attention kernel keeps its output in 16 bits, in every dtype of the projection after it.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -106,26 +107,27 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 
 
 def mlp_made_again(work: Workload) -> Number:
-    """Bytes after the MLP's first products: silu(gate) and its product with up; GELU's output."""
+    """Return the bytes after the MLP's first matmuls: silu(gate) and its product with up, or GELU's output."""
     model = work.model
     return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * pieces(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
-    """The peak of head and loss: tokens, their gradient, the weight's gradient in fp32, and a chunk of logits."""
+    """Return the peak of head and loss: tokens, their gradient, the weight's gradient in fp32, and a chunk of
+    logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = pieces(work)
     columns = model.vocab / layout.x
     weights = columns * model.hidden / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
-    # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
-    # Our kernels write the gradient over the sums.
+    # The partial sums, the sums in fp32, and their gradient in the step's dtype, with the matmul of that gradient. Our
+    # kernels write the gradient over the sums.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
     capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
-    # The next piece's sums are made while names still hold those of the piece before.
+    # The next piece's sums are made while names still hold the previous piece's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
@@ -135,7 +137,8 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Bytes that head and loss keep until their backward: tokens and their gradient, and the weight's."""
+    """Return the bytes that head and loss keep until their backward: tokens, their gradient, and the weight's
+    gradient."""
     model, layout = work.model, work.layout
     p = pieces(work)
     return (
@@ -147,8 +150,11 @@ def head_kept_bytes(work: Workload) -> Number:
 
 
 def backward_bytes(work: Workload) -> tuple[Number, Number]:
-    """Peak bytes of the backward of one block, without those that the forward has kept: where weights are
-    sharded over data, and where they are not, so that gradients are in fp32 at once."""
+    """Return the peak bytes of one block's backward, without what the forward has kept.
+
+    The first number is for weights sharded over data. The second is for whole weights, whose gradients are in fp32 at
+    once.
+    """
     model, layout, step = work.model, work.layout, work.step
     p = pieces(work)
     weight = model.hidden * model.mean_inner / (layout.x * layout.y)
@@ -162,11 +168,12 @@ def backward_bytes(work: Workload) -> tuple[Number, Number]:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Peak bytes of the backward of an attention with capped scores, beside the gradient of its residual stream and
-    without what the block has kept for its MLP, which is free by then; 0 in cases with a fused kernel.
+    """Return the peak bytes of the backward of an attention with capped scores. It is 0 in cases with a fused kernel.
 
-    In 32 bits at once, for each score: its weight, its slope, its capped value, the gradient of its weight, and what is
-    made of that. Besides keys, values and their gradients for each query head, and the sums of all gradients.
+    It leaves out the gradient of the residual stream, and what the block has kept for its MLP, which is free by then.
+    It counts in 32 bits, for each score: its weight, its slope, its capped value, the gradient of its weight, and the
+    result made from that gradient. It adds keys, values, and their gradients for each query head, and the sums of all
+    gradients.
     """
     model, item, p, scores = work.model, work.step.item_bytes, pieces(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * model.head_dim * (2 * item + 2 * 4)
@@ -177,14 +184,14 @@ def _capped_backward(work: Workload) -> Number:
 
 
 def is_replicated(work: Workload) -> Number:
-    """True where every rank has whole weights and gradients, as in ``parallel.replicated``."""
+    """Return whether every rank has whole weights and gradients, as in ``parallel.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Bytes of the z shards of weights that zero 1 and 2 keep between forward and backward (docs/parallelism.md): of
-    one block with its experts, and of the tables."""
+    """Return the bytes of the z shards of weights that zero 1 and 2 keep between forward and backward
+    (docs/parallelism.md), for one block with its experts and for the tables."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -195,11 +202,13 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(Cases):
-    """Bytes of one micro-batch, which depend on x, y, cp, its method, ep and the micro-batch alone.
+    """Bytes of one micro-batch. They depend only on x, y, cp, its method, ep, and the micro-batch.
 
-    whole, selective, full: kept by a block without recompute, with selective, and with full; backward,
-    backward_replicated: ``backward_bytes``; mlp_again: ``mlp_made_again``; head, head_kept: peak of head and loss, and
-    what they keep until their backward; dense: the bytes of blocks with a dense MLP, where some of a mixture have one.
+    - whole, selective, full: kept by a block without recompute, with selective, and with full recompute.
+    - backward, backward_replicated: ``backward_bytes``.
+    - mlp_again: ``mlp_made_again``.
+    - head, head_kept: peak of head and loss, and what they keep until their backward.
+    - dense: the bytes of blocks with a dense MLP, if some blocks of a mixture have one.
     """
 
     whole: Number
@@ -213,7 +222,7 @@ class BlockBytes(Cases):
     dense: BlockBytes | None = None
 
     def kept(self, work: Workload, layers: Number) -> Number:
-        """Bytes that so many blocks keep of a micro-batch."""
+        """Return the bytes that ``layers`` blocks keep of a micro-batch."""
         layout = work.layout
         full = np.where(layout.offload, 0, self.full)
         light = np.where(layout.recompute == 2, full, np.where(layout.recompute == 1, self.selective, self.whole))
@@ -221,7 +230,7 @@ class BlockBytes(Cases):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
-        """Bytes beside those in the backward of one of so many blocks."""
+        """Return the bytes in the backward of one of ``layers`` blocks, in addition to the kept bytes."""
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         mlp_again = (
@@ -231,16 +240,16 @@ class BlockBytes(Cases):
         )
         again = np.where(full, self.whole, np.where(mlp_again, self.mlp_again, 0))
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
-        # The input of the block that the backward comes to next is on its way back from the host's memory.
+        # The input of the block that the backward reaches next is on its way back from the host's memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward has freed the blocks behind the last recomputed one when it comes to that block.
+        # The backward has freed the blocks after the last recomputed one when it reaches that block.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
 
 def block_bytes(work: Workload) -> BlockBytes:
-    """Bytes for each case of ``work``."""
+    """Return the bytes for each case of ``work``."""
     if not has_dense_first(work):
         return _bytes_of_equal_blocks(work)
     dense, others = kinds_of_blocks(work)
@@ -261,7 +270,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """A block with the experts of a mixture besides, or in place of, its MLP.
+    """Return the bytes of a block with experts in addition to, or instead of, its MLP.
 
     The backward of a shared expert comes first, and frees what it has kept.
     """
@@ -283,33 +292,37 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
 ) -> Number:
-    """Peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches. Of a mixture of experts, as
-    many have a dense MLP as the shares in ``work`` say."""
+    """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
+
+    In a mixture of experts, the shares in ``work`` say how many of them have a dense MLP.
+    """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
     of_block, of_tables = kept_weights(work)
     kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + 4 * step.seq * model.head_dim * model.rope
-    # The head's part of a tied weight's gradient is held until the embedding's is there.
+    # The head's part of a tied weight's gradient is held until the embedding's part exists.
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables
-    # In other schedules the backward of a micro-batch's head directly follows its forward.
+    # In all further schedules, the backward of a micro-batch's head directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
 
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
-    """Bytes that a rank's blocks keep of a micro-batch; and the most beside them in the backward of one, whose own
-    weights (``kept_weights``: of_block, on average) are whole then, and counted as gathered."""
+    """Return what a rank's blocks keep of a micro-batch, and the most that one block's backward adds.
+
+    The block's own weights (``kept_weights``: of_block, on average) are whole then, and counted as gathered.
+    """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
     share = dense_share(work)
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks are the first: when the backward comes to them, that of all others is over.
+    # The dense blocks are the first. When the backward reaches them, the backward of all sparse blocks is over.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

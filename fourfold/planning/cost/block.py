@@ -20,13 +20,17 @@ from fourfold.planning.workload import CP_METHODS, ModelShape, Workload
 
 @dataclass(frozen=True)
 class BlockTime(Cases):
-    """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp, ep and the micro-batch.
+    """Seconds of one block (head: of the head) for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
 
-    forward, backward: computation; attention_forward, activation_forward, x_again, y_again, norms_again (sums over y):
-    the parts that selective recompute repeats; last_product, last_sum: those at the end, which full recompute skips;
-    hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``; gate_sum: the sum of
-    gate over y; up_product: the product that can hide it; launch_forward, launch_backward: host seconds, without those
-    of experts; experts: the part of them in all others, their exchanges over ep and launches.
+    - forward, backward: computation.
+    - attention_forward, activation_forward, x_again, y_again, norms_again (sums over y): what selective recompute
+      repeats.
+    - last_product, last_sum: the end of the block, which full recompute skips.
+    - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
+    - gate_sum: the sum of gate over y.
+    - up_product: the matmul that can hide it.
+    - launch_forward, launch_backward: host seconds, without the experts'.
+    - experts: the experts' part in all fields above, their exchanges over ep, and their launches.
     """
 
     forward: Number
@@ -57,7 +61,7 @@ class BlockTime(Cases):
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Seconds for each case of ``work``."""
+    """Return the seconds for each case of ``work``."""
     parts = work.parts
     part = work.but(micro_batch=work.layout.micro_batch / parts)
     model, layout = work.model, work.layout
@@ -107,10 +111,10 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
 def _time_with_experts(
     block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates
 ) -> BlockTime:
-    """A block with the experts of a mixture besides, or in place of, its MLP.
+    """Return the time of a block with experts in addition to, or instead of, its MLP.
 
-    The gradients of the rows' weights read what the experts' last products and sums over x give, which recompute
-    therefore repeats.
+    The gradients of the rows' weights read what the experts' last matmuls and sums over x give, so recompute repeats
+    these.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
@@ -133,7 +137,7 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Host seconds of the forward and of the backward."""
+    """Return the host seconds of the forward and of the backward."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, more_back = work.program.fused, more
@@ -148,7 +152,8 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Forward, input gradients, weight gradients of the four linear layers (q, k, v in one; gate and up in one)."""
+    """Return forward, input gradients, and weight gradients of the four linear layers (q, k, v in one, gate and up in
+    one)."""
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # widths are means over all blocks, with an MLP or without
     shapes = (
@@ -164,7 +169,7 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
 
 
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
-    """Forward and backward of the attention core; each rank has its share of heads (or sequences, or queries)."""
+    """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
     scores = queries * step.seq
@@ -188,9 +193,12 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Keys that a query's scores are computed for, the mean over queries and blocks: those it sees, and under
-    fourfold's masks also some that it does not. Where y shares the queries these are all. In a ring with a window they
-    are the rank's own, half as many of the chunks beside them and the window: never more than a ring without one."""
+    """Return the number of keys for which a query's scores are computed, the mean over queries and blocks.
+
+    These are the keys that it sees, and under fourfold's masks also some that it does not see. If y shares the queries,
+    these are all keys. In a ring with a window, these are the rank's own keys, half as many in the neighboring chunks,
+    and the window, but never more than in a ring without a window.
+    """
     model, layout, seq = work.model, work.layout, work.step.seq
     seen, own = model.keys_seen(seq), seq / layout.cp
     in_ring = np.minimum(own + (own / 2 + model.window) * (1 - 1 / layout.cp), (seq + own) / 2)
@@ -201,13 +209,13 @@ def keys_computed(work: Workload) -> Number:
 
 
 def fourfold_ring(work: Workload) -> Number:
-    """True where fourfold passes keys and values around a ring."""
+    """Return whether fourfold passes keys and values around a ring."""
     is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
     return work.program.is_fourfold & (work.layout.cp > 1) & is_ring
 
 
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
-    """The fused attention kernel of a program: the machine's fastest, or FlashAttention-2."""
+    """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
     faster = np.asarray(machine.flash2) > 0
     # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
     newest = faster & ~np.asarray(work.program.flash2 | fourfold_ring(work), bool)
@@ -219,19 +227,19 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
 
 
 def _softmax_is_plain(work: Workload) -> Number:
-    """An unfused attention falls back to single operations."""
+    """Return whether an unfused attention falls back to single operations."""
     unfused = ~np.asarray(work.program.flash, bool)
     return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)
 
 
 def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
-    """Bytes that one block moves besides its products and its attention, in the forward and in the backward."""
+    """Return the bytes that one block moves in addition to its matmuls and its attention, in forward and backward."""
     model, layout, program = work.model, work.layout, work.program
     token, gated = work.step.item_bytes * work.tokens, model.mean_gate_up > model.mean_inner
     residual = token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot fuse
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a matmul cannot fuse
     biased = np.where(model.biases, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     turned = np.where(model.rope, both * model.rotary_share, 0)
@@ -249,12 +257,12 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 
 
 def _copied(work: Workload) -> tuple[Number, Number]:
-    """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
+    """Return the bytes that fourfold copies to lay out tensors before and after collectives, in forward and backward.
 
-    Over x, if there are several sequences, what attention reads and writes, since a rank's parts of them are not
-    contiguous; where y shares sequences or queries, the residual stream before and after. Over y features, which are
-    also packed into one collective. Parts of a micro-batch are joined; tokens also before the attention, after which
-    they are parted again.
+    Over x with several sequences, these are what attention reads and writes, because a rank's parts of them are not
+    contiguous. If y shares sequences or queries, these are the residual stream before and after. Over y, these are
+    features, which are also packed into one collective. Parts of a micro-batch are joined. Parts of tokens are also
+    joined before the attention and split again after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -270,7 +278,7 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 
 
 def _activation(work: Workload, rates: Rates) -> Number:
-    """Seconds of the MLP's activation, which reads gate and up, and writes the input of down_proj."""
+    """Return the seconds of the MLP's activation, which reads gate and up and writes the input of down_proj."""
     model = work.model
     return (
         work.step.item_bytes * work.tokens * (model.mean_gate_up + model.mean_inner) / work.layout.x / rates.bandwidth
@@ -278,7 +286,7 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Forward, backward, and the part of the backward that can run during weight gradients."""
+    """Return forward, backward, and the part of the backward that can run during weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.y
     one = gather_seconds(residual, 1, group)
     again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)
@@ -299,24 +307,25 @@ def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
 
 
 def norm_seconds(work: Workload, group: RankGroup) -> Number:
-    """Seconds of the sum over y of a norm's statistics."""
+    """Return the seconds of the sum over y of a norm's statistics."""
     return reduce_seconds(4 * work.tokens / work.layout.x, 1, group)
 
 
 def norms_before(model: ModelShape) -> Number:
-    """Norms of what attention and MLP read."""
+    """Return the number of norms of what attention and MLP read."""
     return np.where(model.output_norms, np.maximum(model.norms - 2, 0), 2)
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Seconds of gathering keys and values over y where its ranks share the queries, or of summing their gradients."""
+    """Return the seconds of gathering keys and values over y if its ranks share the queries, or of summing their
+    gradients."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
 
 
 def _gate_sum(work: Workload, group: RankGroup) -> Number:
-    """Seconds of the sum of gate over y."""
+    """Return the seconds of the sum of gate over y."""
     model = work.model
     return np.where(
         model.mean_gate_up > model.mean_inner,
@@ -328,11 +337,11 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Seconds of head and loss, forward and backward: computation, over x, over y; and of the embedding."""
+    """Return the seconds of head and loss, forward and backward (computation, over x, over y), and of the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
     products = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Logits in 16 and in 32 bits, written and read by softmax, loss and gradient.
+    # Logits in 16 and in 32 bits, written and read by softmax, loss, and gradient.
     loss = tokens / layout.y * columns * (2 * step.item_bytes + 20) / rates.bandwidth
     residual = step.item_bytes * tokens * hidden
     over_x = gather_seconds(2 * residual, 2, x_group)

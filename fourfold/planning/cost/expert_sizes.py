@@ -10,40 +10,44 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Kept for each choice of a token: its expert, its place among the rows and back, in 64 bits, and its weights."""
+"""Bytes kept for each choice of a token: its expert, its position among the rows and back, in 64 bits, and its
+weights."""
 BYTES_OF_AN_ORDER = 32.0
-"""Kept for each row that is sorted by expert where it arrives: places and back, of both ways, in 64 bits."""
+"""Bytes kept for each row that is sorted by expert on arrival: positions there and back, both ways, in 64 bits."""
 
 
 def has_experts(work: Workload) -> bool:
-    """True where any case is a mixture of experts."""
+    """Return whether any case is a mixture of experts."""
     return bool(np.any(work.model.experts))
 
 
 def has_dense_first(work: Workload) -> bool:
-    """True where any case is a mixture whose first blocks have a dense MLP."""
+    """Return whether any case is a mixture whose first blocks have a dense MLP."""
     return bool(np.any(work.model.dense_first))
 
 
 def dense_share(work: Workload) -> Number:
-    """Share of the blocks that have a dense MLP, where others have experts."""
+    """Return the fraction of a mixture's blocks that have a dense MLP."""
     return np.where(np.asarray(work.model.experts) > 0, 1 - np.asarray(work.model.sparse), 0.0)
 
 
 def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
-    """Workloads whose blocks are all like those with a dense MLP, and all like the others."""
+    """Return a workload whose blocks all have a dense MLP, and a workload whose blocks all have experts."""
     dense = work.but(experts=0, chosen=0, expert_inner=0, shared_inner=0, shared_gate=False, sparse=0.0)
     return dense, work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1.0, 0.0))
 
 
 def where_experts(work: Workload, value: Number) -> Number:
-    """A value for the cases that have experts; 0 for the others, which would send nothing at the cost of a latency."""
+    """Return the value for cases that have experts and 0 for all further cases, which would only pay a latency."""
     return np.where(np.asarray(work.model.experts) > 0, value, 0.0)
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch, one for each choice of a token: those that a rank sends, which are of its own tokens,
-    those that its experts compute, and those of each of its experts; and how many of these it has, of which width."""
+    """Rows of one micro-batch, one per choice of a token.
+
+    They are the rows that a rank sends (of its own tokens), the rows that its experts compute, and the rows of each of
+    its experts, with the number and width of these experts.
+    """
 
     sent: Number
     here: Number
@@ -53,7 +57,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(work: Workload) -> Rows:
-    """Rows with a balanced or a given load; capacity limits both what is sent and what an expert takes."""
+    """Return the rows with a balanced or a given load. The capacity limits both what is sent and what an expert
+    takes."""
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)
     sent = work.tokens / layout.x * model.chosen * np.minimum(limit, 1.0)
@@ -64,10 +69,10 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """A workload whose only weights are the experts', on a grid whose y has the ranks that divide them.
+    """Return a workload whose only weights are the experts', on a grid whose y is the ranks that divide them.
 
-    So what holds for the weights of x · y, sharded over z and copied over dp · cp, holds for experts: of the z ranks
-    those with the same experts share them, and all others with the same experts have copies.
+    What holds for the weights of x · y, sharded over z and copied over dp · cp, then holds for experts. Ranks of z with
+    the same experts share them, and all further ranks with the same experts have copies.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)
@@ -83,11 +88,11 @@ def states_of_experts(work: Workload) -> Workload:
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
-    """Bytes that one block's router, dispatch and experts keep of a micro-batch, the mean over all blocks.
+    """Return the bytes that one block's router, dispatch, and experts keep of a micro-batch, the mean over all blocks.
 
-    Kept are the tokens as the router reads them, in fp32, and its scores; the rows that the experts read, gate, up,
-    silu(gate) and their product; and the rows that come back, for the gradients of their weights. Other programs weight
-    the product inside the experts, and keep no rows that come back.
+    These are the tokens as the router reads them, in fp32, and its scores, the rows that the experts read, gate, up,
+    silu(gate), and their product, and the rows that come back, for the gradients of their weights. Other programs
+    weight the product inside the experts and keep no rows that come back.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden / layout.y
@@ -105,36 +110,38 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Bytes of the choices of one block's tokens, in 64 bits, which fourfold's recomputation takes over: the mean over
-    all blocks."""
+    """Return the bytes of the choices of one block's tokens in 64 bits, which fourfold's recomputation reuses, the mean
+    over all blocks."""
     model = work.model
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
-    """Bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it multiplies."""
+    """Return the bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it
+    multiplies."""
     model, layout = work.model, work.layout
     residual = work.tokens / layout.x * model.hidden / layout.y
     return np.where(model.shared_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
-    """Bytes that the experts' activation makes, which selective recompute drops: the mean over all blocks."""
+    """Return the bytes of the experts' activation, which selective recompute drops, the mean over all blocks."""
     return work.model.sparse * _activated(work, rows_of(work))
 
 
 def _activated(work: Workload, rows: Rows) -> Number:
-    """Bytes of silu(gate) and its product with up."""
+    """Return the bytes of silu(gate) and its product with up."""
     program, inner = work.program, work.step.item_bytes * rows.here * rows.inner
     product = np.where(program.keeps_float8_inputs, inner / 2, inner)
     return product + np.where(program.fused_gate, 0, inner)
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the backward of a block's experts: with weights sharded over data, and with others.
+    """Return the peak bytes of the backward of a block's experts: with weights sharded over data, and with whole
+    weights.
 
-    The peak is at the experts' width, the gradients of gate, up and their product, or it is the rows of two gradients,
-    in the order in which they come and in the order of the experts. Each frees what the other would need.
+    The peak is at the experts' width (the gradients of gate, up, and their product), or it is the rows of two
+    gradients, in arrival order and in expert order. Each frees what the second one would need.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y

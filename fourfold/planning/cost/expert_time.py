@@ -1,4 +1,4 @@
-"""Seconds of one block's router, dispatch and experts for one micro-batch, the mean over all blocks."""
+"""Seconds of one block's router, dispatch, and experts for one micro-batch, the mean over all blocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class ExpertTime(Cases):
-    """Seconds, forward and backward: computation; communication over x, y and ep; launches; and, of the backward, the
-    weight gradients; of the forward, the activation that selective recompute repeats."""
+    """Seconds, forward and backward: computation, communication over x, y, and ep, and launches. Also the backward's
+    weight gradients, and the forward's activation, which selective recompute repeats."""
 
     forward: Number = 0.0
     backward: Number = 0.0
@@ -37,7 +37,7 @@ class ExpertTime(Cases):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Seconds for each case of ``work``; zero without experts."""
+    """Return the seconds for each case of ``work``, zero without experts."""
     if not has_experts(work):
         return ExpertTime()
     model, layout, step, program = work.model, work.layout, work.step, work.program
@@ -78,7 +78,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
 
 
 def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
-    """Forward, input gradients and weight gradients of the router, in fp32, and of the experts as grouped products."""
+    """Return forward, input gradients, and weight gradients of the router, in fp32, and of the experts as grouped
+    matmuls."""
     model, layout, step = work.model, work.layout, work.step
     hidden = model.hidden / layout.y
     how = {"item": step.item_bytes, "rates": rates, "rate": rates.matmul, "groups": rows.experts}
@@ -90,7 +91,7 @@ def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number,
 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
-    """Bytes that operations between the products move, forward and backward, and those of the activation forward."""
+    """Return the bytes moved between the matmuls, forward and backward, and the bytes of the forward's activation."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.experts
@@ -104,8 +105,8 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 
 
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
-    """Sums of the router's scores, and of gate and up, forward; of the gradients of scores, of the rows' weights and
-    of the down projection's input, backward."""
+    """Return the sums over y. The forward sums the router's scores, gate, and up. The backward sums the gradients of
+    scores, of the rows' weights, and of the down projection's input."""
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.here * rows.inner
     scores = 4 * work.tokens / layout.x * model.experts

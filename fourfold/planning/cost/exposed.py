@@ -16,17 +16,17 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
-    """Seconds of communication that computation beside it hides."""
+    """Return the seconds of communication that concurrent computation hides."""
     return (1 - exposed) * np.minimum(communication, computation)
 
 
 def forwards_again(work: Workload) -> Number:
-    """Share of a block's forward that full recompute repeats, on average over all blocks."""
+    """Return the fraction of a block's forward that full recompute repeats, on average over all blocks."""
     return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
 
 
 def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Seconds of tensor-parallel collectives of one block, those repeated by recompute included, that stay exposed."""
+    """Return the exposed seconds of one block's tensor-parallel collectives, including those repeated by recompute."""
     layout, program, exposed = work.layout, work.program, constants.exposed
     again = forwards_again(work)
     gathers = np.where((layout.recompute == 1) & program.recomputes_gathers, layout.recomputing, 0.0)
@@ -41,7 +41,7 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
-    # A block's backward begins with gathering gradients, and the recomputation is run beside that.
+    # A block's backward begins with gathering gradients, and the recomputation runs concurrently.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_product, exposed)
@@ -52,10 +52,11 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 
 
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Seconds of cp in one block: keys and values of the whole sequence, forward and backward, and their gradients.
+    """Return the seconds of cp in one block: keys and values of the whole sequence, forward and backward, and their
+    gradients.
 
-    They are gathered and scattered, or passed around a ring (gradients in fp32), hidden by the attention. Or heads are
-    exchanged for tokens and back, before and after the attention, with nothing to hide them.
+    They are gathered and scattered, or passed around a ring (gradients in fp32), and the attention hides them. Or heads
+    are exchanged for tokens and back, before and after the attention, with nothing to hide them.
     """
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
@@ -75,8 +76,10 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
 
 
 def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number:
-    """Seconds of the exchanges of tokens over ep of one block, those repeated by recompute included, that stay exposed:
-    all, unless the products of another micro-batch are beside them."""
+    """Return the exposed seconds of one block's exchanges of tokens over ep, including those repeated by recompute.
+
+    All of them are exposed, unless the matmuls of another micro-batch run concurrently.
+    """
     if not has_experts(work):
         return 0.0
     sent = block.experts.ep * (1 + forwards_again(work)) + block.experts.ep_backward
@@ -85,20 +88,21 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
 
 
 def exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
-    """Seconds of ``sending`` weights and gradients that ``computing`` beside it leaves exposed."""
+    """Return the exposed seconds of ``sending`` weights and gradients during ``computing``."""
     return sending - np.where(work.program.overlap_z, hidden(sending, computing, constants.exposed), 0.0)
 
 
 def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
-    """Seconds of ``sending`` gradients to other ranks, once a step, that the last backward does not hide."""
+    """Return the seconds of ``sending`` gradients to other ranks, once per step, that the last backward does not
+    hide."""
     # Weight gradients that are computed apart come last, and their sums after all of them.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of sending activations and their gradients between stages, for each micro-batch and chunk, and of
-    summing, once a step, the gradients of a table that the first and the last rank share."""
+    """Return the seconds of sending activations and gradients between stages, for each micro-batch and chunk, and of
+    summing, once per step, the gradients of a table that the first and the last rank share."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

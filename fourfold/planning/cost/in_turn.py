@@ -1,7 +1,7 @@
-"""Exposed seconds of blocks whose parts of a micro-batch take turns, event by event as the trace times them.
+"""Exposed seconds of blocks whose batch parts take turns, event by event, as the trace times them.
 
-The order of events does not depend on how long they take. It is recorded once for each kind of block
-(``turn_events``), and then timed for many layouts at once.
+The order of events does not depend on how long they take. It is recorded once for each kind of block (``turn_events``),
+and then timed for many layouts at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ KEY = (
 
 
 def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slowed: Number) -> dict[str, Number]:
-    """Seconds that a step waits for collectives, by axis (``verification.exposure``): the mean over blocks.
+    """Return the seconds that a step waits for collectives, by axis (``verification.exposure``), the mean over blocks.
 
-    Collectives of one axis run one after the other, those of two beside each other. shares: how many of the blocks each
-    one stands for, as a share of all; slowed: the time that a hidden collective adds to the computation beside it, as a
-    share of its own.
+    Collectives of one axis run one after the other, and collectives of two axes run concurrently.
+
+    Args:
+        events: The events of the blocks.
+        shares: The fraction of all blocks that each block stands for.
+        time: Durations.
+        slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
     """
     now = computed = 0.0
     free: dict[str, Number] = {"x": 0.0, "y": 0.0}
@@ -65,7 +69,7 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slo
 
 
 def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
-    """Seconds of collectives over x and y of one block that stay exposed where parts take turns; 0 elsewhere."""
+    """Return the exposed seconds of one block's collectives over x and y if parts take turns, and 0 otherwise."""
     if not np.any(work.parts > 1):
         return 0.0, 0.0
     layout = work.layout
@@ -86,7 +90,7 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
 
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """[2, n]: exposed over x and over y in the mean block, of which a share recomputes."""
+    """Return [2, n]: exposed over x and over y in the mean block. A fraction of the blocks recomputes."""
     count = len(work.parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
@@ -100,7 +104,7 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
 
 
 def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants: Constants) -> np.ndarray:
-    """[2, n]: exposed over x and over y in a block."""
+    """Return [2, n]: exposed over x and over y in a block."""
     time = part_time(work, machine, constants)
     exposed = np.zeros((2, len(work.parts)))
     blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # of a stage
@@ -114,7 +118,7 @@ def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants
 
 
 def _kinds_of(work: Workload, passes_blocks: Number) -> Iterator[tuple[Kind, np.ndarray]]:
-    """Every kind of block, and the places of the cases that have it."""
+    """Yield every kind of block, and the positions of the cases that have it."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
         "parts": work.parts,

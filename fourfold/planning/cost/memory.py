@@ -21,30 +21,37 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""At the fullest moment. gradients: none where that is the beginning of a step's only backward; weights: gathered for
-use, or 16-bit copies; logits: of head and loss, besides the activations; reserve: the runtime, communication buffers,
-and memory that the allocator holds unused."""
+"""Categories at the fullest moment.
+
+- gradients: none if the fullest moment is the start of a step's only backward.
+- weights: gathered for use, or 16-bit copies.
+- logits: memory of head and loss in addition to the activations.
+- reserve: the runtime, communication buffers, and memory that the allocator holds unused.
+"""
 
 UNUSABLE = 0.06
-"""Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and fragments memory,
-and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
+"""Overhead, as a fraction of a step's allocations. PyTorch's caching allocator rounds blocks up and fragments
+memory, and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.14
-"""``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py)."""
+"""``UNUSABLE`` plus the blocks that the allocator keeps while there is room and returns before memory runs out. It is
+fitted to the shipped memory rows, with a prior of ``UNUSABLE`` (docs/planner_validation.py)."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
-"""Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
-counted. The ratios of measured to predicted bytes of other programs deviate more (docs/planner_validation.py)."""
+"""Standard deviation of the logarithm of needed over predicted bytes, an assumption for a program whose bytes are
+counted. For other programs, the ratios of measured to predicted bytes vary more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of all its layers.
+    """Return how many micro-batches' activations rank 0, 1, … of pp holds at once, in units of all its layers.
 
-    1F1B: one for each stage behind and its own; interleaved, with rounds of r micro-batches (p, where they divide),
-    (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble
-    schedules (v − 1)·r + p, until the weight gradients are there; ZBV p, or what comes down the V before the first
-    micro-batch is back; DualPipeV p and a half; GPipe and LoopedBFS all.
+    - 1F1B: one for each later stage and its own.
+    - Interleaved, with rounds of r micro-batches (p, if they divide): (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the
+      layers (Narayanan et al. 2021, arXiv 2104.04473).
+    - Zero-bubble schedules: (v − 1)·r + p, until the weight gradients exist.
+    - ZBV: p, or what comes down the V before the first micro-batch is back.
+    - DualPipeV: p and a half.
+    - GPipe and LoopedBFS: all.
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
@@ -59,7 +66,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pp rank, counted from 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -69,14 +76,15 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """A workload whose share of blocks with experts is that of a rank."""
+    """Return a workload with a rank's share of blocks with experts."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
-    """Entries of a rank's tables; a shared one is embedding and head, counts once in ``every``, and is no own head."""
+    """Entries of a rank's tables. A shared table is embedding and head. It counts once in ``every`` and is no own
+    head."""
 
     every: Number
     embedding: Number
@@ -85,7 +93,7 @@ class Tables(NamedTuple):
 
 
 def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
-    """Bytes by ``CATEGORIES``, activations and logits together."""
+    """Return the bytes by ``CATEGORIES``, activations and logits together."""
     layers, work = blocks.number, _with_blocks(work, blocks, block)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
@@ -108,7 +116,7 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     freed = _weights_freed_by_the_end(work, layers)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
-    # The optimizer copies its gradients, Muon matrices and Lion updates when no activations are left.
+    # The optimizer copies its gradients, Muon matrices, and Lion updates when no activations are left.
     gradients = np.where(at_end, gradients, 0)
     weights = weights - np.where(at_end, freed, 0)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
@@ -127,7 +135,7 @@ def _at_the_peak(
     tables: Tables,
     block: BlockBytes,
 ) -> tuple[Number, Number]:
-    """Whether all gradients are there at the fullest moment, and the activations then.
+    """Return whether all gradients exist at the fullest moment, and the activations at that moment.
 
     In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The
     fullest moment is the start or the end of the backward, unless gradients have buffers of their own.
@@ -141,7 +149,7 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end the embedding has a gradient, and a head that was gathered again is not.
+    # At the end, the embedding has a gradient, and a head that was gathered again does not.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
@@ -149,12 +157,13 @@ def _at_the_peak(
 
 
 def _is_gradual(work: Workload) -> Number:
-    """True if gradients appear one by one during the backward."""
+    """Return whether gradients appear one by one during the backward."""
     return (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
 
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
-    """Bytes of gathered weights that the backward of the only micro-batch frees, block by block, before its last."""
+    """Return the bytes of gathered weights that the only micro-batch's backward frees, block by block, before its last
+    block."""
     if not np.any(_is_gradual(work)):
         return 0.0
     freed = _freed_entries(work, (layers - 1) * work.model.block_weights)
@@ -170,22 +179,22 @@ def _freed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Bytes of all weights but those of experts, on a rank with so many entries of tables: parameters, gradients,
-    optimizer, and gradients that the optimizer copies."""
+    """Return the bytes of all weights except experts, on a rank with ``tables`` entries of tables: parameters,
+    gradients, optimizer, and gradients that the optimizer copies."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     shards = layout.shards
     item = step.item_bytes
 
-    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; others store whole 16-bit weights.
+    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights. Other programs store whole 16-bit weights.
     parameters = np.where(
         program.half_weights,
         item * entries / np.where(layout.zero == 3, shards, layout.z),
         step.weight_bytes * entries / shards,
     )
     whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
-    # A complete gradient is cast to the type of its weight if that is the wider one.
+    # A complete gradient is cast to its weight's dtype if that is wider.
     complete = np.maximum(step.reduce_bytes, step.weight_bytes) * entries / shards
     gradients = np.where(
         program.half_weights,
@@ -203,15 +212,15 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Bytes of the fullest moment of a backward that are free when the first block's gradients are summed: what the
-    block has kept, and what the head has needed beyond a block."""
+    """Return the bytes of a backward's fullest moment that are free when the first block's gradients are summed:
+    what the block has kept, and what the head has needed beyond a block."""
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Bytes of gathered weights or 16-bit copies on a rank, and of a block's whole gradients while they are summed,
-    beyond what is free by then."""
+    """Return the bytes of gathered weights or 16-bit copies on a rank, and of a block's whole gradients while they are
+    summed, beyond what is free by then."""
     gathered = np.minimum(1 + work.program.prefetch + work.passes_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -229,7 +238,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
 def _gathered(
     work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
-    """Bytes while so many blocks of either kind are gathered."""
+    """Return the bytes with ``ones`` and ``others`` blocks of either kind gathered."""
     held = _gathered_entries(work, layers, tables, ones * one.block_weights + others * other.block_weights)
     if not has_experts(work):
         return held
@@ -238,10 +247,11 @@ def _gathered(
 
 
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Bytes of so many entries of blocks; without experts.
+    """Return the bytes of gathered entries of blocks, without experts.
 
-    An embedding is not gathered in the backward: its gradient does not read the table. Weights that are gathered once a
-    step have a buffer too: a head's own are the last, and FSDP2 keeps it until it gathers again.
+    An embedding is not gathered in the backward, because its gradient does not read the table. Weights that are
+    gathered once per step have a buffer too. The head's own weights are the last, and FSDP2 keeps them until it gathers
+    again.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
@@ -253,7 +263,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:
-    """Bytes of the whole gradients of a block while they are summed."""
+    """Return the bytes of a block's whole gradients while they are summed."""
     held = _summed_entries(work, block.block_weights)
     return held + _summed_entries(states_of_experts(work), block.expert_weights) if has_experts(work) else held
 
@@ -265,12 +275,12 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Number:
-    """True where gathered weights are freed after the forward of their unit."""
+    """Return whether gathered weights are freed after their unit's forward."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
-    """Bytes of the driver and the communication library on every device."""
+    """Return the bytes of the driver and the communication library on every device."""
     layout = work.layout
     groups = sum(
         np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp, layout.ep)
@@ -279,8 +289,11 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
-    """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
-    one between them, which has more blocks, or more with experts."""
+    """Return the bytes of the fullest rank.
+
+    It is the first rank of a pipeline, which holds the most micro-batches, the last rank, which has the head, or a rank
+    between them with more blocks, or with more experts.
+    """
     layout = work.layout
     block = block_bytes(work) if block is None else block
     if layout.layers_per_stage is not None:  # one layout, whose ranks may have any number
@@ -289,7 +302,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Few layouts have such a rank: only these are computed again.
+        # Few layouts have such a rank, and only these are computed again.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))
@@ -299,27 +312,28 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
-    """Bytes of the fullest of some ranks of pp, each with its blocks."""
+    """Return the bytes of the fullest of some pp ranks, each with its blocks."""
     return np.max(
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
     )
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around its need."""
+    """Return the probability that a step with this ``predicted`` ``peak_memory`` does not fit, log-normal around its
+    need."""
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Bytes that a step needs whose ``peak_memory`` is ``predicted``: less, as PyTorch frees cached blocks before it
-    runs out of memory."""
+    """Return the bytes that a step with this ``predicted`` ``peak_memory`` needs. It is less, because PyTorch frees
+    cached blocks before memory runs out."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     return runtime + allocated * (1 + UNUSABLE)
 
 
 def normal_share(x: Number) -> Number:
-    """The share of a standard normal distribution that is below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
+    """Return the fraction of a standard normal distribution below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
     x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

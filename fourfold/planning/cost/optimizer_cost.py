@@ -20,12 +20,12 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import OPTIMIZERS, Workload
 
 STEPS = 5
-"""Iterations of Newton-Schulz."""
+"""Number of Newton-Schulz iterations."""
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
 """Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
-the gradient read for the norm and for the update (8), the 16-bit copy written (2). Of the others every operation counts
-that reads a weight, its mean, its gradient or the update, and what it writes."""
+the gradient read for the norm and for the update (8), and the 16-bit copy written (2). For Muon and Lion, every
+operation counts that reads a weight, its mean, its gradient, or the update, with what it writes."""
 
 AVERAGE_BYTES = 4
 """Bytes of a weight's moving average."""
@@ -40,23 +40,29 @@ class Matrices(NamedTuple):
 
     @property
     def entries(self) -> Number:
-        """Entries of one matrix."""
+        """Return the entries of one matrix."""
         return self.short * self.long
 
     @property
     def flops(self) -> Number:
-        """FLOPs of Newton-Schulz's iteration of one: x·xᵀ, its square, and their product with x, five times."""
+        """Return the FLOPs of one matrix's Newton-Schulz iterations: x·xᵀ, its square, and their product with x, five
+        times."""
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 
 def is_named(work: Workload, name: str) -> Number:
-    """True where a run has the optimizer."""
+    """Return whether a run has the optimizer."""
     return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
 
 
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
-    """Entries of which the optimizer keeps one state instead of AdamW's two. blocks: layers whose matrices are meant,
-    not those of experts; rest: entries of tables."""
+    """Return the entries for which the optimizer keeps one state instead of AdamW's two.
+
+    Args:
+        work: The workload.
+        blocks: Number of layers whose matrices count, without their experts.
+        rest: Entries of tables.
+    """
     if not np.any(work.step.optimizer):
         return 0
     model = work.model
@@ -69,7 +75,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
 
 def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
-    """The matrices that Muon steps in so many layers, those of experts too."""
+    """Return the matrices that Muon steps in ``layers`` layers, including experts."""
     model, hidden = work.model, work.model.hidden
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
     ups = model.gate_up / np.maximum(model.inner, 1)
@@ -87,9 +93,9 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
 
 
 def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds in which a rank orthogonalizes its share of a stage's matrices, and sends and gets them; 0 without Muon.
+    """Return the seconds in which a rank orthogonalizes its part of a stage's matrices, and sends and receives them.
 
-    At least one rank has a whole one of the largest.
+    It is 0 without Muon. At least one rank has a whole matrix of the largest shape.
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
@@ -109,8 +115,11 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
 
 def muon_workspace(work: Workload, layers: Number) -> Number:
-    """Bytes beside the states on a rank with a full round: its matrices, these divided by their norms, and x·xᵀ with
-    its square, or with the next x; or, later, the updates that are sent to all copies, and as many that come back."""
+    """Return the bytes that Muon adds to the states on a rank with a full round.
+
+    At first these are its matrices, the matrices divided by their norms, and x·xᵀ with its square or with the next x.
+    Later these are the updates that are sent to all copies, and as many that come back.
+    """
     if not np.any(is_named(work, "muon")):
         return 0
     layout, kinds = work.layout, matrices_of(work, layers)
@@ -126,8 +135,10 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 
 
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
-    """Bytes beside the states while Lion steps the largest shard, of a matrix or of a table with so many entries: the
-    update and its magnitude, and the gradient if it is cast."""
+    """Return the bytes that Lion adds to the states while it steps the largest shard, of a matrix or of a table.
+
+    These are the update and its magnitude, and the gradient if it is cast.
+    """
     if not np.any(is_named(work, "lion")):
         return 0
     layout = work.layout
@@ -140,20 +151,22 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """The units that a rank has of each shape, none of which has more entries than the largest matrix."""
+    """Return the units that a rank has of each shape. No unit has more entries than the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
 
 
 def moved_bytes(work: Workload) -> Number:
-    """Bytes that a step moves for each entry that a rank steps; an average is read and written, and its weight read."""
+    """Return the bytes that a step moves for each entry that a rank steps. An average is read and written, and its
+    weight read."""
     moved = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
     return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)
 
 
 def saved_bytes(work: Workload, parameters: Number) -> Number:
-    """Bytes of a checkpoint with so many parameters: weights, the optimizer's moments, and averages."""
+    """Return the bytes of a checkpoint with this number of parameters: weights, the optimizer's moments, and
+    averages."""
     model, step = work.model, work.step
     rest = parameters - model.layers * (model.block_weights + model.expert_weights)
     single = entries_without_second_moment(work, model.layers, rest)

@@ -1,4 +1,4 @@
-"""Seconds of each product and collective of one part of a micro-batch in one block."""
+"""Seconds of each matmul and collective of one batch part in one block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class PartTime(Cases):
-    """Seconds of products by layer, with those of their gradients, and of collectives by layer and axis. Each gather
-    over x of a block takes as long as each sum."""
+    """Seconds of matmuls by layer, with their gradients, and of collectives by layer and axis. Each gather over x of a
+    block takes as long as each sum."""
 
     qkv: Number
     qkv_input_gradient: Number
@@ -31,7 +31,7 @@ class PartTime(Cases):
     down_input_gradient: Number
     down_weight_gradient: Number
     half_up: Number
-    """The product of up alone, or of gate."""
+    """The matmul of up alone, or of gate."""
     attention: Number
     attention_backward: Number
     qkv_x: Number
@@ -45,11 +45,11 @@ class PartTime(Cases):
     down_y: Number
     norm_y: Number
     keys_y: Number
-    """Keys and values, where the ranks of y share the queries."""
+    """Keys and values, if the ranks of y share the queries."""
 
 
 def part_time(work: Workload, machine: Machine, constants: Constants) -> PartTime:
-    """Seconds for each case of ``work``, dense blocks only."""
+    """Return the seconds for each case of ``work``, for dense blocks only."""
     part = work.but(micro_batch=work.layout.micro_batch / work.parts)
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes
     x_group, y_group = group_of(layout.x, 1, machine, constants), group_of(layout.y, layout.x, machine, constants)

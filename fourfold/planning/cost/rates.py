@@ -1,4 +1,4 @@
-"""Rates of a machine under a program, and the seconds of a linear layer at them."""
+"""Rates of a machine under a program, and the seconds of a linear layer at these rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rates:
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Relative to the peak: a faster achieved rate of 16 bits must not slow 32 bits.
+        # Relative to the peak, because a faster achieved rate of 16 bits must not slow 32 bits.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip
@@ -27,15 +27,15 @@ class Rates:
         self.bandwidth = constants.memory * machine.memory_bandwidth
         self.units = machine.units
         self.launch = constants.launch * machine.launch
-        # fourfold scores tokens in 32 bits; others multiply 16 bits, summed in 32.
+        # fourfold scores tokens in 32 bits. Other programs multiply 16 bits and sum in 32.
         self.router = np.where(work.program.is_fourfold, constants.matmul * machine.achieved_fp32, self.head)
 
 
 def linear_seconds(
     rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
 ) -> tuple[Number, Number, Number]:
-    """Seconds of outputs, input gradient and weight gradient of one linear layer, or of ``groups`` of them with as many
-    rows each, which run together; rate: for the best operand layout."""
+    """Return the seconds of outputs, input gradient, and weight gradient of one linear layer, or of ``groups``
+    layers with the same number of rows, which run together. ``rate`` is for the best operand layout."""
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
         matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),

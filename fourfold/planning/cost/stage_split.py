@@ -13,15 +13,18 @@ from fourfold.planning.workload import Workload
 
 
 class Blocks(NamedTuple):
-    """Blocks of one rank, and those of them that have a dense MLP where others have experts: the model's first."""
+    """Blocks of one rank, and the number of them that have a dense MLP in a mixture: the model's first blocks."""
 
     number: Number
     dense: Number
 
 
 class StageSplit(NamedTuple):
-    """Blocks of the first rank and of the last, the most that any has, and, of the ranks between, those that can hold
-    most: place on pp and blocks. A case without one has place 0 there, and no blocks."""
+    """Blocks of the first and of the last rank, the most that any rank has, and the ranks between that can hold the
+    most.
+
+    Each such rank has its pp rank and its blocks. A case without one has rank 0 and no blocks there.
+    """
 
     first: Blocks
     last: Blocks
@@ -52,7 +55,7 @@ def _as_split(row: Number) -> StageSplit:
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
-    """Count the blocks of each rank of pp, all its stages together, for a single layout."""
+    """Count the blocks of each pp rank, all its stages together, for a single layout."""
     layout = work.layout
     return blocks_of_ranks(int(work.model.layers), int(work.model.dense_first), int(layout.pp), int(layout.interleave),
                            bool(layout.v_shaped), float(layout.ends), layout.layers_per_stage)  # fmt: skip
@@ -63,9 +66,9 @@ def _split(
     layers: float, dense: float, pp: float, interleave: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The numbers of a ``StageSplit`` in a row.
+    """Return the numbers of a ``StageSplit`` in a row.
 
-    A rank holds no more than one before it that has as many blocks of each kind, and as many micro-batches or more.
+    A rank is left out if an earlier rank has at least as many blocks of each kind, and at least as many micro-batches.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(interleave), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []
@@ -81,7 +84,7 @@ def blocks_of_ranks(
     layers: int, dense: int, pp: int, interleave: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
-    """Blocks of each rank of pp, all its stages together."""
+    """Return the blocks of each pp rank, all its stages together."""
     stages = pp * interleave
     if stages > layers:  # refused elsewhere
         return (Blocks(-(-layers // pp), 0),) * pp

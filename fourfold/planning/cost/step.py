@@ -32,8 +32,8 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step; x, y, z, cp, ep and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
-counts as z's up to the time that it would take over z alone, and the rest as dp's."""
+"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication. The traffic of weights sharded over z · dp · cp
+counts as z's up to the time that it would take over z alone, and the remaining time counts as dp's."""
 
 
 class _Layer(NamedTuple):
@@ -49,7 +49,8 @@ class _Layer(NamedTuple):
     launch: Number
     z: Number
     z_first: Number
-    """More for a rank's first block: no block is before it in the forward, or after it in the backward."""
+    """Additional seconds for a rank's first block, which has no block before it in the forward, or after it in the
+    backward."""
 
     @property
     def total(self) -> Number:
@@ -61,7 +62,7 @@ class _Layer(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Seconds of head and embedding for one micro-batch; table: memory traffic of one table's weights."""
+    """Seconds of head and embedding for one micro-batch. ``table`` is the memory traffic of one table's weights."""
 
     head: Number
     embedding: Number
@@ -74,14 +75,16 @@ def step_parts(
     work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None,
     traffic: WeightTraffic | None = None,
 ) -> dict[str, Number]:  # fmt: skip
-    """Seconds of each of ``PARTS``, whose sum is the step; block, traffic: those of the work, if they are known
-    already."""
+    """Return the seconds of each of ``PARTS``. Their sum is the step.
+
+    ``block`` and ``traffic`` are the workload's, if they are already known.
+    """
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # A rank has the layers, and the share of head and embedding, of an average stage; the rest is waiting.
+    # A rank has the layers, and the share of head and embedding, of an average stage. Everything else is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -109,13 +112,15 @@ def step_parts(
 
 
 def step_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None) -> Number:
-    """Seconds of a whole step."""
+    """Return the seconds of a whole step."""
     return sum(step_parts(work, machine, constants, block).values())
 
 
 def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Seconds that the layers of an average rank take for one micro-batch, forward and backward, with all exposed
-    communication, except once a step (the gradient sum over dp) and between stages."""
+    """Return the seconds that the layers of an average rank take for one micro-batch, forward and backward.
+
+    It includes all exposed communication, except the gradient sum over dp, once per step, and transfers between stages.
+    """
     traffic = weight_traffic(work, machine, constants)
     parts = step_parts(work, machine, constants, block, traffic)
     repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "launch"))
@@ -123,9 +128,9 @@ def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, 
 
 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """How many times the mean the slowest device takes, for which all wait.
+    """Return how many times the mean the slowest device takes. All devices wait for it.
 
-    Where the spread of devices was not measured, the slowest node decides.
+    If the spread of devices was not measured, the slowest node decides.
     """
     gpus = work.layout.gpus
     of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)
@@ -133,13 +138,13 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Standard deviations by which the slowest of many is slower than their mean: √(2 ln n),
-    the growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Return by how many standard deviations the slowest of many is slower than their mean: √(2 ln n), the growth of
+    the largest of n normal variables (Cramér 1946, section 28.6)."""
     return np.sqrt(2 * np.log(np.maximum(count, 1)))
 
 
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Layer:
-    """Seconds of one block for one micro-batch, by part."""
+    """Return the seconds of one block for one micro-batch, by part."""
     for_weights = work.model.block_weights * _seconds_for_a_weight(work, machine, constants)
     if has_experts(work):
         of_experts = _seconds_for_a_weight(states_of_experts(work), machine, constants)
@@ -164,18 +169,20 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
 
 
 def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Seconds of copying a block's input to the host's memory and back that its forward, and the recomputation and
-    backward of the block after it, do not hide (parallel.offload)."""
+    """Return the seconds of copying a block's input to the host's memory and back that stay exposed (parallel.offload).
+
+    The block's forward hides the way out. The recomputation and backward of the next block hide the way back.
+    """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # refused where it is unknown
+    copy = residual / np.maximum(machine.host, 1.0)  # refused if it is unknown
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
 
 
 def _recompute(work: Workload, block: BlockTime) -> Number:
-    """Seconds of recomputation in the backward of one block."""
+    """Return the seconds of recomputation in the backward of one block."""
     layout, program = work.layout, work.program
     selected = np.where(program.recomputes_attention, block.attention_forward, 0.0)
     selected = selected + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
@@ -186,11 +193,11 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 
 
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
-    """Seconds of one block in which the device waits for the host.
+    """Return the seconds of one block in which the device waits for the host.
 
-    The host reads how many rows each expert has before it launches their products, and is not ahead of the device then:
-    it hides the launches of experts behind experts, and of the rest behind the rest. Programs other than fourfold that
-    limit an expert's rows pad to the limit, and know how many there are.
+    The host reads each expert's number of rows before it launches the experts' matmuls, so it is not ahead of the
+    device then. It hides the experts' launches behind experts, and all remaining launches behind the remaining work.
+    Programs other than fourfold that limit an expert's rows pad to the limit, and know the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
@@ -206,7 +213,7 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
-    """Seconds of head and embedding for one micro-batch on the ranks that have them."""
+    """Return the seconds of head and embedding for one micro-batch on the ranks that have them."""
     table = work.model.vocab * work.model.hidden * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tied, bool) & (work.layout.pp == 1)
@@ -220,8 +227,8 @@ def _mean_layers(work: Workload) -> Number:
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
-    """Seconds in which an average rank is idle: the schedule's bubble with equal stages, and, in the steady state, the
-    wait for the slowest rank."""
+    """Return the seconds that an average rank is idle: the schedule's bubble with equal stages, and in the steady state
+    the wait for the slowest rank."""
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
@@ -235,7 +242,8 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Seconds of one micro-batch on the slowest rank: that with most blocks, the last with the head, or the first."""
+    """Return the seconds of one micro-batch on the slowest rank: the one with most blocks, the last with the head,
+    or the first."""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head + np.where(work.layout.pp > 1, 0.0, ends.embedding))
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -244,14 +252,14 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
 
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
-    """Seconds of the gradient sum over dp and cp that stay exposed, once a step."""
+    """Return the exposed seconds of the gradient sum over dp and cp, once per step."""
     layers, micro_batches = work.micro_batches * _mean_layers(work), work.micro_batches
     last_backward = layers * (block.backward + _recompute(work, block)) / micro_batches
     return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
 
 def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of the optimizer step over a rank's shard of the weights."""
+    """Return the seconds of the optimizer step over a rank's shard of the weights."""
     stepped = _entries_stepped(work)
     if has_experts(work):
         stepped = stepped + _entries_stepped(states_of_experts(work))
@@ -265,25 +273,25 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 
 
 def _entries_stepped(work: Workload) -> Number:
-    """Entries of a rank's shard of the weights, without those of experts."""
+    """Return the entries of a rank's shard of the weights, without experts."""
     layout = work.layout
     held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of memory traffic on a rank in one micro-batch, on average, for each entry of the whole weights.
+    """Return a rank's average seconds of memory traffic in one micro-batch, for each entry of the whole weights.
 
-    A rank that keeps whole gradients casts the first one, or copies it for the sum over ranks, and adds the others.
+    A rank that keeps whole gradients casts the first one, or copies it for the sum over ranks, and adds all later ones.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
-    copied = item + reduced  # read in the step's type, written in that of the sum
-    added = item + 2 * reduced  # besides, the sum is read and written
+    copied = item + reduced  # read in the step's dtype, written in the sum's
+    added = item + 2 * reduced  # the sum is also read and written
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
-    # 16-bit gradients that are kept are cast for every micro-batch, and added to those in 32 bits.
+    # 16-bit gradients that are kept are cast for every micro-batch, and added to the 32-bit sums.
     cast_and_added = (item + 4) + 3 * 4
     accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)
     summed = np.where(replicated | (work.layout.zero == 1), accumulated, copied)

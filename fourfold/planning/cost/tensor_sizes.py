@@ -16,7 +16,7 @@ LEAST_QUERIES, CAPPED_QUERIES = 16, 512
 class TensorBytes(NamedTuple):
     """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
 
-    queries and keys are those that attention reads here, whole_queries those of all ranks of y.
+    queries and keys are what attention reads here, and whole_queries are the queries of all ranks of y.
     """
 
     residual: Number
@@ -33,7 +33,7 @@ def pieces(work: Workload) -> TensorBytes:
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
+    # A rank holds the key-value heads that its queries read whole, once for each query head if they divide irregularly.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
@@ -49,7 +49,7 @@ def pieces(work: Workload) -> TensorBytes:
 
 
 def attention_over_y(work: Workload) -> np.ndarray:
-    """The dimension along which the y ranks share the attention, as ``config.layout.attention_split`` has it."""
+    """Return the dimension along which the y ranks share the attention, as in ``config.layout.attention_split``."""
     model, layout = work.model, work.layout
     heads = model.queries / model.head_dim
     return np.where(
@@ -60,26 +60,28 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def puts_in_order(work: Workload) -> Number:
-    """True where attention copies its rank's heads to have whole sequences, and copies what it returns."""
+    """Return whether attention copies its rank's heads to get whole sequences, and copies what it returns."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
 
 
 def heads_here(work: Workload) -> Number:
-    """Query heads of the rank; a part of one where ranks share it."""
+    """Return the number of query heads on the rank, or a fraction of one if ranks share it."""
     model, layout = work.model, work.layout
     return model.queries / model.head_dim / (layout.x * layout.y)
 
 
 def log_sums(work: Workload) -> Number:
-    """Bytes of the logarithms of the softmax's sums, fp32, one for each query of each head."""
+    """Return the bytes of the log-sum-exps, fp32, one for each query of each head."""
     return 4 * work.tokens * heads_here(work)
 
 
 class CappedScores(NamedTuple):
-    """Scores of the attention of one block in single operations: heads (of all sequences) on the rank, queries and keys
-    whose scores it has at once, keys that a query's scores are computed for (the mean over queries and blocks), and
-    pieces."""
+    """Scores of one block's attention in single operations.
+
+    The fields are heads (of all sequences) on the rank, queries and keys whose scores exist at once, keys for which a
+    query's scores are computed (the mean over queries and blocks), and pieces.
+    """
 
     heads: Number
     queries: Number
@@ -89,12 +91,12 @@ class CappedScores(NamedTuple):
 
 
 def caps_scores(work: Workload) -> Number:
-    """True where fourfold's attention caps the scores, for which it has no fused kernel."""
+    """Return whether fourfold's attention caps the scores. It has no fused kernel then."""
     return np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """The pieces that ``parallel.document_attention`` and ``block_attention`` cut, and those of a ring."""
+    """Return the pieces that ``parallel.document_attention`` and ``block_attention`` cut, and a ring's pieces."""
     model, layout, seq = work.model, work.layout, work.step.seq
     shares_queries = attention_over_y(work) == "sequence"
     ring = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))

@@ -1,4 +1,4 @@
-"""Events of blocks whose parts of a micro-batch take turns, in the order in which the layers have them."""
+"""Events of blocks whose batch parts take turns, in the order in which the layers run them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ class Kind:
 
     parts: int
     x: bool
-    """Several ranks share x."""
+    """Whether several ranks share x."""
     y: bool
     tokens: bool
-    """Parts are tokens of all sequences, and attention waits for all of them."""
+    """Whether parts are tokens of all sequences, and attention waits for all of them."""
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
     passes_blocks: bool
-    """Parts enter a block while others are in the one before."""
+    """Whether a part enters a block while another is in the block before."""
     split_backward: bool
-    """Weight gradients are computed apart."""
+    """Whether weight gradients are computed apart."""
     overlap: bool
-    """Sums of input gradients run behind weight gradients."""
+    """Whether sums of input gradients run behind weight gradients."""
     gate: bool
     gate_first: bool
     parallel_residual: bool
     norms_before: bool
     norms_after: bool
     whole_keys: bool
-    """The ranks of y share the queries, and gather keys and values."""
+    """Whether the ranks of y share the queries, and gather keys and values."""
     attention_again: bool
-    """Selective recompute runs it again; or the activation, the norms before attention and MLP, the gathers."""
+    """Whether selective recompute repeats the attention, the activation, the norms before attention and MLP, or the
+    gathers."""
     activation_again: bool
     norms_again: bool
     gathers_again: bool
@@ -45,7 +46,7 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for one.
 
-    what: the name of its duration in ``PartTime``; flight: which collective of the block it is.
+    ``what`` is the name of its duration in ``PartTime``. ``flight`` says which collective of the block it is.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -56,9 +57,9 @@ class Event(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear layer: the axis whose ranks share its input, and that over which its products are summed.
+    """A linear layer: the axis whose ranks share its input, and the axis over which its outputs are summed.
 
-    gathers: its input is gathered, and not a copy on each rank; shares: each rank has a share of the sum.
+    ``gathers``: its input is gathered, and not a copy on each rank. ``shares``: each rank keeps a shard of the sum.
     """
 
     name: str
@@ -73,15 +74,16 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The events of the forward of some blocks, and for each node of autograd's graph those of its backward."""
+    """The events of some blocks' forward, and for each node of autograd's graph the events of its backward."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
-        """again: in a recomputation, which ends when all is there that the backward reads."""
+        """Start a recording. With ``again``, it is a recomputation, which ends when everything that the backward reads
+        exists."""
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """The backward's first node that reads a saved tensor, from the end."""
+        """The backward's first node, from the end, that reads a saved tensor."""
         in_turn((self._through(part, blocks) for part in range(kind.parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -89,7 +91,7 @@ class Recording:
             yield from self._block((block, part), is_last=block == blocks - 1)
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
-        """The events of ``parallel.overlap.batch_parts.BlockInParts.steps``."""
+        """Yield the events of ``parallel.overlap.batch_parts.BlockInParts.steps``."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -121,7 +123,7 @@ class Recording:
         hides: Linear | None = None,
         before_gather: bool = False,
     ) -> Steps[None]:
-        """The events of ``parallel.tensor.linear_steps.linear_steps``."""
+        """Yield the events of ``parallel.tensor.linear_steps.linear_steps``."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))
@@ -170,7 +172,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # the first part is the first to go on, and computes for all
+        if kind.tokens and place[1] > 0:  # the first part continues first, and computes for all
             return
         together = kind.parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together
@@ -182,7 +184,7 @@ class Recording:
         self._node(computed, backward, reads_saved=True)
 
     def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
-        """A sum over y in the forward, and one in the backward, which wait for them at once."""
+        """Record a sum over y in the forward and one in the backward. Both are waited for at once."""
         if not is_there:
             return
         forward, backward = list[Event](), list[Event]()
@@ -200,7 +202,8 @@ class Recording:
 
 
 def _issue(of: str, axis: str, place: tuple[int, int], what: str) -> Event:
-    """The start of a collective over an axis; of: a layer, norm or keys; place: block and part."""
+    """Return the start of a collective over an axis. ``of`` is a layer, norm, or keys, and ``place`` is block and
+    part."""
     return Event("issue", f"{of}_{axis}", axis, place[0], (*place, of, what))
 
 
@@ -210,8 +213,8 @@ def _wait(event: Event) -> Event:
 
 @lru_cache(maxsize=1024)
 def events_of(kind: Kind) -> list[Event]:
-    """The events of a step of three consecutive blocks, the first, one for all between, and the last; of one block
-    where parts do not pass from block to block."""
+    """Return the events of a step of three consecutive blocks: the first, one for all between, and the last. If
+    parts do not pass from block to block, return the events of one block."""
     blocks = 3 if kind.passes_blocks else 1
     recording = Recording(kind, blocks)
     events = list(recording.forward)

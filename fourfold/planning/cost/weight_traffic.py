@@ -22,11 +22,13 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class WeightTraffic(Cases):
-    """Seconds of one micro-batch, and of a step for gradients. They depend on the grid and on zero alone.
+    """Seconds of one micro-batch, and of a step for gradients. They depend only on the grid and on zero.
 
-    block, table: the weights of a block gathered for the forward and the backward, those of a table once, and their
-    gradients scattered; outermost: a block's gathered once; of_z, table_of_z: the shares of block and table that remain
-    with one rank of dp and cp; gradients: summed over the ranks that hold copies.
+    - block: a block's weights gathered for forward and backward, and its gradients scattered.
+    - table: a table's weights gathered once, and its gradients scattered.
+    - outermost: a block's weights gathered once.
+    - of_z, table_of_z: the fraction of block and table that remains with one rank of dp and cp.
+    - gradients: summed over the ranks that hold copies.
     """
 
     block: Number
@@ -38,7 +40,7 @@ class WeightTraffic(Cases):
 
 
 def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
-    """Seconds for each case of ``work``."""
+    """Return the seconds for each case of ``work``."""
     weights, table = work.model.block_weights, work.model.vocab * work.model.hidden
     twice = weight_traffic_seconds(work, machine, constants, weights, 2)
     outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
@@ -56,15 +58,15 @@ def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> We
 
 
 def _share(part: Number, whole: Number) -> Number:
-    """The share of ``part`` in ``whole``; 1 where nothing is sent."""
+    """Return the fraction ``part`` of ``whole``, or 1 if nothing is sent."""
     return np.where(whole > 0, np.minimum(part / np.maximum(whole, 1e-30), 1.0), 1.0)
 
 
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Seconds to gather ``weights`` for the forward and, where ``gathers`` is 2, again for the backward, and to scatter
-    their gradients; nothing hidden."""
+    """Return the seconds to gather ``weights`` for the forward (and again for the backward if ``gathers`` is 2), and to
+    scatter their gradients, with nothing hidden."""
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
@@ -88,16 +90,17 @@ def weight_traffic_seconds(
 
 
 def gathered_once_a_step(work: Workload) -> Number:
-    """True where sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
+    """Return whether sharded weights are gathered once per step: distributed optimizers, and zero 1 and 2 with z =
+    1."""
     layout = work.layout
     return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
 
 
 def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of the sum of all gradients but those of experts, nothing hidden.
+    """Return the seconds of the sum of all gradients except experts', with nothing hidden.
 
-    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered, and weights gathered during
-    the next forward.
+    With a distributed optimizer (zero 1 whose weights are kept), gradients are scattered, and weights are gathered
+    during the next forward.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)

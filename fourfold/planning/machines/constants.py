@@ -1,7 +1,7 @@
-"""The few constants that no data sheet gives: the share of a machine's rates that a program reaches.
+"""The few constants that no data sheet has: how close a program gets to the machine's rates.
 
-Each has a prior from published measurements; ``calibration`` moves them towards measured rows. They are factors on the
-machine's rates, so one set serves machines that nobody has measured.
+Each has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants are
+factors on the machine's rates, so one set also serves machines that nobody has measured.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from fourfold.planning.array_fields import Cases, Number
 class Constants(Cases):
     """Fractions of the machine's rates, and times.
 
-    matmul: of the achieved rate (training is longer and hotter than a benchmark); attention: of the fused kernel's
-    best; memory: of the memory bandwidth in pointwise operations; launch: on the host time of a kernel; intra, inter:
-    of the link's bandwidth; latency: on the latency of a collective; exposed: what part of the communication that
-    could hide does not; dispersion: standard deviation of the nodes' speeds, of which the slowest decides;
-    step: seconds that a step takes whatever its size.
+    - matmul: fraction of the achieved rate. Training runs longer and hotter than a benchmark.
+    - attention: fraction of the fused kernel's best rate.
+    - memory: fraction of the memory bandwidth in pointwise operations.
+    - launch: factor on the host time of a kernel.
+    - intra, inter: fraction of the link's bandwidth.
+    - latency: factor on the latency of a collective.
+    - exposed: fraction of hideable communication that does not hide.
+    - dispersion: standard deviation of the nodes' speeds. The slowest node decides.
+    - step: seconds that a step takes at any size.
     """
 
     matmul: Number
@@ -62,10 +66,10 @@ assert tuple(PRIORS) == NAMES
 
 
 def prior_constants() -> Constants:
-    """The constants before any calibration."""
+    """Return the constants before any calibration."""
     return Constants(**{name: prior.median for name, prior in PRIORS.items()})
 
 
 def moved(constants: Constants, logs: np.ndarray) -> Constants:
-    """``constants`` times exp(``logs``), an array [..., constants]."""
+    """Return ``constants`` times exp(``logs``), an array [..., constants]."""
     return replace(constants, **{name: getattr(constants, name) * np.exp(logs[..., i]) for i, name in enumerate(NAMES)})

@@ -1,6 +1,6 @@
 """A machine as the planner sees it: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``), in which every constant names its source.
+Machines are TOML files (``fourfold/planning/machines``). Every constant in them names its source.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from fourfold.planning.machines.names import FOLDER, machine_names, similar_mach
 class Machine(Cases):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
-    peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
-    units: processors that share the tiles of a matmul; attention: rate of the fastest fused attention kernel for long
-    sequences, of which it reaches half at attention_half tokens; flash2, flash2_half: FlashAttention-2's, where others
-    are faster (0: none is); intra2, intra4, intra8: one-directional bandwidth of a device to a group of that many
-    neighbors, intra_far: to members of a group that are not neighbors; host: to the host's memory, 0 where unknown;
-    node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a collective and of each step of its
-    ring; ring_hop: of a rank, measured, in rings that leave a node, where 0 the steps'; launch: host time of a kernel;
-    reserved: bytes that the runtime takes of a device. nn, nt, tn: the share of the achieved rate that products reach
-    whose operands are as stored, or whose second or first is transposed: input gradients, outputs and weight gradients
-    of linear layers. spread: standard deviation of the devices' times for the same product, as a share, where it was
-    measured (0: it was not).
+    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates, as advertised (bf16) and as the best shape
+      reaches.
+    - units: processors that share the tiles of a matmul.
+    - attention: rate of the fastest fused attention kernel for long sequences. It reaches half at attention_half
+      tokens.
+    - flash2, flash2_half: the same for FlashAttention-2, if another kernel is faster (0 if none is).
+    - intra2, intra4, intra8: one-directional bandwidth from a device to a group with this many neighbors.
+    - intra_far: bandwidth to members of a group that are not neighbors.
+    - host: bandwidth to the host's memory, 0 if unknown.
+    - node: injection bandwidth of a node.
+    - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring.
+    - ring_hop: measured latency per rank in rings that leave a node. 0 means the steps' latency.
+    - launch: host time of a kernel.
+    - reserved: bytes of a device that the runtime takes.
+    - nn, nt, tn: fraction of the achieved rate with operands as stored, with the second transposed, and with the first
+      transposed. These are the input gradients, outputs, and weight gradients of linear layers.
+    - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
     """
 
     name: str
@@ -70,9 +76,9 @@ class Machine(Cases):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """Factors on the priors of ``constants.Constants``, by name, that ``fourfold machine calibrate`` has fitted."""
+    """Factors on the priors of ``constants.Constants``, by name, as ``fourfold machine calibrate`` fitted them."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature among the calibrated rows; outside is extrapolation."""
+    """Smallest and largest value of each feature among the calibrated rows. Everything outside is extrapolation."""
 
 
 SECTIONS = {
@@ -102,7 +108,7 @@ _OPTIONAL = {
 
 @cache
 def load_machine(name: str) -> Machine:
-    """The machine of a built-in name or of a TOML file; raises ``UserError`` for what is unknown or wrong in it."""
+    """Load a built-in machine or a TOML file. Raise ``UserError`` for anything unknown or wrong in it."""
     if name.endswith(".toml"):
         try:
             text = Path(name).read_text(encoding="utf-8")
@@ -119,7 +125,7 @@ def load_machine(name: str) -> Machine:
 
 
 def parse_machine(text: str, where: str) -> Machine:
-    """A machine from the text of its file."""
+    """Return a machine from the text of its file."""
     try:
         table = parse_toml(text)
     except ValueError as error:

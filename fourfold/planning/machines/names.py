@@ -12,12 +12,13 @@ FOLDER: Traversable = files("fourfold.planning.machines")
 
 @cache
 def machine_names() -> list[str]:
-    """Names of the machine files, sorted."""
+    """Return the names of the machine files, sorted."""
     return sorted(file.name.removesuffix(".toml") for file in FOLDER.iterdir() if file.name.endswith(".toml"))
 
 
 def similar_machines(name: str) -> list[str]:
-    """Machines whose name contains ``name`` or is contained in it, as ``dgx-h100`` for ``h100``; else the closest."""
+    """Return machines whose name contains ``name`` or is contained in it, as ``dgx-h100`` for ``h100``, or else the
+    closest."""
     words = name.lower()
     containing = [machine for machine in machine_names() if words and (words in machine or machine in words)]
     return containing or difflib.get_close_matches(words, machine_names(), n=1)

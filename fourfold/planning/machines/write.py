@@ -1,4 +1,4 @@
-"""Writes machine files: from a microbenchmark, or from another machine with fitted constants."""
+"""Write machine files from a microbenchmark, or from another machine with fitted constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 
 
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
-    """The text of a file that ``load_machine`` reads; comments tell measured constants from those of ``base``."""
+    """Return the text of a file that ``load_machine`` reads. Comments tell measured constants from the constants of
+    ``base``."""
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
         given = {key: getattr(machine, key) for key in keys if getattr(machine, key)}
@@ -42,7 +43,7 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """A copy of the machine with fitted constants and the range of their fit."""
+    """Return a copy of the machine with fitted constants and the range of their fit."""
     return replace(
         machine,
         name=name,
@@ -52,10 +53,10 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
 
 
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
-    """A machine from a microbenchmark's record; anything it could not measure is as in ``base``.
+    """Return a machine from a microbenchmark's record. Anything it could not measure is taken from ``base``.
 
-    The rates are what programs reach, so the constants that scale data sheets to practice are taken out of them:
-    prior × factor = 1 (links: what one collective reached).
+    The rates are what programs reach, so the constants that scale data sheets to practice are taken out of them: prior
+    × factor = 1 (links: what one collective reached).
     """
     from fourfold.planning.machines.constants import PRIORS
 
@@ -67,7 +68,7 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "peak": max(best, base.peak if measured["device"] != "cpu" else best),
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
-        # A processor's products were of float32; a GPU's in float32 were measured with operands as stored.
+        # A processor's matmuls were in float32. A GPU's in float32 were measured with operands as stored.
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
@@ -89,9 +90,14 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def machine_with_products(base: Machine, name: str, rates: Mapping[str, float], precision: str) -> Machine:
-    """A copy of a machine on which products run at these rates, by the keys of the section ``layouts``.
+    """Return a copy of a machine whose matmuls run at these rates.
 
-    precision: in which they were measured. Where one is faster than the machine's best rate, that is raised.
+    Args:
+        base: The machine to copy.
+        name: The copy's name.
+        rates: Rates by the keys of the section ``layouts``.
+        precision: The precision of the measurement. If one rate exceeds the machine's best rate, the best rate is
+            raised.
     """
     key = "achieved_fp32" if precision == "fp32" else "achieved"
     best = max(getattr(base, key), *rates.values())
@@ -100,7 +106,7 @@ def machine_with_products(base: Machine, name: str, rates: Mapping[str, float], 
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Bandwidth by group size, and latencies: the line through a small and a large all-gather."""
+    """Return bandwidth by group size, and latencies: the line through a small and a large all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -1,1 +1,1 @@
-"""Finds the fastest layouts that fit, and explains why they win."""
+"""Find the fastest layouts that fit, and explain why they win."""

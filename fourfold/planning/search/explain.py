@@ -1,4 +1,4 @@
-"""Explains why a layout wins: over which others, by how much, and what would change that."""
+"""Explain why a layout wins: against which layouts, by how much, and what would change that."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Constants whose break-even is searched for: the machine's field, the unit, and its size."""
+"""Constants whose break-even is searched: the machine's field, the unit, and its size."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
 FINER = 65
-"""Factors from one of these to the next, for a break-even to a thousandth."""
+"""Number of factors from one value to the next, for a break-even to a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """The fastest layout on another grid."""
+    """Return the fastest layout on another grid."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -66,13 +66,13 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Seconds of each part, one column for each prediction; parts that are zero everywhere are left out."""
+    """Return the seconds of each part with one column per prediction. Parts that are zero everywhere are left out."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """Find, for each of ``KNOBS`` and direction, the value at which the best grid stops being the best of the
+    """Find, for each of ``KNOBS`` and each direction, the value at which another grid takes the lead among the
     ``RANKED`` fastest layouts."""
     order = plan.found.order[:RANKED]
     if len(order) < 2:
@@ -82,8 +82,10 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     of_best = (grids == grids[0]).all(axis=1)
 
     def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
-        """The place of the first factor of a constant with which a layout on another grid is the fastest, and its
-        place among the candidates."""
+        """Find the first factor of a constant at which a layout on another grid is the fastest.
+
+        Return the position of the factor, and the position of that layout among the candidates.
+        """
         machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
         seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
@@ -109,15 +111,15 @@ def break_evens(plan: Plan) -> list[BreakEven]:
 
 
 def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
-    """Return a machine whose constant ``field`` is multiplied; "intra8" stands for all of intra-node bandwidth."""
+    """Return a machine with the constant ``field`` multiplied. "intra8" covers all intra-node bandwidth."""
     names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
     return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with those that move a factor of two between axes, or change one other choice a step.
+    """Compare the best layout with layouts that move a factor of two between axes, or change one choice by a step.
 
-    Each is in the parts of a micro-batch in which it is fastest.
+    Each layout uses the number of micro-batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.experts else []
@@ -176,7 +178,8 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """The best layout with its shard groups in two levels, where they are several nodes of several ranks."""
+    """Return the best layout with its shard groups in two levels, if they fill several nodes with several ranks
+    each."""
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
     per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
@@ -189,13 +192,13 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """The values before and after one of them."""
+    """Return the values before and after one of them."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Changes to the schedules before and after this one in ``space.PIPELINES``."""
+    """Return changes to the schedules before and after this one in ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["interleave"])
     if here["pp"] == 1 or now not in pipelines:
@@ -208,7 +211,7 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Count in one sentence the neighbors that are within ``factor``, the planner's margin, of the best layout."""
+    """Count in one sentence the neighbors within ``factor``, the planner's margin, of the best layout."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits: the layout stands alone."
@@ -226,10 +229,13 @@ def next_doubling(plan: Plan, more: Prediction) -> dict[str, Any]:
 def explain(
     plan: Plan, factor: float, own: Prediction | None = None, doubled: Prediction | None = None
 ) -> dict[str, Any]:
-    """The whole explanation as JSON values.
+    """Return the whole explanation as JSON values.
 
-    factor: the ratio of times from which their order is sure. doubled: the best layout of the same batch on twice the
-    GPUs, if one fits.
+    Args:
+        plan: The plan.
+        factor: The ratio of two times from which their order is certain.
+        own: The run file's own layout.
+        doubled: The best layout of the same batch on twice the GPUs, if one fits.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})

@@ -1,7 +1,7 @@
-"""Finds the fastest layouts that fit: all legal layouts are evaluated, with no sampling.
+"""Find the fastest layouts that fit. All legal layouts are evaluated, without sampling.
 
-Parts of a micro-batch are the exception: they only hide communication over x and y. A layout in several parts is
-evaluated where it could be among the fastest if they hid all of that.
+Parts of a micro-batch are the exception, because they only hide communication over x and y. A layout in several parts
+is evaluated only if it could be among the fastest with all of that communication hidden.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
-"""Ratio of two step times that counts as a tie: the planner's error is larger by far (docs/planner_figures.json)."""
+"""Ratio of two step times that counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""Layouts that are as likely as this to run out of memory do so in any number of parts."""
+"""Layouts this likely to run out of memory do so with any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
-"""Fields on which the time of one block depends, within one search."""
+"""Fields that the time of one block depends on, within one search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
-"""Fields on which the traffic of weights and gradients depends."""
+"""Fields that the traffic of weights and gradients depends on."""
 RANKED = 400
-"""So many of the fastest layouts are the fastest with any parts."""
+"""Number of fastest layouts that are guaranteed to be the fastest with any number of parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that are shorter where x and y are hidden, and the bubble with them."""
+"""Parts of a step that get shorter, together with the bubble, if x and y are hidden."""
 COPIES = 0.95
-"""Share of a step that remains, at least, where sequences come one by one and are not copied around collectives."""
+"""Minimum fraction of a step that is left if sequences come one by one and are not copied around collectives."""
 
 
 class SearchScores(NamedTuple):
-    """Points of a search, [n] each: seconds of a step (infinite where illegal), seconds that it takes at least in any
-    parts, bytes of the fullest rank, P(OOM), and the reason of a refusal."""
+    """Points of a search, [n] each: seconds of a step (infinite if illegal), minimum seconds with any number of parts,
+    bytes of the fullest rank, P(OOM), and the reason of a refusal."""
 
     seconds: np.ndarray
     least: np.ndarray
@@ -65,7 +65,7 @@ class SearchScores(NamedTuple):
 
     @property
     def fits(self) -> np.ndarray:
-        """Places of the points that are legal and fit."""
+        """Return the positions of the points that are legal and fit."""
         return np.flatnonzero(self.reason == 0)
 
     def followed_by(self, more: Self) -> Self:
@@ -76,9 +76,11 @@ class SearchScores(NamedTuple):
 class Found:
     """All points of a search, with their scores.
 
-    order: the legal points, fastest first, ties by P(OOM) (``ranking``); crossed: the points before the candidates in
-    more parts; refused: [reasons] layouts that are illegal whatever they recompute, which are no points; parts: those
-    that were tried; seconds_taken: wall time.
+    - order: the legal points, fastest first, ties by P(OOM) (see ``ranking``).
+    - crossed: the points before the candidates with more parts.
+    - refused: [reasons] number of layouts that are illegal whatever they recompute. They are no points.
+    - parts: the numbers of parts that were tried.
+    - seconds_taken: wall time.
     """
 
     work: Workload
@@ -94,11 +96,11 @@ class Found:
 
     @property
     def evaluated(self) -> int:
-        """The number of layouts."""
+        """Return the number of layouts."""
         return len(self.seconds) + int(self.refused.sum())
 
     def point(self, index: int | np.ndarray) -> Workload:
-        """One layout."""
+        """Return one layout."""
         return self.work.point(index)
 
     def rejected(self) -> dict[str, int]:
@@ -111,9 +113,13 @@ def search(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Found:  # fmt: skip
-    """Evaluate every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where the limits leave none.
+    """Evaluate every layout of ``base`` on ``gpus`` devices.
 
-    watch: called with the number of layouts that are done, and of all.
+    Args:
+        watch: Called with the number of finished layouts and the number of all layouts.
+
+    Raises:
+        UserError: The limits leave no layout.
     """
     begin = time.perf_counter()
     limits = limits or SearchLimits()
@@ -149,9 +155,9 @@ def search(
 
 
 def ranking(scores: SearchScores) -> np.ndarray:
-    """Order the points that fit, fastest first. Times tie in bands of the factor ``TIED`` from the fastest on.
+    """Order the points that fit, fastest first. Times tie in bands of the factor ``TIED``, starting at the fastest.
 
-    Within a band the layout with the lower P(OOM), in whole percent, comes first, then the faster one.
+    Within a band, the layout with the lower P(OOM), in whole percent, comes first, and then the faster one.
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
     bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))
@@ -163,7 +169,8 @@ def score(
     work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
     watch: Callable[[int, int], None] | None = None,
 ) -> SearchScores:  # fmt: skip
-    """Evaluate the points that no other ``reason`` refuses (``space.rejections``), and refuse those that do not fit."""
+    """Evaluate the points that no earlier ``reason`` refuses (``space.rejections``), and refuse points that do not
+    fit."""
     count = np.size(work.layout.x)
     scores = SearchScores(
         seconds=np.full(count, np.inf),
@@ -185,11 +192,12 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of the fullest rank, seconds of a step, and those that it takes at least in any parts, for every point.
+    """Return every point's bytes on the fullest rank, seconds of a step, and minimum seconds with any number of parts.
 
-    What points share, a block and the traffic of weights, is computed once.
+    Points share blocks and the traffic of weights, which are computed once.
 
-    The last: parts hide what is exposed over x and y, and do not shorten the rest, save for copies of tokens.
+    For the minimum, parts hide everything that is exposed over x and y, and shorten nothing else except copies of
+    tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
@@ -205,7 +213,8 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
-    """Places of the points that may be among the fastest ``RANKED`` in more parts, which may need less memory."""
+    """Return the positions of points that may be among the fastest ``RANKED`` with more parts, which may need less
+    memory."""
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf
     if len(scores.fits):
@@ -217,7 +226,7 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
 
 
 def in_parts(work: Workload, parts: Sequence[int]) -> Workload:
-    """Every point in each number of parts."""
+    """Return every point with each number of parts."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(parts)))
     each: Workload = repeated.but(batch_parts=np.repeat(np.array(parts, dtype=np.int32), count))

@@ -1,4 +1,4 @@
-"""The best layouts of a plan that its error cannot tell apart, and the search by real trials that would."""
+"""Find the best layouts that the planner's error cannot tell apart, and the search by real trials that could."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workloa
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
 """Names of choices that a layout holds as indices."""
 MEASURED = 10
-"""The most layouts that the proposed search must contain."""
+"""Largest number of layouts that the proposed search must contain."""
 
 
 @dataclass(frozen=True)
 class Indistinct:
-    """Layouts whose predicted times are too close to that of the best to say which is fastest."""
+    """Layouts whose predicted times are too close to the best to say which is fastest."""
 
     factor: float
-    """Ratio of two predicted times from which the order of the measured ones is sure (95 %)."""
+    """Ratio of two predicted times from which the order of the measured ones is certain (95 %)."""
     count: int
-    """Layouts that fit and are within it, the best included."""
+    """Number of layouts that fit and are within the factor, including the best."""
     ranked: int
-    """How many of these are among the ranked ones."""
+    """Number of these layouts among the ranked ones."""
     space: list[str]
-    """Limits of a search by ``fourfold tune`` that keep the fastest of them, and few others."""
+    """Limits of a search by ``fourfold tune`` that keep the fastest of these layouts and few further ones."""
 
     def record(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -46,7 +46,7 @@ def indistinct(plan: Plan, factor: float) -> Indistinct:
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
-    """Limits that all of ``works`` keep, in the words of ``limits.parse_limits``: the values of each knob."""
+    """Return limits that all ``works`` keep, in the words of ``limits.parse_limits``: the values of each knob."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "interleave": pipelined, "cp_method": shared}

@@ -1,4 +1,4 @@
-"""Parses limits of the search, as the command line writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
+"""Parse limits of the search as the command line writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fourfold.planning.search.space import LIMITED, PIPELINES, SearchLimits
 from fourfold.planning.workload import RECOMPUTE
 
 ON_REQUEST = (("GPipe", 1), ("LoopedBFS", 2), ("LoopedBFS", 4), ("DualPipeV", 2))
-"""Schedules that are searched only where a limit names them."""
+"""Schedules that are searched only if a limit names them."""
 EVERYTHING = SearchLimits(pipelines=(*PIPELINES, *ON_REQUEST))
 CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "zero": ("zeros", str),
@@ -21,7 +21,7 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("contexts", str),
     "batch_parts": ("parts", str),
 }
-"""The field of ``SearchLimits`` that a limit restricts, and the text by which it names an entry."""
+"""The field of ``SearchLimits`` that a limit restricts, and how its text names an entry."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
@@ -33,7 +33,7 @@ SYNTAX = (
 
 
 def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimits:
-    """Parse settings of an option; raises ``UserError`` for an unknown one, and where two contradict each other."""
+    """Parse an option's settings. Raise ``UserError`` for an unknown setting, and if two contradict each other."""
     at_most: list[tuple[str, int]] = []
     fixed: list[tuple[str, tuple[int, ...]]] = []
     limits = EVERYTHING

@@ -1,4 +1,4 @@
-"""The plan of a model on a machine: the best layouts, each with its prediction."""
+"""Plan a model on a machine: the best layouts, each with its prediction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRID = ("pp", "dp", "cp", "z", "y", "x")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout: seconds by part, bytes of the fullest rank and by stage."""
+    """One layout: seconds by part, and bytes of the fullest rank and by stage."""
 
     work: Workload
     parts: dict[str, float]
@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def stage_numbers(self) -> list[int]:
-        """The numbers of the pipeline stages in ``stages``."""
+        """Return the numbers of the pipeline stages in ``stages``."""
         return _stages_shown(int(self.work.layout.pp))
 
     @property
@@ -49,23 +49,23 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all GPUs together."""
+        """Return the throughput of all GPUs together."""
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
     def utilization(self, flops: float) -> float:
-        """``flops`` of a step relative to the GPUs' bf16 peak, in whichever precision it runs."""
+        """Return a step's ``flops`` relative to the GPUs' bf16 peak, in every precision."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
     def pflops(self, flops: float) -> float:
-        """Return the PFLOP/s of all GPUs together, for ``flops`` of a step."""
+        """Return the PFLOP/s of all GPUs together, for a step's ``flops``."""
         return float(flops / self.seconds / 1e15)
 
     def describe(self) -> str:
-        """The layout in one line; axes of size 1 are left out."""
+        """Describe the layout in one line, without axes of size 1."""
         return describe_layout(self.work)
 
     def record(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         work, layout = self.work, self.work.layout
         schedule, interleave = SCHEDULES[int(layout.schedule)], int(layout.interleave)
         cp_method = CP_METHODS[int(layout.cp_method)]
@@ -117,7 +117,7 @@ class Plan:
 
 
 def describe_layout(work: Workload) -> str:
-    """A layout in one line; axes of size 1 are left out."""
+    """Describe a layout in one line, without axes of size 1."""
     layout = work.layout
     axes = [f"{axis} {int(size)}" for axis in (*GRID, "ep") if (size := getattr(layout, axis)) > 1] or ["one GPU"]
     more = [f"zero {int(layout.zero)}"] if layout.zero > 0 else []
@@ -132,7 +132,7 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """The blocks that recompute, as a suffix; empty where all do."""
+    """Return a suffix for the blocks that recompute. Empty if all do."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
@@ -157,7 +157,8 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
 
 
 def _stages_shown(pp: int) -> list[int]:
-    """All stages of a short pipeline, or eight of a long one: evenly spaced, with the first and the last."""
+    """Return all stages of a short pipeline, or eight evenly spaced ones of a long pipeline, with the first and the
+    last."""
     return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
 
 
@@ -170,9 +171,19 @@ def make_plan(
     limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Find the ``top`` fastest layouts that fit; where none does, raises ``UserError`` that says what would.
+    """Find the ``top`` fastest layouts that fit.
 
-    watch: as in ``search``.
+    Args:
+        base: The model and its step.
+        machine: The machine.
+        constants: The machine's constants.
+        gpus: Number of GPUs.
+        top: Number of layouts to return.
+        limits: Limits of the search.
+        watch: As in ``search``.
+
+    Raises:
+        UserError: No layout fits. The message says what would.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):

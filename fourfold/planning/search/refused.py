@@ -1,4 +1,4 @@
-"""Layouts that a search refuses: an even sample for each reason, and where the formulas would put them."""
+"""Sample layouts that a search refuses, evenly for each reason, with the times and memory that the formulas give."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fourfold.planning.search.space import (
 from fourfold.planning.workload import Workload
 
 GRIDS = 100
-"""Most grids of one reason whose other choices are tried."""
+"""Largest number of grids per reason whose further choices are tried."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Illegal layouts. The formulas answer for them too, though no program could run them.
+    """Illegal layouts. The formulas work for them too, though no program could run them.
 
-    seconds, memory: [n] of a step and of the fullest rank, in bytes; not finite where the formulas have no answer.
-    reason: [n] indices into ``space.REASONS``.
+    ``seconds`` and ``memory`` are [n] seconds of a step and bytes of the fullest rank, not finite if the formulas have
+    no answer. ``reason`` is [n] indices into ``space.REASONS``.
     """
 
     work: Workload
@@ -42,7 +42,7 @@ class Refused:
 def refused_sample(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, each: int
 ) -> Refused:
-    """Take at most ``each`` illegal layouts for every reason but a lack of memory, evenly from the whole space."""
+    """Take at most ``each`` illegal layouts for every reason except a lack of memory, evenly from the whole space."""
     grids = all_grids(base, gpus, limits)
     of_grids, _ = refused_grids(base, grids, limits, machine)
     some = _even_by_value(of_grids, range(len(REASONS)), GRIDS)
@@ -60,7 +60,7 @@ def refused_sample(
 
 
 def even(places: np.ndarray, count: int) -> np.ndarray:
-    """At most ``count`` of some places, evenly spaced."""
+    """Return at most ``count`` of some positions, evenly spaced."""
     if len(places) <= count:
         return places
     spaced: np.ndarray = places[np.linspace(0, len(places) - 1, count).astype(int)]

@@ -1,4 +1,4 @@
-"""Every layout of a number of GPUs, as arrays, and the reasons why some are illegal."""
+"""List every layout of a number of GPUs as arrays, and the reasons why some are illegal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
-"""Sizes that limits may bound; ep makes no new ranks."""
+"""Sizes that limits may bound. ep adds no ranks."""
 MOST_GPUS = 1 << 24
-"""Layouts of more do not fit the search's 32 bits."""
+"""Layouts of more GPUs do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PIPELINES = (
     ("1F1B", 1),
@@ -26,12 +26,12 @@ PIPELINES = (
     *(("InterleavedZeroBubble", chunks) for chunks in (2, 4)),
     ("ZBVZeroBubble", 2),
 )
-"""Schedules, each with the stages of a rank. The others are predicted where a run file has them: GPipe and LoopedBFS
-take as long as 1F1B and hold more, and DualPipeV is like ZBVZeroBubble."""
+"""Schedules, each with the stages of a rank. Further schedules are predicted only if a run file has them: GPipe and
+LoopedBFS take as long as 1F1B and hold more, and DualPipeV is like ZBVZeroBubble."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
-"""Mode (an index into ``workload.RECOMPUTE``), every, offload."""
+"""Mode (an index into ``workload.RECOMPUTE``), every, and offload."""
 PARTS = (1, 2, 4)
-"""Parts of a micro-batch that take turns (``batch_parts``)."""
+"""Numbers of micro-batch parts that take turns (``batch_parts``)."""
 
 REASONS = (
     "legal",
@@ -39,16 +39,15 @@ REASONS = (
     "offload: the machine file does not say how fast the host's memory is",
     "memory: more likely than allowed not to fit",
 )
-"""Reasons for rejecting a point; it keeps the index of the first that holds."""
+"""Reasons for rejecting a point. A point keeps the index of the first reason that holds."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
-"""Points evaluated at once: their arrays stay in a processor's cache."""
+"""Number of points evaluated at once, so that their arrays stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of the search: largest sizes of axes, or the one or several that they may have, and the choices that it
-    tries."""
+    """Limits of the search: largest sizes of axes, or the sizes that they may have, and the choices to try."""
 
     at_most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
@@ -61,9 +60,10 @@ class SearchLimits:
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
-    """Columns of every factorisation of ``gpus``, with every ep where there are experts, and every micro-batch.
+    """Return columns of every factorization of ``gpus``, with every ep if there are experts, and every micro-batch.
 
-    Raises ``UserError`` for a limit on ep without experts.
+    Raises:
+        UserError: There is a limit on ep and no expert.
     """
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
@@ -82,11 +82,11 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
-    """``base`` with every grid and every other choice, except what is recomputed: no rule depends on that."""
+    """Return ``base`` with every grid and every choice except the recompute modes, because no rule depends on those."""
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
-    # Points that differ only in a choice without effect are one.
+    # Points that differ only in a choice without effect are one point.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["interleave"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
@@ -103,7 +103,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
 
 
 def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
-    """Every choice with every recompute."""
+    """Return every choice with every recompute mode."""
     columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
     columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
@@ -113,8 +113,9 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[n] the reason why a grid is illegal with any other choice, 0 where it may be legal; [n] its layouts."""
-    # No other choice makes legal what these leave illegal; zero 3 alone allows an ep that z and it do not divide.
+    """Return [n] why a grid is illegal with every choice, 0 if it may be legal, and [n] its number of layouts."""
+    # No other choice makes legal what these choices leave illegal. Only zero 3 allows an ep with neither z nor ep
+    # dividing the second one.
     simplest = base.but(**grids, schedule=0, interleave=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
@@ -123,7 +124,7 @@ def refused_grids(
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
-    """[n] indices into ``REASONS``, memory not yet considered."""
+    """Return [n] indices into ``REASONS``, before considering memory."""
     count = np.size(work.layout.x)
     if count > CHUNK:
         chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]
@@ -162,14 +163,14 @@ def _sizes(work: Workload) -> Sizes:
 
 
 def refusal(work: Workload, machine: Machine) -> str:
-    """The reason why one layout is illegal; empty if it is legal."""
+    """Return why one layout is illegal. Empty if it is legal."""
     reason = int(rejections(work, machine)[0])
     return REASONS[reason] if reason else ""
 
 
 @cache
 def factorisations(number: int, parts: int) -> np.ndarray:
-    """[n, parts]: every way to write ``number`` as an ordered product of ``parts`` factors."""
+    """Return [n, parts]: every way to write ``number`` as an ordered product of ``parts`` factors."""
     if parts == 1:
         return np.array([[number]])
     rows = []
@@ -180,7 +181,7 @@ def factorisations(number: int, parts: int) -> np.ndarray:
 
 
 def _crossed(columns: dict[str, np.ndarray], more: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Every row combined with every row of some more columns."""
+    """Combine every row with every row of some more columns."""
     count, times = len(next(iter(columns.values()))), len(next(iter(more.values())))
     crossed = {key: np.repeat(column, times) for key, column in columns.items()}
     for key, values in more.items():

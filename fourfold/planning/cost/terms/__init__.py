@@ -1,1 +1,1 @@
-"""The terms of a training step's time: one file for each term."""
+"""The terms of a training step's time, one file per term."""

@@ -9,15 +9,17 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Matrix products of a fused kernel's backward for two of its forward: five, scores computed again."""
+"""Matmuls of a fused kernel's backward for two in its forward: five, because scores are computed again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """Bytes moved for each score in 16 bits by separate kernels for scaled masked softmax and dropout: scores written
-and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1); backward as much and the scores' gradient."""
+and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves as much and the scores'
+gradient."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
-"""The same where Megatron-LM's fused softmax does not apply, so that scaling, masking, conversion to 32 bits, softmax
-and conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, dropout 5; backward as much without the mask."""
+"""The same if Megatron-LM's fused softmax does not apply, so that scaling, masking, conversion to 32 bits, softmax, and
+conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, dropout 5. The backward moves as much without the
+mask."""
 FUSED_HEADS = 4
 """The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
 PLAIN_KERNELS = 6.0
@@ -25,24 +27,27 @@ PLAIN_KERNELS = 6.0
 
 
 NARROW, NARROW_FLASH2 = 0.8, 0.9
-"""Share of the rate of heads of 128 that heads of 64 reach, forward and backward together: with cuDNN and
-FlashAttention-3, and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473 and 299 of
-539, 616 and 335 TFLOP/s in a causal forward of 16k tokens, and less apart in the backward)."""
+"""Rate with heads of 64 relative to heads of 128, forward and backward together, with cuDNN and FlashAttention-3,
+and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473, and 299 of 539, 616, and
+335 TFLOP/s in a causal forward of 16k tokens, and closer in the backward)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved for each score in 16 bits by the single operations of capped attention (parallel.block_attention), every
-one of which reads its operands and writes its result in memory. Forward: the product (2), conversion to 32 bits (6),
-scale, divide, tanh, multiply and mask (8 each), log-sum-exp (24: maximum, difference, exponential, sum), the softmax
-(8 + 8), conversion and the product with the values (6 + 2). Backward: scores again and mask (48), the slopes (24), the
-softmax (16), and its product (8); the gradient of the weights (8), less their projection (8), times weights, slopes
-(12 each) and scale (8), in 16 bits (6), and two products (4)."""
+"""Bytes moved for each score in 16 bits by the single operations of capped attention (parallel.block_attention). Each
+of them reads its operands and writes its result in memory.
+
+- Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
+  maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).
+- Backward: scores again and mask (48), the slopes (24), the softmax (16), and its matmul (8), the gradient of the
+  weights (8), less their projection (8), times weights, slopes (12 each), and scale (8), in 16 bits (6), and two
+  matmuls (4).
+"""
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
 """Operations of one piece of the queries."""
 
 
 class Kernel(NamedTuple):
-    """A fused kernel: its share of the fastest one's rate for long sequences with heads of 128, the tokens at which it
-    reaches half of that, and the share of it with smaller heads."""
+    """A fused kernel: its rate for long sequences with heads of 128, relative to the fastest one, the tokens at
+    which it reaches half of that, and its relative rate with smaller heads."""
 
     share: Number
     half: Number
@@ -50,7 +55,7 @@ class Kernel(NamedTuple):
 
 
 def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number, kernel: Kernel) -> Number:
-    """Forward of a fused kernel; ``flops`` of one forward, and the fastest one's rate."""
+    """Return the seconds of a fused kernel's forward with these ``flops``, given the fastest kernel's rate."""
     width = np.where(head_dim < 128, kernel.narrow, 1.0)
     return flops * (seq + kernel.half) / (seq * rate * kernel.share * width)
 
@@ -58,14 +63,16 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
 def unfused_seconds(
     scores: Number, head_dim: Number, *, rate: Number, bandwidth: Number, moved_per_score: Number
 ) -> Number:
-    """One direction of the unfused core with ``scores`` = sequences × heads × queries × keys: its two products move
-    the scores, and their depth (or width) is only ``head_dim``."""
+    """Return the seconds of one direction of the unfused core with ``scores`` = sequences × heads × queries × keys.
+
+    Its two matmuls move the scores, and their depth (or width) is only ``head_dim``.
+    """
     products = 2 * 2 * scores * head_dim / (0.5 * rate)
     return products + scores * moved_per_score / bandwidth
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Seconds of the forward and of the backward with capped scores, in single operations."""
+    """Return the seconds of forward and backward with capped scores, in single operations."""
     forward, backward = (
         unfused_seconds(products * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / products)
         for moved, products in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

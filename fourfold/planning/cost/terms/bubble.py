@@ -19,14 +19,16 @@ def bubble_seconds(
     inputs: Number,
     weights: Number,
 ) -> Number:
-    """Seconds that a rank waits in a step for the pipeline to fill and drain. forward, inputs, weights: seconds of one
-    micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
+    """Return the seconds per step that a rank waits for the pipeline to fill and drain.
 
-    1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
-    plus (v − 1)/v of a micro-batch's time for each micro-batch fewer than p. Zero-bubble schedules put weight
-    gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as there are any; of DualPipeV this is
-    an upper bound. Equal to torch's lists (tests/planning/test_terms.py) where F, I and W take equally long; otherwise
-    steps of zero-bubble schedules are within a few percent.
+    forward, inputs, and weights are the seconds of one micro-batch in all of the rank's layers, and of its input
+    gradients and weight gradients.
+
+    1F1B and GPipe wait (p − 1)(F + I + W). Interleaved waits 1/v of it (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2), plus (v − 1)/v of a micro-batch's time for each micro-batch fewer than p. Zero-bubble schedules put
+    weight gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as there are any. For DualPipeV
+    this is an upper bound. The times equal torch's lists (tests/planning/test_terms.py) if F, I, and W take equally
+    long. Otherwise steps of zero-bubble schedules are within a few percent.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -48,8 +50,11 @@ def _zero_bubble(
     pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
     weights: Number,
 ) -> Number:  # fmt: skip
-    """Bubble of the interleaved zero-bubble schedule: F + I − W between two ranks, plus the work of micro-batches that
-    are missing to p; at least the way of the first micro-batch through all chunks and back, which the others follow."""
+    """Return the bubble of the interleaved zero-bubble schedule.
+
+    It is F + I − W between two ranks, plus the work of the micro-batches that are missing to p. It is at least the way
+    of the first micro-batch through all chunks and back, which all later ones follow.
+    """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
     way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
@@ -57,9 +62,12 @@ def _zero_bubble(
 
 
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
-    """Bubble of the V-shaped zero-bubble schedule. From 2·pp micro-batches on it is p − 1 gaps, each set by the longest
-    of F, I and W or by their differences, over half of a rank's layers; with fewer, the part of the first micro-batch's
-    way down the V and up again that the others do not fill."""
+    """Return the bubble of the V-shaped zero-bubble schedule.
+
+    From 2·pp micro-batches on it is p − 1 gaps, each set by the longest of F, I, and W or by their differences, over
+    half of a rank's layers. With fewer micro-batches, it is the part of the first one's way down the V and up again
+    that no later micro-batch fills.
+    """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
     first = 2 * (pp - 1) * (forward + inputs)
@@ -69,8 +77,11 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Seconds of sending ``size`` bytes to the next stage: through the network, as the slowest hop sets the pace,
-    unless the whole job is in one node or domain."""
+    """Return the seconds of sending ``size`` bytes to the next stage.
+
+    The bytes go through the network, because the slowest hop sets the pace, unless the whole job is in one node or
+    domain.
+    """
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node
     latency = machine.base + np.where(inside, machine.intra_hop, machine.inter_hop)

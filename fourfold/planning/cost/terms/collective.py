@@ -1,4 +1,4 @@
-"""Seconds of a collective: ring and tree, inside a node, across nodes, with the adapters that its peers share."""
+"""Seconds of a collective: ring and tree, inside a node, and across nodes with the adapters that its peers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fourfold.planning.machines.machine import Machine
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: their number, and that in one node; their bandwidth, and the latency of ring and tree."""
+    """Ranks that communicate: their number, their number in one node, their bandwidth, and the latency of ring and
+    tree."""
 
     size: Number
     inside: Number
@@ -25,10 +26,10 @@ class RankGroup(NamedTuple):
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
-    """The group of ``size`` ranks that stand ``stride`` apart, where ranks fill one node after another.
+    """Return the group of ``size`` ranks with a distance of ``stride``, if ranks fill one node after another.
 
-    All groups of an axis work at once: those that leave a node share its adapters, members of one group in it use them
-    together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that share it).
+    All groups of an axis work at once. Groups that leave a node share its adapters, and members of one group in the
+    node use them together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that share it).
     """
     fast = np.maximum(machine.domain, machine.gpus_per_node)
     inside = np.clip(np.floor(fast / stride), 1, size)
@@ -56,15 +57,18 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
 
 
 def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """``count`` all-gathers or reduce-scatters of ``size`` bytes (of the full tensor) in all, by a ring: its latency
-    grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5)."""
+    """Return the seconds of ``count`` all-gathers or reduce-scatters of ``size`` bytes in total (of the full tensors),
+    by a ring.
+
+    Its latency grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5).
+    """
     share = (group.size - 1) / group.size
     seconds = share * size / group.bandwidth + count * (group.base + group.ring)
     return np.where(group.size > 1, np.maximum(seconds, count * group.floor), 0.0)
 
 
 class ShardGroup(NamedTuple):
-    """Ranks that share weights: one group, or in two levels those inside a node and those across nodes."""
+    """Ranks that share weights: one group, or in two levels the ranks inside a node and the ranks across nodes."""
 
     whole: RankGroup
     inside: RankGroup
@@ -75,7 +79,8 @@ class ShardGroup(NamedTuple):
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
-    """The group of ``size`` ranks, in two levels where several times ``per_node``, more than 1, are in it."""
+    """Return the group of ``size`` ranks, in two levels if it has several times ``per_node`` ranks and ``per_node``
+    exceeds 1."""
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
     if not in_levels.any():
@@ -85,8 +90,11 @@ def shard_group_of(
 
 
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
-    """``gather_seconds`` over a shard group. Two levels are two rings, one after the other: one of the ranks of a node,
-    and, with the part of one of them, one of the nodes (PCCL, arXiv 2504.18658)."""
+    """Return ``gather_seconds`` over a shard group.
+
+    Two levels are two rings, one after the other: one of a node's ranks and, with one rank's part, one of the nodes
+    (PCCL, arXiv 2504.18658).
+    """
     if not group.in_levels.any():
         return gather_seconds(size, count, group.whole)
     inside = gather_seconds(size, count, group.inside)
@@ -95,7 +103,8 @@ def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
 
 
 def reduce_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """``count`` all-reduces of ``size`` bytes in all: a ring moves twice a gather's bytes; a tree has fewer steps."""
+    """Return the seconds of ``count`` all-reduces of ``size`` bytes in total. A ring moves twice a gather's bytes,
+    and a tree has fewer steps."""
     share = 2 * (group.size - 1) / group.size
     latency = group.base + np.minimum(2 * group.ring, group.tree)
     return np.where(group.size > 1, share * size / group.bandwidth + count * latency, 0.0)

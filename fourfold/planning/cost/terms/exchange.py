@@ -13,12 +13,16 @@ from fourfold.planning.machines.machine import Machine
 def exchange_seconds(
     size: Number, copies: Number, once: Number, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
-    """Seconds in which each of ``ranks``, which stand ``stride`` apart, sends ``copies`` of tokens of ``size`` bytes in
-    all to ranks that are as likely as each other. Zero where there is one rank.
+    """Return the seconds in which each of ``ranks`` ranks, with a distance of ``stride``, sends ``copies`` of its
+    tokens.
 
-    Each rank has its share of the node's adapters, which work beside the links inside the node; the slower ones count.
-    once: a token with several copies on one node is sent once over the network, and once to each rank there (DeepEP,
-    github.com/deepseek-ai/DeepEP); else once for each copy.
+    The tokens have ``size`` bytes in total and go to ranks that are equally likely. It is zero with one rank. Each rank
+    has its share of the node's adapters, which work concurrently with the links inside the node, and the slower ones
+    count.
+
+    Args:
+        once: A token with several copies on one node is sent once over the network, and once to each rank there
+            (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
     """
     group = group_of(ranks, stride, machine, constants)
     near = group_of(group.inside, stride, machine, constants).bandwidth
@@ -34,5 +38,5 @@ def exchange_seconds(
 
 
 def _share_reached(copies: Number, places: Number) -> Number:
-    """Share of ``places`` that get at least one of ``copies``, each at a random place."""
+    """Return the fraction of ``places`` that get at least one of ``copies``, each at a random place."""
     return 1 - (1 - 1 / np.maximum(places, 1.0)) ** copies

@@ -7,40 +7,43 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
-"""Operations of one block in eager PyTorch: products, biases, norms, casts, dropout, copies, activation, attention."""
+"""Operations of one block in eager PyTorch: matmuls, biases, norms, casts, dropout, copies, activation, and
+attention."""
 FUSED_SHARE = 0.5
-"""Share of these with fused norms, rotary embeddings and attention."""
+"""Fraction of these operations left with fused norms, rotary embeddings, and attention."""
 COLLECTIVE_KERNELS = 3.0
-"""Launches of a collective: the copies around it, the events that order streams."""
+"""Launches of a collective: the copies around it, and the events that order streams."""
 OPTIMIZER_KERNELS = 60.0
-"""Fused AdamW, norm and clipping, in multi-tensor kernels."""
+"""Fused AdamW, norm, and clipping, in multi-tensor kernels."""
 
 
 def overlapped(device: Number, host: Number) -> Number:
-    """Device and host work at the same time; where they take as long as each other neither hides the other fully."""
+    """Return the time if device and host work concurrently. If they take equally long, neither hides the other
+    fully."""
     return (device**4 + host**4) ** 0.25
 
 
 def block_launches(kernels: float, fused: Number, collectives: Number) -> Number:
-    """Launches of one block in one direction, which has so many ``kernels`` in eager PyTorch."""
+    """Return the launches of one block in one direction, with this number of ``kernels`` in eager PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
 
 ROUTER_KERNELS = 25.0
-"""Operations of a router in eager PyTorch, in each direction: scores, choice, weights; counts, sorting, gathering and
+"""Operations of a router in eager PyTorch, in each direction: scores, choice, weights, counts, sorting, gathering, and
 summing rows."""
 GROUPED_KERNELS = 4.0
-"""Operations of grouped products and of the activation between them, where one kernel computes all experts."""
+"""Operations of grouped matmuls and of the activation between them, if one kernel computes all experts."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
-"""Products of an expert, where each is launched on its own (Transformer Engine's GroupedLinear)."""
+"""Matmuls of an expert, if each is launched by itself (Transformer Engine's GroupedLinear)."""
 FLOAT8_KERNELS = 3.0
-"""More launches for each of its products in 8 bits: an input is rounded, and the scales of two are put in order."""
+"""Additional launches for each of its matmuls in 8 bits: an input is rounded, and the scales of two are put in
+order."""
 
 
 def expert_launches(
     experts: Number, grouped: Number, fused: Number, in_8: Number, collectives: Number
 ) -> tuple[Number, Number]:
-    """Launches of a router and its experts on a rank, forward and backward."""
+    """Return the launches of a router and its experts on a rank, forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
     one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4

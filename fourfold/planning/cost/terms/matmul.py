@@ -1,8 +1,8 @@
-"""Seconds of a matrix product: tiles, waves of tiles, and the depth of the sum.
+"""Seconds of a matmul: tiles, waves of tiles, and the depth of the sum.
 
-A kernel gives every processor one tile of the output at a time; a last wave that is not full costs as much as a full
+A kernel gives every processor one tile of the output at a time. A last wave that is not full costs as much as a full
 one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among tile
-sizes: the fastest counts, where smaller tiles reuse less of what they load.
+sizes. The fastest counts, though smaller tiles reuse less of what they load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
-"""Rows, columns, and the share of the best rate: two of the tiles' guide's figures (256×128 and 128×64 on A100)."""
+"""Rows, columns, and the fraction of the best rate, with two of the guide's figures (256×128 and 128×64 on A100)."""
 
 PROLOGUE = 128.0
 """A tile's set-up and write-out take as long as this much depth of the sum: two to four steps of 32 or 64."""
@@ -21,9 +21,19 @@ PROLOGUE = 128.0
 def matmul_seconds(
     m: Number, n: Number, k: Number, *, rate: Number, units: Number, bandwidth: Number, item: Number, groups: Number = 1
 ) -> Number:
-    """Seconds of [m, k] @ [k, n]: rate in FLOP/s of the best shape, units the processors, item bytes of an entry.
+    """Return the seconds of [m, k] @ [k, n].
 
-    ``groups`` such products are one grouped product, whose tiles share the waves.
+    ``groups`` such matmuls are one grouped matmul, whose tiles share the waves.
+
+    Args:
+        m: Rows of the output.
+        n: Columns of the output.
+        k: Depth of the sum.
+        rate: FLOP/s of the best shape.
+        units: Number of processors.
+        bandwidth: Memory bandwidth in bytes per second.
+        item: Bytes of an entry.
+        groups: Number of matmuls.
     """
     wave = 2.0 * units * (k + PROLOGUE) / rate
     times = [
@@ -31,7 +41,7 @@ def matmul_seconds(
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
-    # A device of one unit is a processor: its blocks fit its caches and are small against any layer.
+    # A device of one unit is a processor. Its blocks fit its caches and are small compared with any layer.
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)

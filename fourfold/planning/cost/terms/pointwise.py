@@ -1,6 +1,6 @@
-"""Bytes moved by operations that memory limits: norms, residuals, activations, rotary embeddings, copies.
+"""Bytes moved by operations that memory limits: norms, residuals, activations, rotary embeddings, and copies.
 
-A pass is a read or a write of all of a tensor.
+A pass reads or writes all of a tensor.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ RESIDUAL_PASSES = 12.0
 FUSED_RESIDUAL_PASSES = 8.0
 """Norm and residual sum in one kernel each."""
 HEAD_PASSES = 4.0
-"""Passes over queries, keys and values: rotate or add biases, and lay out for the attention."""
+"""Passes over queries, keys, and values: rotate or add biases, and lay out for the attention."""
 PLAIN_TURNS = 8.0
-"""More passes over queries and keys where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products,
-negation, concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
+"""Additional passes over queries and keys if rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as
+products, negation, concatenation, and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
-"""Passes over the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
+"""Passes over the inner width: bias and activation as two operations, or gate, up, their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
-"""A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
+"""A norm's backward reads the gradient and the input and writes one tensor, and a sum's backward only passes on: 3
+for 2."""
 
 # fourfold's own operations on 16 bits, forward and backward. tests/planning/test_traffic.py counts them, except for
 # fused operations and the kernels of norms, which only a GPU or a compiler has.
 OWN_SUMS = 6.0, 6.0
 """Two residual sums, and the sums of gradients that meet there: read twice, write."""
 OWN_NORMS = 4.0, 10.0
-"""Two norms of one kernel each: it reads and writes; its gradients of inputs and of weights each read both ends."""
+"""Two norms of one kernel each. It reads and writes, and its gradients of inputs and of weights each read both ends."""
 OWN_CHAINS = 10.0, 48.0
 """Two RMSNorms as chains of operations (``parallel.norm``), with sums over y between them."""
 OWN_LAYER_CHAINS = 30.0, 76.0
@@ -48,31 +49,32 @@ OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over the outputs that a bias is added to; its gradient is a sum."""
+"""Passes over the outputs that a bias is added to. Its gradient is a sum."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
-"""Passes over the router's scores in fp32: softmax, choice and their sums."""
+"""Passes over the router's scores in fp32: softmax, choice, and their sums."""
 ROW_PASSES = 4.0
-"""Passes over the rows of a rank's tokens: gathered before they are sent, and summed, with weights, when they are back;
-the backward does the same the other way around."""
+"""Passes over the rows of a rank's tokens: gathered before they are sent, and summed with weights when they are
+back. The backward does the reverse."""
 SORT_PASSES = 4.0
 """Passes over the rows of a rank's several experts, sorted by expert, and put back in their order."""
 PLACING_PASSES = 2.0
-"""The same, and all of ``ROW_PASSES``, where the exchange puts every token in its place, and sums what comes back."""
+"""The same, and all of ``ROW_PASSES``, if the exchange puts every token in its place and sums what comes back."""
 PADDING_PASSES = 4.0
-"""Passes over these rows in 8 bits: each expert's are padded to a multiple, and unpadded."""
+"""Passes over these rows in 8 bits: each expert's rows are padded to a multiple, and unpadded."""
 ROUNDING_PASSES = 2.0
-"""Passes of 16 bits over what a product reads, rounded to 8 bits row by row and column by column."""
+"""Passes of 16 bits over what a matmul reads, rounded to 8 bits row by row and column by column."""
 EXPERT_GATE_PASSES = 3.0, 6.0
-"""Passes of other programs over the experts' width: gate, up and their product, times the rows' weights; backward the
-product's gradient, gate, up and their gradients, and the product again for those of the weights."""
+"""Passes of other programs over the experts' width: gate, up, and their product, times the rows' weights. The
+backward has the product's gradient, gate, up, their gradients, and the product again for the gradients of the
+weights."""
 
 
 def others_bytes(
     residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
 ) -> tuple[Number, Number]:
-    """Bytes moved in one block's forward and backward, of tensors of ``residual``, ``heads`` (queries, keys and
-    values), ``turned`` (by rotary embeddings) and ``inner`` bytes on the rank."""
+    """Return the bytes moved in one block's forward and backward, for tensors of ``residual``, ``heads`` (queries,
+    keys, and values), ``turned`` (by rotary embeddings), and ``inner`` bytes on the rank."""
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
     turns = np.where(fused, 0, PLAIN_TURNS)
@@ -84,9 +86,15 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Number, fused: Number, core_fused: Number, chains: Number, layer_norm: Number,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """The same for fourfold's own block. turned, normed, biased: bytes that rotary embeddings rotate, that head norms
-    read, and that biases are added to; core_fused: operations between the attention's products are fused; chains: norms
-    are chains of operations."""
+    """Return the same for fourfold's own block.
+
+    Args:
+        turned: Bytes that rotary embeddings rotate.
+        normed: Bytes that head norms read.
+        biased: Bytes that biases are added to.
+        core_fused: Operations between the attention's matmuls are fused.
+        chains: Norms are chains of operations.
+    """
 
     def passes(direction: int) -> Number:
         chain = np.where(layer_norm, OWN_LAYER_CHAINS[direction], OWN_CHAINS[direction])
@@ -107,8 +115,11 @@ def own_bytes(
 
 
 class ExpertFlags(NamedTuple):
-    """How a program moves rows: fourfold's own operations; fused ones; products in 8 bits; exchanges that put rows in
-    their place, and products that make the activation and round; several experts on a rank."""
+    """How a program moves rows.
+
+    The flags are fourfold's own operations, fused operations, matmuls in 8 bits, exchanges that put rows in their place
+    with matmuls that compute the activation and round, and several experts on a rank.
+    """
 
     is_own: Number
     fused: Number
@@ -120,9 +131,16 @@ class ExpertFlags(NamedTuple):
 def expert_bytes(
     scores: Number, sent: Number, here: Number, inner: Number, how: ExpertFlags
 ) -> tuple[Number, Number, Number]:
-    """Bytes moved between the products of a router and its experts, forward and backward, and by the activation
-    forward. scores: those of the router; sent, here: the rows of a rank's tokens, and of its experts; inner: these at
-    the experts' width."""
+    """Return the bytes moved between the matmuls of a router and its experts, forward and backward, and by the
+    forward's activation.
+
+    Args:
+        scores: Bytes of the router's scores.
+        sent: Bytes of the rows of a rank's tokens.
+        here: Bytes of the rows of its experts.
+        inner: These at the experts' width.
+        how: How the program moves rows.
+    """
     passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
     in_place = np.asarray(how.in_place, bool)
     gates = [
