@@ -58,7 +58,7 @@ def mark_best(checkpoint: Path) -> None:
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """Return the checkpoint from which a run resumes. None if it starts from the beginning.
+    """Return the checkpoint that a run resumes from. None if it starts from the beginning.
 
     Args:
         resume: `checkpoint.resume`: "never", "auto", or a path.

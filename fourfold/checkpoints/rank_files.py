@@ -148,7 +148,7 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
 
 
 def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
-    """Return the type in which a tensor is stored."""
+    """Return the stored dtype of a tensor."""
     return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
 
 

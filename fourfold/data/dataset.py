@@ -174,7 +174,7 @@ def windows_of(
 
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
-        document_starts: For each row, the indices at which documents start.
+        document_starts: For each row, the start of each document, as an index.
         missing: For each row, the number of places before the first token of the corpus.
         numbers: Number of each sample [samples].
         look_back: Tokens before each window.
@@ -190,7 +190,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
     """Number the documents within each window from 0.
 
     Args:
-        starts: For each window, the indices at which documents start, in any order. Repeats are allowed.
+        starts: For each window, the start of each document, as an index, in any order. Repeats are allowed.
         length: Tokens per window.
 
     Returns:

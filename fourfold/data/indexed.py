@@ -8,8 +8,8 @@ Layout of the .idx, little-endian throughout:
     uint64    number of sequences, n
     uint64    number of document boundaries, d (one more than there are documents)
     int32[n]  tokens in each sequence
-    int64[n]  byte at which each sequence starts in the .bin
-    int64[d]  sequence at which each document starts, then n
+    int64[n]  first byte of each sequence in the .bin
+    int64[d]  first sequence of each document, then n
 
 fourfold writes one sequence per document. It refuses multimodal files, which have n more bytes of modes.
 """
@@ -104,7 +104,7 @@ class IndexedDataset:
         if self._contiguous and total_bytes != self._bin_bytes:
             self._refuse(f"expects {total_bytes} bytes of tokens, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # The byte at which each sequence starts, or would start if the sequences were contiguous.
+        # First byte of each sequence, or what it would be if the sequences were contiguous.
         self._starts: NDArray[np.int64] = self._pointers
         if not self._contiguous:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize

@@ -92,7 +92,7 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
-        """Return the micro-batches of one optimizer step (from 0), in the order in which they run."""
+        """Return the micro-batches of one optimizer step (from 0), in execution order."""
         if self._executor is None:
             return self._assemble(step)
         ahead, self._ahead = self._ahead, None

@@ -191,7 +191,7 @@ class _Line:
 
     path: Path
     begin: int
-    """Byte at which the line begins."""
+    """Offset of the line's first byte."""
 
     def __str__(self) -> str:
         with _open(self.path) as file:

@@ -14,7 +14,7 @@ from fourfold.extras import import_extra
 from fourfold.untrusted_files import check_model_folder
 
 REMOTE_CODE = "trust_remote_code"
-"""The argument with which transformers runs code that comes with a model. Its error messages name it."""
+"""Argument that lets transformers run code that comes with a model. Its error messages name the argument."""
 
 
 class TransformersTokenizer:

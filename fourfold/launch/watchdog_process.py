@@ -50,7 +50,7 @@ class Watch(NamedTuple):
     signals: int
     """Pipe with the numbers of the signals that the rank receives. It closes when the rank ends."""
     tell: int
-    """Pipe to the rank, for the exit code with which it must exit."""
+    """Pipe that tells the rank which exit code to exit with."""
     process: int
     rank: int
     world_size: int
