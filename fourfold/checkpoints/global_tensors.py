@@ -19,7 +19,7 @@ from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.experts.expert_load import ExpertLoad
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.grid.shared_failure import true_on_any_rank
+from fourfold.parallel.grid.shared_failure import from_all_ranks, true_on_any_rank
 from fourfold.parallel.grid_model import GridModel
 from fourfold.parallel.memory.offload import CopyStream
 from fourfold.parallel.state import LocalShard
@@ -158,8 +158,7 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
     finite = extremes.isfinite().all(dim=1)
     if true_on_any_rank(not bool(finite.all()), finite.device, "finite weights"):
         bad = [name for name, good in zip(locals_, finite.tolist(), strict=True) if not good]
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, bad)
+        everyone = from_all_ranks(bad, "finite weights")
         rank, name = next((rank, names[0]) for rank, names in enumerate(everyone) if names)
         raise UserError(
             f"{name} is not finite on rank {rank} after step {step}; nothing was saved, and the last checkpoint in "

@@ -17,7 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.parallel.grid.checksums import CollectiveInputs, Given, checksum, first_to_differ
 from fourfold.parallel.grid.communicate import purpose
 from fourfold.parallel.grid.grid import Axis
-from fourfold.parallel.grid.shared_failure import true_on_any_rank
+from fourfold.parallel.grid.shared_failure import from_all_ranks, true_on_any_rank
 from fourfold.parallel.state import LocalShard
 from fourfold.training.job import Job
 
@@ -80,9 +80,9 @@ class Replay:
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
         """Raise for two passes that differ. If the third agrees with one of them, a device is at fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
-        everyone = _gathered((first, second))
+        everyone = from_all_ranks((first, second), "replayed step")
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
-        hosts = _gathered(platform.node())
+        hosts = from_all_ranks(platform.node(), "replayed step")
         named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
         if is_rare:
             raise UserError(
@@ -110,7 +110,7 @@ class Replay:
         if not self._on_any(bool(differing.any())):
             return
         values = {(name, str(shard.slices)): int(s) for (name, shard, _), s in zip(tensors, sums, strict=True)}
-        everyone, hosts = _gathered(values), _gathered(platform.node())
+        everyone, hosts = from_all_ranks(values, "replayed step"), from_all_ranks(platform.node(), "replayed step")
         name, ranks = _odd_ones(everyone)
         named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
         raise UserError(
@@ -174,11 +174,3 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
         settings.fill_uninitialized_memory = fills
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks, by rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    with purpose("replayed step"):
-        dist.all_gather_object(everyone, value)
-    return everyone

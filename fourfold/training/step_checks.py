@@ -15,7 +15,7 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import purpose
-from fourfold.parallel.grid.shared_failure import failing_together
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0, failing_together
 from fourfold.training.bad_steps import (
     BAD_STEPS_FILE,
     leaves_out,
@@ -71,14 +71,12 @@ class StepChecks:
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
         self.job, self.run, self.config = job, job.run, job.run.checks
         self.run_dir, self.checkpointer = run_dir, checkpointer
-        earlier: list[Any] = [None]
-        with failing_together():
-            if dist.get_rank() == 0:
-                if self.run.checkpoint.resume == "never":
-                    set_bad_steps_aside(run_dir)
-                earlier = [[line for line in read_bad_steps(run_dir) if "skips" in line]]
-        dist.broadcast_object_list(earlier, src=0)
-        self._left_out: list[dict[str, Any]] = earlier[0]
+        self._left_out = decided_by_rank_0(self._read)
+
+    def _read(self) -> list[dict[str, Any]]:
+        if self.run.checkpoint.resume == "never":
+            set_bad_steps_aside(self.run_dir)
+        return [line for line in read_bad_steps(self.run_dir) if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
         """Return True if the batch of a step (counted from 0) is left out because it made the run roll back or fail."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from fourfold.checkpoints.saved_state import StreamPosition, read_state
 from fourfold.errors import UserError
-from fourfold.parallel.grid.communicate import purpose
-from fourfold.parallel.grid.shared_failure import failing_together
+from fourfold.parallel.grid.shared_failure import failing_together, from_all_ranks
 from fourfold.training.corpora import Corpora
 
 
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
-    """Return where the streamed dataset continues after ``steps``, on any grid. Every process calls this.
+    """Return the position of the streamed dataset after ``steps``, for any grid. Every process calls this.
 
     The process that has read the last sample of a stream knows its position. Returns None if the data is not streamed.
     """
@@ -26,9 +23,7 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     with failing_together():
         last = corpora.train.sample_numbers(steps - 1).reshape(-1).tolist() if steps else []
         mine = stream.positions(steps, last)
-    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(dist.get_world_size())]
-    with purpose("positions in the data"):
-        dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(mine, "positions in the data")
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
     tokenizer = stream.tokenizer.fingerprint
@@ -42,7 +37,7 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
-    """Continue a streamed dataset where a checkpoint was saved. Every process calls this.
+    """Continue a streamed dataset at the position in a checkpoint. Every process calls this.
 
     Args:
         corpora: The data. Nothing happens if it is not streamed.

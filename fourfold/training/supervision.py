@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.launch.stop_signals import StopRequest, stop_request
 from fourfold.launch.watchdog import watchdog
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.training.run_folder import folder_of
 
 HANGS = "hangs"
@@ -32,6 +31,4 @@ def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
 
 def _time_of_start() -> str:
     """Return the time on rank 0's clock, on all ranks."""
-    now = [time.strftime("%Y-%m-%dT%H-%M-%S")]
-    dist.broadcast_object_list(now)
-    return now[0]
+    return decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))

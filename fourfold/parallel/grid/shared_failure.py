@@ -1,4 +1,4 @@
-"""Raise one process's failure on all processes."""
+"""Agree with all processes: raise one process's failure on all of them, and share small values."""
 
 from __future__ import annotations
 
@@ -48,14 +48,8 @@ def raise_together(failure: UserError | None) -> None:
     Without a failure, this costs one number per process.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    failed = torch.tensor(float(failure is not None), device=device)
-    with purpose("failures"):
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if not failed.item():
-            return
-        everyone: list[UserError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, failure)
-    raise next(each for each in everyone if each is not None) from failure
+    if true_on_any_rank(failure is not None, torch.device(device), "failures"):
+        raise next(each for each in from_all_ranks(failure, "failures") if each is not None) from failure
 
 
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
@@ -64,3 +58,11 @@ def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
     with purpose(why):
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found.item())
+
+
+def from_all_ranks(value: T, why: str) -> list[T]:
+    """Return the values of all ranks, by rank. Every rank calls this; ``why`` is its purpose."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with purpose(why):
+        dist.all_gather_object(everyone, value)
+    return everyone
