@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fourfold.parallel.tensor.linear import Linear4D, Operands
+from fourfold.parallel.tensor.linear import Linear4D
 
 
 class WeightGradients:
     """The weight gradients that one backward has left out."""
 
     def __init__(self) -> None:
-        self.operands: list[Operands] = []
+        self.operands: list[tuple[Linear4D, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def compute(self, receive: Callable[[nn.Parameter, Tensor], None]) -> None:

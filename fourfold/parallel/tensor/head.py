@@ -45,7 +45,7 @@ class ParallelHead(Tiled):
         """
         if labels_BS is None:
             return self._logits(x_BTh)
-        return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight, loss_scale)
+        return _loss(x_BTh, where_differentiated(self.weight), labels_BS, self, loss_scale)
 
     def real_columns(self) -> int:
         """Return how many of this rank's rows of the vocabulary are not padding."""
@@ -62,13 +62,6 @@ class ParallelHead(Tiled):
         logits_BSv = all_reduce(F.linear(x_BSh, self.weight), self.y, "lm_head: logits")
         logits_BSV = all_gather(logits_BSv, self.x, 2, "lm_head: logits")[..., : self.vocab_size]
         return softcapped(logits_BSV, self.softcap)
-
-
-@not_compiled
-def vocabulary_parallel_loss(
-    x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor, loss_scale: Tensor | float
-) -> Tensor:
-    return _Loss.apply(x_BTh, where_differentiated(weight), labels_BS, head, loss_scale)
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
@@ -95,6 +88,9 @@ class _Loss(Function):
     @staticmethod
     def backward(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, ...]:
         return *saved_gradients(ctx, scale), None, None, None
+
+
+_loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
@@ -42,6 +43,8 @@ from fourfold.parallel.tensor.spread import Spread, Tensors
 
 T = TypeVar("T")
 
+Layers = Sequence["Linear4D"]
+
 OverY = Literal["replicate", "features", "batch", "sequence"]
 """Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
@@ -60,7 +63,7 @@ NORMAL_BIAS: dict[OverY, Tile] = {
 
 
 @not_compiled
-def linear_4d(x: Tensor, layers: Sequence[Linear4D]) -> Tensors:
+def linear_4d(x: Tensor, layers: Layers) -> Tensors:
     """Run layers that read the same input. The input is gathered once, and its gradient is summed once.
 
     Args:
@@ -72,7 +75,7 @@ def linear_4d(x: Tensor, layers: Sequence[Linear4D]) -> Tensors:
     first, matrices = layers[0], [matrix for layer in layers for matrix in layer.matrices()]
     share = x.detach()
     whole = first.reads.start_gather(share, f"{first.name}: {first.reads_what}").wait()
-    places = _Backward.apply(x, share if first.gather_again else whole, layers, *matrices)
+    places = _Backward.apply(x, share if first.gather_again else whole, whole.shape, layers, *matrices)
     return _Forward.apply(whole, layers, *(matrix.detach() for matrix in matrices), *places)
 
 
@@ -80,11 +83,11 @@ class _Forward(FunctionOfMany):
     """Multiplies the gathered input, and sums over the ranks of b. Gradients pass through to ``_Backward``."""
 
     @staticmethod
-    def forward(ctx: Context[int], x: Tensor, layers: Sequence[Linear4D], *matrices_and_places: Tensor) -> Tensors:
+    def forward(ctx: Context[int], x: Tensor, layers: Layers, *matrices_and_places: Tensor) -> Tensors:
         ctx.kept = len(matrices_and_places) - len(layers)
         first, matrices = layers[0], matrices_and_places[: ctx.kept]
-        partial_outputs = output_matmuls(x, layers, matrices)
-        return first.writes.start_sums(partial_outputs, f"{first.name}: outputs", first.overlap.gate_sum)()
+        outputs = output_matmuls(x, layers, matrices)
+        return first.writes.start_sums(outputs, f"{first.name}: outputs", first.overlap.gate_sum)()
 
     @staticmethod
     def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,28 +103,27 @@ class _Backward(FunctionOfMany):
 
     @staticmethod
     def forward(
-        ctx: Context[Sequence[Linear4D]], x: Tensor, kept: Tensor, layers: Sequence[Linear4D], *matrices: Tensor
+        ctx: Context[Layers], x: Tensor, kept: Tensor, shape: torch.Size, layers: Layers, *matrices: Tensor
     ) -> Tensors:
         ctx.kept = layers
         ctx.save_for_backward(kept, *matrices)
-        *rows, _ = layers[0].reads.whole_shape(x.shape)
-        wholes = [(*rows, len(weight)) for weight, *_ in by_layer(layers, matrices)]
+        wholes = [(*shape[:-1], len(weight)) for weight, *_ in by_layer(layers, matrices)]
         return tuple(x.new_empty(()).expand(layers[0].writes.share_shape(whole)) for whole in wholes)
 
     @staticmethod
-    def backward(ctx: Context[Sequence[Linear4D]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
         kept, *matrices = ctx.saved_tensors  # a recomputed block runs again here, while the gradients are gathered
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
-        d_matrices = weight_gradients(layers, grads, gathering_x.wait(), matrices, ctx.needs_input_grad[3:])
-        return None if d_x is None else d_x.wait(), None, None, *d_matrices
+        d_matrices = weight_gradients(layers, grads, gathering_x.wait(), matrices, ctx.needs_input_grad[4:])
+        return None if d_x is None else d_x.wait(), None, None, None, *d_matrices
 
 
-def output_matmuls(x: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """The matmul x Wᵀ of each layer, as functions that compute it."""
+def output_matmuls(x: Tensor, layers: Layers, matrices: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+    """Return functions that compute the matmul x Wᵀ of each layer."""
     return [partial(layer.multiply, x, *own) for layer, own in zip(layers, by_layer(layers, matrices), strict=True)]
 
 
@@ -130,7 +132,7 @@ def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
     return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
 
 
-def start_input_gradient(layers: Sequence[Linear4D], grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
+def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
     """Compute Σ g W over the layers, and start to sum it over the ranks of a."""
     first, d_x = layers[0], None
     for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
@@ -145,7 +147,7 @@ def start_input_gradient(layers: Sequence[Linear4D], grads: Tensors, matrices: S
 
 
 def weight_gradients(
-    layers: Sequence[Linear4D], grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
+    layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Compute gᵀ x of each layer. A frozen matrix, or one whose gradient a pipeline defers, has None."""
     gradients = list[Tensor | None]()
@@ -155,21 +157,13 @@ def weight_gradients(
     return gradients
 
 
-def by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequence[T]]:
+def by_layer(layers: Layers, flat: Sequence[T]) -> Iterator[Sequence[T]]:
     """Split a sequence with a value for each matrix into one sequence per layer."""
     first = 0
     for layer in layers:
         count = len(layer.matrices())
         yield flat[first : first + count]
         first += count
-
-
-class Operands(NamedTuple):
-    """The operands of a weight gradient that is computed after the backward."""
-
-    layer: Linear4D
-    grad: Tensor
-    x: Tensor
 
 
 class Linear4D(Tiled):
@@ -186,8 +180,8 @@ class Linear4D(Tiled):
     lora_B: nn.Parameter
 
     matmuls = Matmuls()
-    deferred: list[Operands] | None = None
-    """Takes the operands of the weight gradient if a pipeline schedule computes it later."""
+    deferred: list[tuple[Linear4D, Tensor, Tensor]] | None = None
+    """Takes this layer and the operands of the weight gradient, if a pipeline schedule computes it later."""
 
     gather_again = False
     """Keep only this rank's share of the input for the backward, and gather the input again there."""
@@ -261,7 +255,7 @@ class Linear4D(Tiled):
         """Return the gradients of the matrices, None for a frozen or deferred one."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
-            self.deferred.append(Operands(self, grad, x))
+            self.deferred.append((self, grad, x))
         elif needed[0]:
             gradients = [self.matmuls.weight_gradient(grad, x)]
         if adapter:

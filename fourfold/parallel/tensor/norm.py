@@ -42,18 +42,13 @@ class Norm(Tiled):
     def forward(self, x_BTh: Tensor) -> Tensor:
         if self.whole and x_BTh.is_cuda:
             return self.fused(x_BTh)
-        return normalize(x_BTh, self, self.weight, self.bias)
+        return _normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
         """Call PyTorch's norm, on ranks that have all channels. On a GPU it is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
-
-
-@not_compiled
-def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _Normalize.apply(x_BTh, layer, weight, bias)
 
 
 class _Normalize(Function):
@@ -96,6 +91,9 @@ class _Normalize(Function):
         if layer.subtracts_mean:
             dx -= sums[1][..., None]
         return torch.mul(dx, rstd, out=torch.empty_like(x_BTh)), None, d_weight, d_bias
+
+
+_normalize = not_compiled(_Normalize.apply)
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ class PreferenceHead(ParallelHead):
             with torch.no_grad():
                 x_BSh = all_gather(x_BTh, self.x, 1, "lm_head: tokens")
                 return self.log_probabilities(x_BSh, self.weight, labels_BS)
-        return _preference_loss(x_BTh, labels_BS, self, self.weight, loss_scale, reference_B)
+        weight = where_differentiated(self.weight)
+        return _preference_loss(x_BTh, weight, labels_BS, self, loss_scale, reference_B)
 
     def log_probabilities(self, x_BSh: Tensor, weight: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the summed log-probabilities of each row's labels, [B], on all ranks that share the rows."""
@@ -85,18 +86,6 @@ class PreferenceHead(ParallelHead):
         seen = margins_P.new_full((), len(margins_P))
         sums = torch.stack([seen, margins_P.sum(), (margins_P > 0).sum().to(seen), rewards_P.sum()]).double()
         self.figures = sums if self.figures is None else self.figures + sums
-
-
-@not_compiled
-def _preference_loss(
-    x_BTh: Tensor,
-    labels_BS: Tensor,
-    head: PreferenceHead,
-    weight: Tensor,
-    loss_scale: Tensor | float,
-    reference_B: Tensor,
-) -> Tensor:
-    return _PreferenceLoss.apply(x_BTh, where_differentiated(weight), labels_BS, head, loss_scale, reference_B)
 
 
 class _PreferenceLoss(Function):
@@ -128,3 +117,6 @@ class _PreferenceLoss(Function):
     @staticmethod
     def backward(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, ...]:
         return *saved_gradients(ctx, scale), None, None, None, None
+
+
+_preference_loss = not_compiled(_PreferenceLoss.apply)

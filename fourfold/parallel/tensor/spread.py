@@ -76,10 +76,6 @@ class Spread(NamedTuple):
         """The shape of one rank's share of a tensor of shape ``whole``."""
         return [size // self.axis.size if dim == self.dim else size for dim, size in enumerate(whole)]
 
-    def whole_shape(self, share: Sequence[int]) -> list[int]:
-        """The inverse of ``share_shape``."""
-        return [size * self.axis.size if dim == self.dim else size for dim, size in enumerate(share)]
-
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate along the last dim."""
