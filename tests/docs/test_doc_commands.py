@@ -27,10 +27,10 @@ NOT_RUN = "# not run by the tests"
 LONG_BLOCK = "# takes "
 """Begins a block that only a slow test runs."""
 
-PROGRAMS_ELSEWHERE = ("README.md", "api.md", "parallelize.md", "reliability.md")
+PROGRAMS_ELSEWHERE = ("getting-started.md", "api.md", "parallelize.md", "reliability.md")
 """Pages whose Python is run by tests of its own (test_doc_loop.py, test_doc_api.py, and below)."""
 
-NEEDS = {"loki.md": "transformers", "data.md": "datasets", "huggingface.md": "transformers"}
+NEEDS = {"data.md": "datasets"} | dict.fromkeys(("README.md", "huggingface.md", "loki.md"), "transformers")
 """Pages whose commands need a library that the tests may do without."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}

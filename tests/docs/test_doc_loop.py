@@ -1,4 +1,4 @@
-"""The programs in the README and in docs/parallelize.md run as printed, started by torchrun."""
+"""The programs in docs/getting-started.md and docs/parallelize.md run as printed, started by torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 def program_of(page: str, number: int = 0) -> str:
     """A block of Python on a page. A test here runs each of them."""
     found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
-    assert len(found) == {"README.md": 1, "docs/parallelize.md": 2}[page]
+    assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 2}[page]
     return found[number].text
 
 
@@ -60,9 +60,9 @@ def program_body(rank: int, world_size: int, program: str, folder: Path, launche
         exec(program, {"__name__": "__main__"})
 
 
-def check_the_loop_in_the_readme(folder: Path, run: Callable[[str], object]) -> None:
+def check_the_loop_in_getting_started(folder: Path, run: Callable[[str], object]) -> None:
     """Check that the program saves the model that one process trains with plain torch."""
-    program = program_of("README.md")
+    program = program_of("docs/getting-started.md")
     make_model(folder / "exported", "qwen3 tied", vocab_size=208)
     run(program)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -82,18 +82,18 @@ def check_the_loop_in_the_readme(folder: Path, run: Callable[[str], object]) -> 
     assert loss_of(tuned, names["batches"][0]).item() == pytest.approx(trained, rel=1e-5)
 
 
-def test_the_loop_in_the_readme_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
+def test_the_loop_in_getting_started_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
     """Run with the variables that torchrun sets. Eight of its own processes would import transformers for half a
     minute."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    check_the_loop_in_the_readme(tmp_path, lambda program: pool.run(8, program_body, program, tmp_path, launched))
+    check_the_loop_in_getting_started(tmp_path, lambda program: pool.run(8, program_body, program, tmp_path, launched))
 
 
 @pytest.mark.slow
-def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> None:
-    check_the_loop_in_the_readme(tmp_path, lambda program: torchrun(program, tmp_path, 8))
+def test_the_loop_in_getting_started_trains_as_one_process_does(tmp_path: Path) -> None:
+    check_the_loop_in_getting_started(tmp_path, lambda program: torchrun(program, tmp_path, 8))
 
 
 def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> None:
