@@ -41,7 +41,7 @@ def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, lis
     [("cuda", torch.float32, 8), ("cuda", torch.bfloat16, 4), ("cpu", torch.float32, 4)],
 )
 def test_float32_on_a_gpu_repeats_key_value_heads(device: str, dtype: torch.dtype, heads: int) -> None:
-    """torch's only GPU kernel for float32 takes no groups; without it every score is computed and kept."""
+    """torch's only GPU kernel for float32 takes no groups. Without it, every score is computed and kept."""
     asked: list[tuple[int, bool]] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **options: Any) -> Tensor:

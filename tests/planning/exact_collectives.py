@@ -22,8 +22,8 @@ from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 
 def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
-    """Every collective of a step with its count and the bytes of its full tensors, on the first rank of a place on pp;
-    those of one rank are left out."""
+    """Return every collective of a step with its count and the bytes of its full tensors, on the first rank of a pp
+    stage, without collectives of a single rank."""
     merged: dict[tuple[str, str, str], list[int]] = {}
     for line in _all_lines(run, pp_rank):
         if line.count:
@@ -73,7 +73,7 @@ class _Sizes:
 
 
 def _times(run: RunConfig, stage: Stage, again: bool) -> int:
-    """How often the stage's blocks run a forward in a step; ``again``: counted twice where it is recomputed."""
+    """Return how often the stage's blocks run a forward in a step. With ``again``, recomputed blocks count twice."""
     repeated = stage.recomputed(run.activation_checkpoint.every) if again else 0
     return (stage.layers + repeated) * run.gradient_accumulation_steps
 
@@ -119,7 +119,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
-    """Runs of a block's norms, where those of its inputs and those of its outputs run so often."""
+    """Return the runs of a block's norms, given the runs of input norms and output norms."""
     placement = run.model.norm_placement
     return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
@@ -140,7 +140,7 @@ def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
-    """A router and its experts, of which each has as many rows."""
+    """A router and its experts, with the same number of rows each."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, experts = partial(_line, grid), sizes.item, model.num_experts
     tokens, hidden = sizes.tokens // grid.x, model.hidden_size // grid.y
@@ -204,7 +204,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def key_value_heads(run: RunConfig, ranks: int) -> int:
-    """Key-value heads that the first of ``ranks`` attends to: one for each query where they are not evenly shared."""
+    """Return the key-value heads that the first of ``ranks`` attends to: one per query if they do not divide evenly."""
     heads, kv_heads = run.model.num_attention_heads, run.model.num_key_value_heads
     if kv_heads % ranks == 0:
         return kv_heads // ranks

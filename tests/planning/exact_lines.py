@@ -22,7 +22,7 @@ class Line:
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
-    """The name of the group over ``axes``: that of its only axis longer than 1, or of the first that has them all."""
+    """Return the name of the group over ``axes``: its only axis longer than 1, or the first name that has them all."""
     longer = {axis for axis in axes if getattr(run.parallel, axis) > 1}
     if len(longer) <= 1:
         return next(iter(longer), axes[-1])

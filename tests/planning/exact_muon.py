@@ -1,9 +1,9 @@
 """Bytes that Muon's matrices and their updates take on their way to their owners and back, in closed form.
 
-A stage's matrices are dealt to its N ranks: n matrices of one shape with e entries each, in units of ceil(n/(N·t)) with
-t = ceil(n/(N·floor(E/e))), where E is the most entries of any matrix; the units in the order of their sizes, one to a
-rank and round. Rank 0 sends its part of the matrices whose owners are nearer to it than to other ranks with that part;
-it returns its own matrices, once to every copy.
+A stage's matrices are dealt to its N ranks. n matrices of one shape with e entries each form units of ceil(n/(N·t)),
+with t = ceil(n/(N·floor(E/e))) and E the most entries of any matrix. Units are dealt in the order of their sizes, one
+to a rank and round. Rank 0 sends its part of the matrices whose owners are nearer to it than to another rank with that
+part. It returns its own matrices once to every copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
 
 
 def _nearest(run: RunConfig, owner: int, kind: Kind) -> int:
-    """The rank of (dp, cp, z) with the owner's place on most outer axes, among those that hold what rank 0 holds."""
+    """Return the rank of (dp, cp, z) that shares the most outer axes with the owner, among ranks that hold what rank 0
+    holds."""
     grid = run.parallel
 
     def place(rank: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
-    """(chunk, micro-batch, backward) in the order in which a rank runs them, as torch's lists have it."""
+    """Return (chunk, micro-batch, backward) in the order in which a rank runs them, as in torch's lists."""
     # Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
@@ -30,7 +30,7 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 
 
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
-    """Tell of each operation of a stage (of stages · interleave), in order, whether it is a backward; for the schedules
+    """Return for each operation of a stage (of stages · interleave), in order, whether it is a backward. For schedules
     that do not split the backward."""
     if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches

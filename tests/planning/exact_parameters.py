@@ -17,7 +17,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers
 
 
 class Part(NamedTuple):
-    """A parameter's tile on one rank of (x, y): rows, entries of a row, and over which axes its gradient is a share."""
+    """A parameter's tile on one (x, y) rank: rows, entries of a row, and the axes over which its gradient is
+    partial."""
 
     rows: int
     width: int
@@ -29,7 +30,7 @@ class Part(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One of a rank's pipeline stages; the whole model where pp is 1."""
+    """One of a rank's pipeline stages, or the whole model if pp is 1."""
 
     number: int
     layers: int
@@ -38,10 +39,10 @@ class Stage(NamedTuple):
     dense: int = 0
     """The first of its layers, of a mixture of experts, that have a dense MLP."""
     before: int = 0
-    """Layers of the stage before these, where they are a part of it."""
+    """Number of layers of the stage before these, if they are a part of it."""
 
     def parts(self) -> tuple[Stage, Stage]:
-        """The layers with a dense MLP that come first, and the rest."""
+        """Return the layers with a dense MLP, which come first, and all further layers."""
         dense = Stage(self.number, self.dense, self.is_first, self.is_last)
         rest = Stage(self.number, self.layers - self.dense, self.is_first, self.is_last, before=self.dense)
         return dense, rest
@@ -53,18 +54,19 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The parameters of one stage on a rank of (x, y), in the groups that FSDP2 gathers together; () is no group."""
+    """Return the parameters of one stage on an (x, y) rank, in the groups that FSDP2 gathers together. () is no
+    group."""
 
     block: tuple[Part, ...]
     layers: int
     dense_block: tuple[Part, ...]
     dense_layers: int
-    """Parts of a dense block, which a mixture of experts has before the others."""
+    """Parts of a dense block. In a mixture of experts they come first."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
     experts: tuple[Part, ...] = ()
-    """Experts of one block, where ep divides them; else they are in ``block``."""
+    """Experts of one block if ep divides them. Otherwise they are in ``block``."""
 
     def parts(self) -> list[Part]:
         """All but ``experts``."""
@@ -166,7 +168,7 @@ def _experts(run: RunConfig) -> tuple[Part, ...]:
 
 
 def expert_shards(run: RunConfig) -> int:
-    """Ranks that share the stored experts of one tile, where ep divides them."""
+    """Ranks that share the stored experts of one tile, if ep divides them."""
     grid = run.parallel
     return max(grid.z // grid.ep, 1) if grid.zero == 0 else grid.z * grid.dp * grid.cp // grid.ep
 

@@ -66,8 +66,8 @@ def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: 
 
 
 def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
-    """The groups over which an axis communicates, and by how much their full tensors are smaller: across nodes, each
-    rank of a node has the part of its own place (``parallel.fsdp_in_levels``)."""
+    """Return the groups over which an axis communicates, and by how much their full tensors are smaller. Across nodes,
+    each rank of a node has the part of its own place (``parallel.fsdp_in_levels``)."""
     per_node = run.overlap.shards_per_node
     if not 1 < per_node < ranks:
         return [(axis, 1)]
@@ -92,7 +92,7 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
     last = (steps, 0)  # whole from a forward of the head to its backward
     if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
         return _Gathers((2 * steps, 0), last, (steps, 0))
-    # A forward leaves z shards, which the next use gathers from; a backward leaves none.
+    # A forward leaves z shards, and the next use gathers from them. A backward leaves none.
     blocks, tables = [0, 0], [0, 0]
     for i, backward in enumerate(order):
         from_z = i > 0 and not order[i - 1]

@@ -1,4 +1,4 @@
-"""The fit finds the constants that made the data, keeps the prior where there are none, and resists outliers."""
+"""The fit finds the constants that made the data, keeps the prior without data, and resists outliers."""
 
 from __future__ import annotations
 

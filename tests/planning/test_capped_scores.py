@@ -1,4 +1,4 @@
-"""What the planner says of attention with capped scores: its memory equals the trace, and its bytes those that move."""
+"""For attention with capped scores, the planner's memory equals the trace, and its bytes equal the bytes moved."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str
 
 
 def test_capped_scores_take_longer_than_a_fused_kernel() -> None:
-    """At least the time in which their bytes move, and all of it from computation."""
+    """It takes at least the time in which its bytes move, and all of it is computation."""
     run = tiny_run(GEMMA2 | {"preset": "llama3-8b"}, {}, training={"precision": "bf16", "seq_length": 4096})
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of(run).but(sliding=0)

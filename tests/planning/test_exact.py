@@ -1,4 +1,5 @@
-"""The planner's closed formulas equal the trace: bytes of every collective, of states; activations nearly."""
+"""The planner's closed formulas equal the trace: bytes of every collective and of states, and nearly the
+activations."""
 
 from __future__ import annotations
 
@@ -74,9 +75,9 @@ EVERY = [(model, grid, mode) for grid in GRIDS for model in models_on(grid) for 
 
 
 def in_some_pair(case: Case) -> bool:
-    """Whether it is one of the cases that together have every pair of model, grid and mode.
+    """Return whether this is one of the cases that together have every pair of model, grid, and mode.
 
-    Modes take turns along grids and models; a grid with fewer models than there are modes has two with its last model.
+    Modes take turns along grids and models. If a grid has fewer models than there are modes, its last model has two.
     """
     model, grid, mode = case
     models = models_on(grid)
@@ -113,8 +114,8 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 
 
 def assert_activations_too(run: RunConfig, within: float | None = None) -> None:
-    """At sizes this small the head has the peak, or nearly. Where a block's backward has it, the planner counts up to
-    8 % more than the trace, and up to 20 % more where attention caps its scores."""
+    """At sizes this small, memory peaks in the head, or nearly. If it peaks in a block's backward, the planner
+    counts up to 8 % more than the trace, and up to 20 % more if attention caps its scores."""
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
     in_block = 0.25 if run.model.attn_logit_softcapping else 0.1
@@ -309,8 +310,8 @@ def test_pipelines_and_contexts_equal_the_trace(
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
-    # Stages of a rank that have more blocks than others are taken for alike, and so are the ranks of a zero bubble, of
-    # which the later ones have given some of it back with the gradients of inputs. Of the first rank of an interleaved
-    # pipeline this small the planner counts 7 % less than the trace.
+    # The planner treats stages of a rank as alike, even if some have more blocks. It does the same with the ranks of a
+    # zero bubble, though the later ranks have freed some memory with the input gradients. For the first rank of an
+    # interleaved pipeline this small, the planner counts 7 % less than the trace.
     alike = work.layout.interleave > 1 or grid.get("schedule") == "InterleavedZeroBubble"
     assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)

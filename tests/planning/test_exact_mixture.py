@@ -54,8 +54,8 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Count and bytes by axis, operation and purpose. Groups of the ranks with the same experts may be those of an axis
-    too, and bear its name: all that is sent of weights counts as one."""
+    """Return count and bytes by axis, operation, and purpose. Groups of the ranks with the same experts may equal an
+    axis and have its name, so all traffic of weights counts as one."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for line in lines:
         key = ("data" if line.purpose in OF_WEIGHTS else line.axis, line.op, line.purpose)
@@ -65,7 +65,7 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
 
 
 def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float) -> RunConfig:
-    """Two micro-batches a step, four for a pipeline; three layers, four for a pipeline or with dense first layers."""
+    """Two micro-batches per step, four for a pipeline. Three layers, four for a pipeline or with dense first layers."""
     layers = 4 if "pp" in grid or "first_k_dense_replace" in model else 3
     sequences = grid.get("z", 1) * grid.get("dp", 1) * (8 if "pp" in grid else 4)
     return tiny_run(

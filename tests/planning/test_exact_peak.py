@@ -1,4 +1,4 @@
-"""The planned peak of memory is that of the trace, also in a step of one micro-batch, whose gradients come late."""
+"""The planned memory peak equals the trace's, also in a step with one micro-batch, whose gradients come late."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = {
     "zero 3": {"dp": 4, "zero": 3},
 }
 OFTEN = {("zero 0", "full", 1), ("zero 2", "none", 2)}
-"""Those that run every time; the others are slow."""
+"""Cases that run every time. All further cases are slow."""
 
 
 @pytest.mark.parametrize(

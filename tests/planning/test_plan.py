@@ -147,7 +147,7 @@ def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_p
 
 
 def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
-    """It would flatten the others; the table has it."""
+    """It would flatten all remaining layouts. The table has it."""
     path = tmp_path / "run.toml"
     for gpus, drawn in ((8, True), (1, False)):
         asked = request_from_options("gpt2", None, [], gpus, 1024, 64)
@@ -225,7 +225,8 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
 
 
 def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> None:
-    """Also where parts take turns, some layouts recompute a share of their blocks, and some have no parts."""
+    """Also with parts that take turns, with some layouts recomputing a fraction of their blocks, and some without
+    parts."""
     work = plan.found.work.take(plan.found.order[:40]).but(
         batch_parts=np.tile([1, 2, 2, 4], 10),
         recompute=np.tile([0, 1, 2, 1], 10),
@@ -262,7 +263,7 @@ def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> Non
 
 
 def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -> None:
-    """The limits keep the fastest of them, in their order, and few others."""
+    """The limits keep the fastest of them, in their order, and few further layouts."""
     close = indistinct(plan, 1.1)
     seconds = plan.found.seconds[plan.found.order]
     assert close.count == (seconds < 1.1 * seconds[0]).sum() > 1 and close.ranked == min(close.count, len(plan.ranked))
@@ -325,7 +326,7 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
 
 
 def test_limits_of_one_thing_all_hold() -> None:
-    """The last does not silently undo the others."""
+    """The last limit does not silently undo the earlier ones."""
     assert parse_limits(["schedule=Interleaved1F1B", "interleave=2"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)

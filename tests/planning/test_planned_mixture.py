@@ -94,8 +94,8 @@ def test_rows_are_gathered_and_summed_over_x_and_y() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_weights_of_a_rank(grid: dict[str, int], zero: int) -> None:
-    """Stored in 4 bytes: everything but experts over x, y and the shards; experts over ep besides, and over the shards
-    that have the same ones."""
+    """Stored in 4 bytes: everything but experts over x, y, and the shards, and experts also over ep, and over the
+    shards with the same experts."""
     work = work_of(grid | {"zero": zero})
     sizes = {axis: grid.get(axis, 1) for axis in ("x", "y", "z", "dp", "cp", "ep")}
     tensor, copies = sizes["x"] * sizes["y"], sizes["dp"] * sizes["cp"]
@@ -146,7 +146,7 @@ def test_dense_first_layers_and_shared_experts_count_once() -> None:
     ids=str,
 )
 def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, more: dict[str, int]) -> None:
-    """It may be any; and the blocks of each rank are those of the run file."""
+    """It may be any number, and the blocks of each rank follow the run file."""
     cases, peaks = [], []
     for pp, layers, dense, vocab in (
         (2, 8, 1, 512),
@@ -177,7 +177,7 @@ def test_a_middle_rank_is_the_fullest_where_the_first_has_the_dense_layers() -> 
 
 
 def test_rows_of_a_rank() -> None:
-    """The mean load; the fullest rank of an uneven one; and at most the capacity."""
+    """The mean load, the fullest rank of an uneven load, and at most the capacity."""
     work = work_of({"dp": 4, "ep": 4})
     rows = rows_of(work)
     assert rows.here == rows.sent == 2 * SEQ * CHOSEN and rows.experts == 2 and rows.each == SEQ * CHOSEN

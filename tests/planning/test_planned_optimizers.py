@@ -55,7 +55,7 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ids=str,
 )
 def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
-    """Besides what Lion makes for the largest shard, where activations leave no room for it."""
+    """In addition to what Lion makes for the largest shard, if activations leave no room for it."""
     run = run_of(model, grid, name)
     work, stored = workload_of(run), stored_bytes(run)[2]
     planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
@@ -120,7 +120,7 @@ def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("grid", [{"dp": 4}, {"dp": 4, "zero": 1}, {"x": 2, "y": 2}, {"z": 4}], ids=str)
 def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
-    """At a byte a second; the first of four ranks sends as much as the others."""
+    """At one byte per second, the first of four ranks sends as much as each of its peers."""
     run = run_of(LLAMA, grid, "muon")
     sent = sum(line.bytes for line in collective_lines(run) if line.purpose.startswith("optimizer: "))
     seconds = muon_seconds(workload_of(run), replace(ONE_LINK, achieved=1e40), PLAIN)

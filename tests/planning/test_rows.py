@@ -1,4 +1,4 @@
-"""Measured rows are read as they were run; a mistake is an error, and what cannot be predicted has a reason."""
+"""Measured rows are read as they were run. A mistake is an error, and a row that cannot be predicted has a reason."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_recompute() -> None:
 
 
 def test_what_deepspeed_keeps() -> None:
-    """In bf16 it shards the optimizer's state whatever the stage, sums fp32 gradients in all-reduces and keeps them
-    beside the others; a stage of a pipeline keeps what it has sent."""
+    """In bf16 it shards the optimizer's state at any stage, sums fp32 gradients in all-reduces, and keeps them next
+    to the 16-bit ones. A pipeline stage keeps what it has sent."""
     bf16 = row(program="deepspeed", pp=2).work
     assert (bf16.layout.zero, bf16.program.all_reduces_gradients, bf16.program.gradient_bytes) == (1, True, 6)
     fp16 = row(program="deepspeed", precision="fp16", pp=2).work
@@ -107,7 +107,7 @@ def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() ->
 
 
 def test_what_nvidias_recipes_keep() -> None:
-    """Gradients in bf16; a fused SwiGLU and loss; in FP8 the inputs of products in a byte."""
+    """Gradients in bf16, a fused SwiGLU and loss, and in FP8 the inputs of matmuls in one byte."""
     cells = {"program": "nemo", "sharding": "zero1", "recompute": "none", "mlp": "swiglu", "tp": 2, "seq_parallel": ""}
     work = row(**cells).work
     assert work.step.reduce_bytes == 2 and not work.model.tied
@@ -136,8 +136,8 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # Of all tokens but as many as the hidden size: gate, up, silu(gate), their product, and two gradients, beside
-    # which a weight gradient is less than half of one of them.
+    # For all tokens but as many as the hidden size, there are gate, up, silu(gate), their product, and two gradients. A
+    # weight gradient is smaller than half of one of them.
     assert 5.5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
@@ -299,7 +299,7 @@ def test_out_of_memory_rows() -> None:
 
 
 def test_whatever_ran_fitted() -> None:
-    """A row with only a time counts among those that fitted if it names its recompute."""
+    """A row with only a time counts as a run that fit if it names its recompute."""
     scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5

@@ -1,4 +1,4 @@
-"""The space is whole, and its legality is that of the run file."""
+"""The space is whole, and its legality equals the run file's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fourfold.verification.trace import trace
 
 
 def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
-    """``base`` with every choice that the search has, but for the parts, of which it has the first."""
+    """``base`` with every choice that the search has, except the parts, of which it has the first."""
     return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 

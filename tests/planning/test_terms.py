@@ -282,7 +282,7 @@ def test_terms_take_arrays() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
-    """With one rank of z all of it is dp's; with several, z's part is what it would be without dp."""
+    """With one rank of z, all of it is dp's. With several, z's part is what it would be without dp."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=64, zero=zero, overlap_z=False)
     machine = load_machine("dgx-h100")
     parts = step_parts(work.but(dp=16), machine, PRIOR)

@@ -1,4 +1,4 @@
-"""The planner takes time for all that a block moves through memory besides its products and its attention."""
+"""The planner counts time for everything that a block moves through memory, not only its matmuls and its attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ APART = (
     "zeros",
     "detach",
 )
-"""Products and attention; the optimizer; what moves nothing."""
+"""Matmuls and attention, the optimizer, and operations that move nothing."""
 
 
 class Traffic(TorchDispatchMode):
@@ -104,7 +104,7 @@ CASES = [
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:
     work, forward, backward = of_a_block(model, grid, sequences)
     told_forward, told_backward = pointwise_traffic(work)
-    if not (work.layout.y > 1 or work.model.zero_centered):  # where a GPU has a kernel, a CPU has the chain too
+    if not (work.layout.y > 1 or work.model.zero_centered):  # if a GPU has a kernel, a CPU has the chain too
         residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
         chains = OWN_LAYER_CHAINS if work.model.layer_norm else OWN_CHAINS
         told_forward += (chains[0] - OWN_NORMS[0]) * residual
@@ -137,7 +137,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sum_of_gate_is_hidden() -> None:
-    """The rest is the calibration's share of communication beside computation."""
+    """The remaining time is the calibration's share of communication during computation."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, y=4)
     block = block_time(work, machine, constants)

@@ -58,7 +58,7 @@ def errors(scored: list[Scored], source: str) -> np.ndarray:
 
 
 def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
-    """Its own rows do not help it: it is as far off as the others are fast; fitted, it is not."""
+    """Its own rows do not help it. It is as far off as the remaining rows are fast, and fitted it is not."""
     rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])
     left_out = predict_left_out(rows, "source")
     assert len(left_out) == len(rows)
@@ -108,11 +108,12 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
-    """Errors that all rows of a sweep share decide nothing; of others, the 90th percentile near the best counts."""
+    """Errors that all rows of a sweep share decide nothing. Of the remaining errors, the 90th percentile near the best
+    counts."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
 
     def sweep(source: str, ratios: list[float]) -> list[Scored]:
-        """Measured over predicted times; the first row is predicted fastest, by 1 %."""
+        """Measured over predicted times. The first row is predicted to be the fastest, by 1 %."""
         scored = scored_rows(Row(**{**vars(row), "sweep": (source,)}), source, ratios)
         return [replace(s, row=replace(s.row, seconds=1.01 * ratio), seconds=1.01) if i else s
                 for i, (s, ratio) in enumerate(zip(scored, ratios, strict=True))]  # fmt: skip

@@ -19,7 +19,7 @@ from fourfold.training.outcome import Outcome
 
 @pytest.fixture(scope="module")
 def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
-    """A run that nothing disturbed; tests that need one compare with it."""
+    """An undisturbed run, which tests compare with."""
     folder = tmp_path_factory.mktemp("finished")
     changes = {"validation__interval": 4, "validation__steps": 2, "checkpoint__interval": 2, "sample__prompt": "the "}
     run = make(folder, prefix, **changes, sample__max_new_tokens=12)

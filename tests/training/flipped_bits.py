@@ -20,8 +20,9 @@ from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches
 
 KINDS = ("activation", "gradient of an activation", "gradient of a weight", "summed gradient", "weight", "stale weight")
-"""Where a bit flips: in a block's output; in the gradient of that; in a weight's gradient before it is summed over
-ranks, and after; in a stored weight between the passes; in one before both, where other ranks have copies."""
+"""Where a bit flips: in a block's output, in the output's gradient, in a weight's gradient before or after it is summed
+over ranks, in a stored weight between the passes, or in a stored weight before both passes with copies on other ranks.
+"""
 
 
 class Trial(NamedTuple):
@@ -29,10 +30,10 @@ class Trial(NamedTuple):
     bit: int
     rank: int
     named: tuple[int, ...]
-    """The ranks that the sentence names; none where nothing was found."""
+    """Return the ranks that the sentence names, or none if nothing was found."""
     sentence: str
     is_harmless: bool
-    """Nothing was found, and the gradients of this rank are those of a healthy step."""
+    """Nothing was found, and this rank's gradients equal those in a healthy step."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Fault:
 
 
 class FaultyJob:
-    """A job in which one bit flips."""
+    """A job with one flipped bit."""
 
     def __init__(self, run: RunConfig, patched: pytest.MonkeyPatch) -> None:
         self.job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
@@ -120,7 +121,7 @@ class FaultyJob:
         return flipped
 
     def attempt(self, fault: Fault, step: int) -> tuple[str, bool]:
-        """Replay a step with a fault; the sentence, or nothing, and then whether the gradients are right."""
+        """Replay a step with a fault. Return the sentence, or nothing, and then whether the gradients are right."""
         weights = [shard.local.clone() for shard in self.job.shards]
         self.passes, self.fault = 0, fault
         if self._is_due("stale weight"):

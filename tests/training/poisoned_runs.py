@@ -1,4 +1,4 @@
-"""Runs in which the gradients or the loss of chosen steps go bad."""
+"""Runs with bad gradients or a bad loss in chosen steps."""
 
 from __future__ import annotations
 

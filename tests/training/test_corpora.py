@@ -33,7 +33,7 @@ def make(data: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def opened(run: RunConfig, rank: int = 0, size: int = 1) -> Corpora:
-    """As a process that splits the batch with ``size`` others; no corpus but a built-in one needs a group."""
+    """Act as a process that splits the batch with ``size`` more. Only a built-in corpus needs a group."""
     return open_corpora(run, Axis("dp_z", size, rank, cast("dist.ProcessGroup", None)))
 
 
@@ -237,7 +237,7 @@ def foreign(folder: Path, tokens: list[int], vocab_size: int = 100_000) -> str:
     [(5, 257, "has token 257"), (5, -3, "has token -3"), (32, 99_999, "has token 99999"), (0, 256, None)],
 )
 def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: int, said: str | None) -> None:
-    """Also where only a label has one: the last token of a window."""
+    """This holds even if only a label has one: the last token of a window."""
     tokens = list(range(33))
     tokens[place] = token
     sizes = {"global_batch_size": 1, "micro_batch_size": 1}

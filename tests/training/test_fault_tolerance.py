@@ -86,7 +86,7 @@ def change(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
-    """The job ends and names it, or goes on as one without its batch, to the bit."""
+    """The job ends and names it, or continues like a job without its batch, to the bit."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
     path = run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, **changes)
     process = start(path, environ=with_change(tmp_path, "fourfold.training.job", FAIL_IN_STEP_4))
@@ -268,7 +268,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
 
 @pytest.mark.slow
 def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start) -> None:
-    """Two agents of torchrun, started by the template for clusters, stand for two nodes."""
+    """Two torchrun agents, started by the template for clusters, act as two nodes."""
     path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=200, checkpoint__interval=5)
     script = REPOSITORY / "examples" / "clusters" / "torchrun.sh"
     with socket.socket() as free:
@@ -277,7 +277,7 @@ def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix:
     environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PORT": str(port)}
     words = ["bash", str(script), "127.0.0.1", "2", "1"]
     agents = [start(path, words, environ)]
-    wait_until(lambda: listens(port), agents[0])  # the first agent is the one where all agents meet
+    wait_until(lambda: listens(port), agents[0])  # all agents meet at the first agent
     agents.append(start(path, words, environ))
     wait_for_steps(path, 7, agents[0])  # past the first checkpoint
     second = children_of(agents[1].pid)

@@ -1,4 +1,4 @@
-"""The FLOP formula against arithmetic by hand and against PyTorch's own counter; the table of peaks."""
+"""The FLOP formula equals arithmetic by hand and PyTorch's own counter. This file also tests the table of peaks."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def count_of(seq_length: int = 10, **changes: Any) -> FlopCount:
 
 
 def test_a_tiny_decoder_by_hand():
-    # A layer: q 8*12, k and v 8*6 each, output 12*8, three MLP matrices 8*16; the head 8*32.
+    # A layer: q 8*12, k and v 8*6 each, output 12*8, three MLP matrices 8*16. The head: 8*32.
     layer = 96 + 48 + 48 + 96 + 3 * 128
     assert layer == 672
     matmul_parameters = 2 * 672 + 256
@@ -46,7 +46,7 @@ def test_an_mlp_without_gate_has_two_matrices():
 
 
 def test_agrees_with_palm_up_to_the_causal_half():
-    """PaLM, appendix B: 6N + 12 L H Q T per token; ours counts half of the second term."""
+    """PaLM, appendix B: 6N + 12 L H Q T per token. Ours counts half of the second term."""
     count = count_of()
     palm = 6 * count.matmul_parameters + 12 * 2 * 4 * 3 * 10
     assert palm - count.training == 6 * 2 * 4 * 3 * 10

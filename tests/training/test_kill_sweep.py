@@ -30,7 +30,7 @@ Whole = Callable[[str, int], Path]
 
 
 def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
-    """A run file with a checkpoint every second step, of which two are kept."""
+    """A run file with a checkpoint every second step. Two are kept."""
     folder.mkdir(exist_ok=True)
     saves: dict[str, object] = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
     return run_file(folder, prefix, training__train_steps=steps, **saves, **changes)
@@ -52,7 +52,7 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
-    """The figures of every step, the last tensors, and the names of all checkpoints, each of which is whole."""
+    """Return the figures of every step, the last tensors, and the names of all checkpoints, each of which is whole."""
     runs = [load_run(each / "run.toml") for each in (folder, other)]
     records = [read_metrics(Path(run.output_dir, run.name, "metrics.jsonl")) for run in runs]
     figures = [[(r["step"], r["loss"], r["grad_norm"]) for r in record] for record in records]
@@ -65,7 +65,7 @@ def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """Wait until a job has ended, and every process of its session; returns its standard error."""
+    """Wait until a job and every process of its session have ended. Return its standard error."""
     _, errors = process.communicate(timeout=PATIENCE)
     wait_until(lambda: not _processes_of(process.pid))
     return errors
@@ -111,7 +111,8 @@ def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: 
 def test_a_kill_at_any_moment_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
 ) -> None:
-    """Three times each setting and victim; every fifth during the start, the others between two steps or in a save."""
+    """Kill each setting and victim three times. Every fifth kill is during the start, and the rest between steps or
+    in a save."""
     steps, chance = 40, random.Random(seed)
     setting, victim = list(SETTINGS)[seed % 3], VICTIMS[seed % 4]
     path = killable(tmp_path, prefix, steps, **SETTINGS[setting])
@@ -136,7 +137,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
 
 
 SAVED = 6
-"""The step whose save is interrupted: that of step 2 is pruned then."""
+"""The step whose save is interrupted. The save of step 2 is pruned then."""
 KILL_BEFORE = """
 import multiprocessing, os, signal
 

@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefi
 def test_nan_gradients_are_told_before_they_are_saved(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of that step is still a number; its update has ruined every weight."""
+    """The loss of that step is still a number, but its update has ruined every weight."""
     run = make(tmp_path, prefix, checkpoint__interval=1)
     clip = Job.clip
 
@@ -184,7 +184,7 @@ def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: flo
 
 
 def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The share in the record and in the log; the loss is the mean of the tokens that are left."""
+    """The fraction is in the record and in the log, and the loss is the mean of the remaining tokens."""
     mask = {"masks.goldfish__strategy": "hash", "masks.goldfish__h": 4, "masks.goldfish__start_step": 4}
     run = make(tmp_path, prefix, **mask)
     train(run)

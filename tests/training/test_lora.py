@@ -74,7 +74,7 @@ def tuning_run(folder: Path, grid: dict[str, int], out: Path, **training: Any) -
 
 
 def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | None:
-    """Two steps; the gradients of the third, and all weights after it, with a checkpoint of them."""
+    """Take two steps. Return the third step's gradients, and all weights after it, with a checkpoint of them."""
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)
     for step in range(3):
@@ -97,7 +97,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | N
     "grid", [pytest.param({"x": 2, "y": 2, "z": 2}, marks=pytest.mark.slow), {"x": 2, "z": 2}], ids=str
 )
 def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path, grid: dict[str, int]) -> None:
-    """Loss and every gradient on peft's model; and the base bit for bit as it was."""
+    """Return loss and every gradient on peft's model, and check that the base is unchanged to the bit."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = make_model(tmp_path / "base", "llama gqa tied", vocab_size=208)
     run = tuning_run(folder, grid, tmp_path / "runs")

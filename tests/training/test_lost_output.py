@@ -1,4 +1,4 @@
-"""What is printed after its reader has gone: training goes on, and other commands end without a word."""
+"""Output after its reader has gone: training continues, and all further commands end silently."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def by_torchs_muon(config: OptimizerConfig, before: dict[str, torch.Tensor]) -> 
 def test_muon_is_torchs_on_every_grid(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], parallel: dict[str, int]
 ) -> None:
-    """In float32, in which torch's orthogonalizes only where it cannot round to bf16."""
+    """In float32, because torch's Muon rounds to bf16 if it can."""
     optimizer = {**optimizer_section(), "name": "muon", "momentum": 0.9}
     run = tiny_run(model, parallel, optimizer=optimizer, training={"global_batch_size": 24})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 5, False)[0]
@@ -226,7 +226,7 @@ def test_matrices_are_dealt_evenly() -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"z": 3}, {"x": 2, "z": 2}])
 def test_only_matrices_decay(pool: Pool, parallel: dict[str, int]) -> None:
-    """On every grid, whatever the shape of the local shard is."""
+    """On every grid, with every shape of the local shard."""
     run = tiny_run(GPT, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 1, True)[0]
     kinds = {1: 0, 2: 0}
@@ -304,7 +304,7 @@ def test_defaults_are_those_of_the_run_file() -> None:
 
 
 def refuse_moved_memory(rank: int, world_size: int, run: RunConfig) -> str:
-    """FSDP2 may give a parameter new memory; an optimizer that steps the old one would train nothing, silently."""
+    """FSDP2 can give a parameter new memory. An optimizer that steps the old memory would train nothing, silently."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     shard = job.optimizer.parameters[0]

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on on another grid: model, optimizer and data are those of a run that never stopped."""
+"""Runs that stop and continue on another grid have the model, optimizer, and data of a run that never stopped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def on_grid(folder: Path, prefix: str, grid: dict[str, Any], **changes: Any) -> 
 
 
 def train_until(rank: int, world_size: int, run: RunConfig, stop: int, samples: Path | None = None) -> None:
-    """Train until rank 0 is asked to stop during step ``stop``; writes the samples of each step this rank has read."""
+    """Train until rank 0 is asked to stop during step ``stop``. Write the samples of each step that this rank has
+    read."""
     begin_step, batches = trainer.begin_step, Loader.step
     read: dict[int, list[int]] = {}
 
@@ -173,7 +174,7 @@ def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str
 
 @pytest.mark.parametrize(("steps", "stops"), [(12, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
 def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps: int, stops: int) -> None:
-    """Whatever grids a run goes through: the ranks of each step read its samples, and no others."""
+    """Through all grids of a run, the ranks of each step read exactly its samples."""
     grids: list[dict[str, Any]] = [{"dp": 2}, {"x": 2}, {"z": 2, "dp": 2}, {}, {"cp": 2}, {"pp": 2}, {"dp": 4}]
     seen: dict[int, list[int]] = {}
     for attempt in range(stops + 1):

@@ -42,7 +42,7 @@ MUON = {"optimizer": {"name": "muon"}}
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, str]:
-    """Conversations of 18 to 20 tokens, of which a sequence has two, or of 32 to 40; and answers of 8 to 24 tokens."""
+    """Conversations of 18 to 20 tokens (two per sequence) or of 32 to 40, and answers of 8 to 24 tokens."""
     folder = tmp_path_factory.mktemp("padded")
     lengths = [(18 + n % 3) if n % 4 else (32 + n % 9) for n in range(60)]
     talks = [
@@ -200,7 +200,7 @@ def test_prompts_and_ends_of_documents_are_data(kind: Kind, corpora: dict[Kind, 
 
 
 def test_experts_count_the_data_alone(pool: Pool, corpora: dict[Kind, str]) -> None:
-    """The rows of each layer are those of the data, and the means are over the data: an even router shows it."""
+    """The rows of each layer come from the data, and the means are over the data. An even router shows it."""
     run = run_of(corpora, "sft", SHORT, {}, 48, moe=BIAS)
     records, _ = pool.run(1, steps_body, run)[0]
     rows = records[0]["rows"]

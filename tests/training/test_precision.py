@@ -130,7 +130,7 @@ def test_a_skipped_step_changes_nothing(pool: Pool, grid: dict[str, int]) -> Non
 
 
 def tables_body(rank: int, world_size: int, run: RunConfig) -> tuple[set[str], set[torch.dtype], set[torch.dtype]]:
-    """How the weights are held; the types of the rotary tables and of the hidden states that blocks receive."""
+    """Return how weights are held, and the types of the rotary tables and of the hidden states that blocks receive."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     tables, hidden = set(), set()
@@ -157,7 +157,7 @@ def test_rotary_tables_stay_float32_in_bf16_runs(pool: Pool, grid: dict[str, int
 
 
 def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict[str, torch.Tensor] | None]:
-    """Whether every working copy is its stored weight rounded; the stored weights."""
+    """Return whether every working copy is its stored weight rounded, and the stored weights."""
     job = stepped(run)
     rounded = True
     for stage in job.stages.values():
@@ -173,7 +173,7 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
             stored = {shard.name: shard.local for shard in job.shards}
             for name, working in stage.model.named_parameters():
                 rounded &= working.dtype == torch.bfloat16
-                # The rows that this rank stores itself: their place in the whole is that of its part.
+                # The rows that this rank stores itself. Their place in the whole is their part's place.
                 mine = stored[name]
                 rows = slice(rank * len(mine), (rank + 1) * len(mine))
                 rounded &= torch.equal(working.detach()[rows], mine.bfloat16())

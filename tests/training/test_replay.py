@@ -41,7 +41,8 @@ def copies(grid: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("grid", "times"), CASES)
 def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
-    """Every flip that changed a gradient or a copy. The others hit tokens without a label, or rounding hid them."""
+    """Every flip that changed a gradient or a copy. All further flips hit tokens without a label, or rounding hid
+    them."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
     everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)
@@ -105,7 +106,7 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 
 def test_a_victim_is_not_named() -> None:
-    """Rank 1 gives something else to the sum of ranks 0 and 1; rank 0 then to the one with rank 2."""
+    """Rank 1 gives something else to the sum of ranks 0 and 1. Rank 0 then does so in its sum with rank 2."""
 
     def log(*checksums: int, members: tuple[tuple[int, ...], ...]) -> list[Given]:
         return [Given(ranks, "sum", value) for ranks, value in zip(members, checksums, strict=True)]
@@ -126,7 +127,7 @@ def test_a_victim_is_not_named() -> None:
 
 @pytest.mark.slow
 def test_tied_and_copied_weights_are_alike(pool: Pool) -> None:
-    """No alarm where nothing is wrong: after a step, on grids with copies along every axis."""
+    """There is no alarm if nothing is wrong: after a step, on grids with copies along every axis."""
     for grid in ({"pp": 2, "dp": 2}, {"x": 2, "y": 2}, {"dp": 2, "zero": 1}):
         run = tiny_run(QWEN, grid, checks={"replay_interval": 1})
         for trial in pool.run(run.parallel.world_size, flip_bits, run, ("nothing",), 2)[0]:

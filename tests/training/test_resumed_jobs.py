@@ -1,4 +1,4 @@
-"""How a job stops and goes on, and what a resumed one warns of and refuses."""
+"""How a job stops and continues, and what a resumed job warns of and refuses."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: p
 def test_a_resumed_run_warns_of_another_small_corpus(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """None of whose samples is among the first of the mixture."""
+    """None of its samples is among the first of the mixture."""
     first, second = (
         [{"path": prefix, "weight": 0.99}, {"path": make_corpus(tmp_path, name, documents=50), "weight": 0.01}]
         for name in ("first", "second")
@@ -167,7 +167,8 @@ def test_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path, pr
 def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str
 ) -> None:
-    """A signal to one rank alone stops all after the same step; another grid takes over the data and the weights."""
+    """A signal to one rank alone stops all ranks after the same step. Another grid takes over the data and the
+    weights."""
     changes = {"training__micro_batch_size": 1, "sample__prompt": "the ", "sample__max_new_tokens": 3}
     run = make(tmp_path, prefix, **changes, parallel__z=2)
     outcomes = pool.run(2, train_on_ranks, run, 1)

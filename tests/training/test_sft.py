@@ -31,7 +31,7 @@ MASKS = (document_boundary, answers_only)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Bytes; prompts and completions of very different lengths, so that masks are uneven over sequences."""
+    """Bytes, with prompts and completions of very different lengths, so that masks are uneven over sequences."""
     folder = tmp_path_factory.mktemp("talks")
     rows = [
         {"prompt": f"{i}" * (1 + 5 * i % 13), "completion": chr(65 + i % 26) * (1 + (7 * i % 17) * (i % 3))}

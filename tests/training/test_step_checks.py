@@ -97,7 +97,7 @@ def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
 def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    """Once from step 5 to 4, and once from 8 to 6, skipping 7 and 8; nothing is repeated in the record."""
+    """It rolls back once from step 5 to 4, and once from 8 to 6, skipping 7 and 8. The record repeats nothing."""
     healthy = make(tmp_path / "healthy", prefix, **grid)
     checks = {"checks__non_finite": "roll_back", "checks__roll_back_batches": 2}
     run = make(tmp_path / "run", prefix, **checks, **grid)
@@ -174,7 +174,7 @@ def train(run: RunConfig) -> None:
 def test_spikes_of_loss_and_gradient_norm(
     cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, fault: str, step: int
 ) -> None:
-    """Not before the window is full; and a spike does not become part of it."""
+    """There is no spike before the window is full, and a spike does not become part of it."""
     poison(monkeypatch, {step: fault, step + 1: fault})
     path = run_file(tmp_path, prefix, **SPIKES)
     code, _, errors = cli("train", path)

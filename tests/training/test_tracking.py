@@ -31,7 +31,7 @@ class Tracked(NamedTuple):
     project: str | None
     name: str | None
     losses: list[tuple[int, float]]
-    """Step and loss, in the order in which they were recorded."""
+    """Return step and loss, in the order of recording."""
     run_file: Mapping[str, Any]
     """Some or all keys of the resolved run file, as text, under section.key."""
     machine: Mapping[str, Any]
@@ -87,7 +87,7 @@ def of_wandb(run: RunConfig) -> Tracked:
 
 
 def whole_log(file: Path) -> list[bytes]:
-    """The records of a run that is finished; W&B's own process may take a moment to write the last of them."""
+    """Return the records of a finished run. W&B's own process may take a moment to write the last of them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     def has_end() -> bool:
@@ -102,7 +102,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):
-        room = 2**15 - at % 2**15  # in its block, over whose end no part reaches
+        room = 2**15 - at % 2**15  # in its block, and no part reaches past the block's end
         if room < 7:
             at += room
             continue
@@ -136,7 +136,8 @@ READERS: dict[str, Callable[[RunConfig], Tracked]] = {
 def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps after the last checkpoint come twice; TensorBoard hides the first time, the others show both."""
+    """Steps after the last checkpoint come twice. TensorBoard hides the first copy, and all other trackers show
+    both."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported, in this test only
     pytest.importorskip(name)

@@ -1,4 +1,4 @@
-"""Decisions of a validation, the best checkpoint and the end of a run; and the moving average of the weights."""
+"""What a validation decides: the best checkpoint and the end of a run. Also the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder_of_checkpoints(run: RunConfig) -> Path:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The validation losses that a run will find; then 9."""
+    """The validation losses that a run will find, then 9."""
     planned: list[float] = []
     monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
     return planned

@@ -1,6 +1,6 @@
-"""Values that the host reads from tensors, for which it waits where they are on a GPU: once a step.
+"""The host reads values from tensors, and on a GPU waits for them, once per step.
 
-Inside ``Job.train_step`` there are none, or ``trace`` could not run it on tensors without values.
+Inside ``Job.train_step`` it reads none, or ``trace`` could not run it on tensors without values.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ sys.meta_path.insert(0, Finder())
 
 
 def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
-    """The environment in which all processes run ``change(module)``, whose text is given, on a module of theirs."""
+    """The environment for running ``change(module)``, given as text, on a module of all processes."""
     (folder / "sitecustomize.py").write_text(WHEN_IMPORTED.format(module=module) + change)
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other are slow on cores that others use too."""
+"""Threads that wait for each other are slow on busy cores."""
 Start = Callable[..., subprocess.Popen[str]]
 
 

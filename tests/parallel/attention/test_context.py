@@ -34,7 +34,7 @@ SCORES = AttentionScores(0.25)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: AttentionScores = SCORES) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps in plain operations; of a query that sees nothing 0 and −∞."""
+    """Return outputs and log-sum-exps in plain operations. A query that sees nothing gets 0 and −∞."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     products = scores.scale * (q @ k.mT)
@@ -67,7 +67,7 @@ def test_taking_chunks_and_putting_them_in_order_are_inverse(ranks: int) -> None
 @pytest.mark.parametrize("masks_documents", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 6, 13, 99])
 def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documents: bool, window: int) -> None:
-    """Every pair of a query and a key that it may see is met once, by the rank that has the query; no other is."""
+    """Every visible pair of a query and a key is met once, by the rank that has the query, and no further pair is."""
     length = 8 * ranks
     documents = documents_of(3, length) if masks_documents else torch.zeros(3, length, dtype=torch.int64)
     met = torch.zeros(3, length, length, dtype=torch.int64)
@@ -91,7 +91,7 @@ def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documen
 
 
 def test_ranks_that_no_window_reaches_are_skipped() -> None:
-    """8 chunks of 4 tokens on 4 ranks; a window of 4 tokens reaches the chunk before, of the rank before or after."""
+    """8 chunks of 4 tokens on 4 ranks: a window of 4 tokens reaches the previous chunk, on the rank before or after."""
     blocks = {source: block_of_step(source, 8, None, Place(4, 1), 4, torch.device("cpu")) for source in range(4)}
     assert blocks[3] is None
     assert blocks[0] is not None and (blocks[0].queries, blocks[0].keys) == (slice(0, 4), slice(0, 4))
@@ -147,7 +147,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         out, lse = attend_block(q, k, v, causal, given, SCORES)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
-    if mask == "rows that see nothing":  # their gradients: below, where other keys are seen
+    if mask == "rows that see nothing":  # their gradients: below, if other keys are seen
         assert (out[0, :, 3:6] == 0).all()
         assert (lse[0, :, 3:6] == -torch.inf).all()
         return
@@ -229,7 +229,7 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
 def test_log_sum_exps_have_the_length_that_a_gpus_kernel_wants(
     monkeypatch: pytest.MonkeyPatch, multiple: int, padded: int
 ) -> None:
-    """CUDA's kernel under a mask pads them, and AMD's refuses those that are padded. On tensors without values."""
+    """CUDA's kernel under a mask pads them, and AMD's refuses padded ones. This uses tensors without values."""
     lengths = []
 
     class Watching(TorchDispatchMode):

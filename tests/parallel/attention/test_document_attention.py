@@ -1,4 +1,4 @@
-"""Attention inside documents against a dense mask; its memory, by trace, against attention without documents."""
+"""Attention inside documents equals attention with a dense mask. Its memory, by trace, is as without documents."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_time_follows_the_window() -> None:
 
 
 def test_the_operators_keep_to_torchs_rules() -> None:
-    """Fake shapes and strides, aliasing, autograd's registration; gradients by differences in float64."""
+    """Check fake shapes and strides, aliasing, autograd's registration, and gradients by differences in float64."""
     q, k, v = (t.detach().requires_grad_() for t in inputs(torch.float64, 2)[:3])
     torch.library.opcheck(attend_documents, (q, k, v, ENDS, 0.25, 5, 0.7))
     assert torch.autograd.gradcheck(

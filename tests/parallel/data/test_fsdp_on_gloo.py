@@ -1,4 +1,4 @@
-"""FSDP2's collectives on gloo go on in the background, and nothing reads what they have not brought yet."""
+"""FSDP2's collectives on gloo run in the background, and nothing reads their results too early."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Two:
 
 @pytest.fixture
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
-    """The exchanges that were started, none of which gloo carries out."""
+    """The exchanges that were started. gloo carries out none of them."""
     started: list[Slow] = []
 
     def start(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Slow:
@@ -125,7 +125,7 @@ def test_a_gather_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bool]:
-    """For each micro-batch of a step: whether sums of gradients are waited for where FSDP2 asks for them."""
+    """For each micro-batch of a step, whether gradient sums are waited for when FSDP2 asks for them."""
     run = make_run(
         {
             "model": {"preset": "llama-tiny", "vocab_size": 128},

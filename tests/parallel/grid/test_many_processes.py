@@ -1,4 +1,4 @@
-"""Costs of many processes: cores beside the GPU, and groups that are not made one by one."""
+"""Costs of many processes: cores next to the GPU, and groups that are not created one by one."""
 
 from __future__ import annotations
 

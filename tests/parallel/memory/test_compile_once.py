@@ -1,4 +1,4 @@
-"""Compiled blocks: the second and all later ones run the code of the first, whatever is recomputed."""
+"""In every recompute mode, the second and all later compiled blocks run the code of the first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SELECTIVE = {"mode": "selective", "modules": ["attention", "mlp", "norms", "gath
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No code of earlier tests; what is captured is not compiled further."""
+    """Remove code of earlier tests. What is captured is not compiled further."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield
@@ -67,7 +67,7 @@ def test_more_blocks_compile_nothing_more(model: dict[str, Any], grid: dict[str,
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "none"}], ids=lambda mode: mode["mode"])
 def test_documents_compile_nothing_more(mode: dict[str, Any]) -> None:
-    """Neither later blocks nor steps with more documents or fewer; the first that has another number may."""
+    """Neither later blocks nor steps with more or fewer documents compile. The first block with another number may."""
     packed = {"source": "python-stdlib", "mask_documents": True}
     first = graphs(LLAMA, 2, {}, mode, steps=2, data=packed)
     assert graphs(LLAMA, 10, {}, mode, steps=2, data=packed) == first

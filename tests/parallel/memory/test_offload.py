@@ -1,4 +1,4 @@
-"""Inputs of blocks on their way to the CPU's memory and back; on simulated streams, reads wait for what they read."""
+"""Inputs of blocks move to the CPU's memory and back. On simulated streams, reads wait for what they read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Device:
 
 
 class Stream:
-    """Work in order; ``run`` takes what has been issued up to a place."""
+    """Work in order. ``run`` takes what has been issued up to a point."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.work, self.done = device, list[object](), 0

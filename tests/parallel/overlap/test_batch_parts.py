@@ -92,7 +92,7 @@ def logits_body(rank: int, world_size: int, run: RunConfig) -> list[torch.Tensor
 
 
 def test_batches_of_any_size_are_evaluated(pool: Pool) -> None:
-    """Two sequences as two parts; one, and three, as two parts of their tokens."""
+    """Two sequences are two parts. One sequence, or three, are split into two parts of their tokens."""
     parts, whole = (pool.run(2, logits_body, tiny_run(LLAMA, {"x": 2}, overlap={"batch_parts": n}))[0] for n in (2, 1))
     for of_parts, of_whole in zip(parts, whole, strict=True):
         torch.testing.assert_close(of_parts, of_whole, rtol=1e-5, atol=1e-6)

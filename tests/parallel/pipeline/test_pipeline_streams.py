@@ -1,5 +1,5 @@
-"""On GPUs, NCCL carries out the transfers of one group in the order in which they were issued. Simulated, a group for
-each pair of neighbors costs a schedule nothing, and one group of all stages costs much."""
+"""On GPUs, NCCL runs the transfers of one group in the order of their issue. In this simulation, a group for each
+pair of neighbors costs a schedule nothing, and one group of all stages costs much."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Streams:
     """The streams of all ranks: one that computes, and one for each group.
 
     The host issues a rank's whole list at once. A transfer begins when both of its ranks have computed what they issued
-    before it, and their streams for its group are done with earlier ones; it takes no time. A computation waits for
-    what it has received, and a send for the one before it to the same rank.
+    before it, and their streams for its group are done with earlier transfers. It takes no time. A computation waits
+    for what it has received, and a send waits for the previous send to the same rank.
     """
 
     def __init__(self, grid: ParallelConfig, micro_batches: int, group: Group) -> None:
@@ -44,7 +44,7 @@ class Streams:
         self.last_sent: dict[tuple[str, tuple[int, int]], Op] = {}
 
     def bubble(self) -> float:
-        """Run all lists; the share of the ranks' time in which they compute nothing."""
+        """Run all lists. Return the fraction of the ranks' time without computation."""
         left = [deque(ops) for ops in self.lists]
         while any(left):
             moved = self.transfer()
@@ -57,7 +57,7 @@ class Streams:
         return 1 - busy / stages_per_rank(self.grid) / (self.grid.pp * max(self.computed))
 
     def issue(self, rank: int, op: Op) -> bool:
-        """Issue one operation; False where the time of what it needs is not known yet."""
+        """Issue one operation. Return False if the time of what it needs is not known yet."""
         if op.kind in SECONDS:
             needed = self.received(rank, op)
             if needed is not None and needed not in self.arrived:
@@ -76,7 +76,7 @@ class Streams:
         return True
 
     def transfer(self) -> bool:
-        """Begin the transfers that are the next of their group on both ranks; True where there was one."""
+        """Begin the transfers that are next in their group on both ranks. Return True if there was one."""
         moved = False
         for queues in self.issued:
             for name, queue in queues.items():

@@ -60,7 +60,7 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str, pp: int, micro_b
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """For each pair of ranks and direction: what one sends first, the other receives first; nothing is left over."""
+    """For each pair of ranks and direction, what one sends first, its peer receives first, and nothing is left over."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
@@ -83,7 +83,7 @@ def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, mic
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_two_ranks_see_their_transfers_in_one_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """Both directions together: where one rank's next transfer waits for another's, nobody waits for ever."""
+    """In both directions together, no two ranks wait for each other's next transfer forever."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     queues: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for rank, ops in enumerate(with_transfers(schedule_ops(grid, micro_batches), grid)):
@@ -102,7 +102,7 @@ def test_two_ranks_see_their_transfers_in_one_order(schedule: str, pp: int, micr
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_batches: int) -> None:
-    """(p − 1)/(m + p − 1), Narayanan et al. 2021 (arXiv 2104.04473), whatever a backward costs."""
+    """(p − 1)/(m + p − 1), Narayanan et al. 2021 (arXiv 2104.04473), at any cost of a backward."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     for backward in (1.0, 2.0, 3.0):
         spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
@@ -115,7 +115,7 @@ def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_bat
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(
     schedule: str, chunks: int, micro_batches: int
 ) -> None:
-    """(p − 1)/v beside m micro-batches of work: Narayanan et al. 2021, section 2.2."""
+    """(p − 1)/v in addition to m micro-batches of work: Narayanan et al. 2021, section 2.2."""
     grid = ParallelConfig(pp=4, schedule=schedule, stages_per_rank=chunks)
     waiting = 3 / chunks
     assert bubble(timeline(schedule_ops(grid, micro_batches), grid)) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Times of a pipeline's operations: the device's, where the host only issues them."""
+"""Times of a pipeline's operations are the device's if the host only issues them."""
 
 from __future__ import annotations
 

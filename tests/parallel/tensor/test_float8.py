@@ -1,6 +1,6 @@
-"""Matrix products in float8: torchao's own arithmetic, on every grid, and refused where a device has none.
+"""Matmuls in float8 follow torchao's own arithmetic on every grid, and a device without float8 is refused.
 
-torch's CPU build multiplies float8 too, slowly; only the check of the device keeps it from users.
+torch's CPU build multiplies float8 too, slowly. Only the check of the device keeps it from users.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIXTEENS = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 192}
-"""Key and value features of 64, so that 32 are left for x = 2 and 16 for x·y = 4."""
+"""Key and value features of 64, so 32 are left for x = 2 and 16 for x·y = 4."""
 
 
 def bf16_run(grid: dict[str, int], float8: str = "none", **sections: object) -> RunConfig:
@@ -61,7 +61,7 @@ def test_the_three_products_are_torchaos(recipe: str) -> None:
 
 
 def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float], set[str]]:
-    """The losses of one batch learned by heart; which layers multiply in float8."""
+    """Return the losses of one batch learned by heart, and which layers multiply in float8."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     batch = random_micro_batches(run, 0, job.grid, CPU)

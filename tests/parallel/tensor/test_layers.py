@@ -58,7 +58,7 @@ def test_bf16_follows_fp32(pool: Pool, grid: dict[str, int], master: str) -> Non
 
 
 class _Order(TorchDispatchMode):
-    """The matmuls and collectives in the order in which they are issued."""
+    """The matmuls and collectives in the order of their issue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ FORBIDDEN = {
 def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
     allowed = {
         Path("verification", "one_process.py"): set(FORBIDDEN),  # its one process is plain torch on purpose
-        Path("data", "hub.py"): {"state_dict"},  # that of a dataset
+        Path("data", "hub.py"): {"state_dict"},  # a dataset's
     }
     root = Path(fourfold.__file__).parent
     for path in root.rglob("*.py"):
@@ -225,7 +225,7 @@ def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [RMSNorm(64, 1e-5), torch.nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
 def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Module, dtype: torch.dtype) -> None:
-    """A GPU runs it where every rank has all channels."""
+    """A GPU runs it if every rank has all channels."""
     with fake_processes(1):
         layer = Norm(norm, Grid(ParallelConfig(), "cpu"), "norm").to_empty(device="cpu").to(dtype)
         for parameter in layer.parameters():

@@ -75,7 +75,7 @@ def share_of(whole: Tensor, grid: Grid) -> Tensor:
 
 
 def results(layers: Layers, x: Tensor, grad: Tensor, stepped: bool = False) -> dict[str, Tensor]:
-    """The output, and the gradients of the input and of the weights; biases are summed elsewhere."""
+    """Return the output, and the gradients of the input and of the weights. Biases are summed elsewhere."""
     x = x.clone().requires_grad_()
     (out,) = in_turn([layers.steps(x)], runs_ahead=False) if stepped else [layers(x)]
     out.backward(grad)
