@@ -8,8 +8,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-Number = Any
-"""A float, or an array of floats with one entry per case that is predicted."""
+Number = float | np.ndarray
+"""A number, or an array [n] with one number for each of n cases that are predicted at once."""
+Flag = bool | np.bool_ | np.ndarray
+"""A boolean, or an array [n] of booleans."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def stack(cases: Sequence[SomeCases]) -> SomeCases:
         values = [getattr(case, field.name) for case in cases]
         if isinstance(values[0], Cases):
             columns[field.name] = stack(values)
-        elif field.type == "Number":
+        elif field.type in ("Number", "Flag"):
             columns[field.name] = np.array(values, dtype=bool if isinstance(field.default, bool) else float)
     return replace(cases[0], **columns)
 

@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import Cases, Flag, Number
 
 
 @dataclass(frozen=True)
 class Program(Cases):
     """Differences between training programs. The defaults are fourfold's."""
 
-    is_fourfold: Number = True
+    is_fourfold: Flag = True
     """Whether pointwise operations are counted one by one. For other programs they are estimated
     (``cost.terms.pointwise``)."""
-    flash: Number = True
+    flash: Flag = True
     """Whether attention is one fused kernel."""
-    flash2: Number = False
+    flash2: Flag = False
     """Whether the fused kernel is FlashAttention-2, even if the machine has a faster one."""
-    fused: Number = False
+    fused: Flag = False
     """Whether pointwise operations are fused (torch.compile, Transformer Engine)."""
-    fused_gate: Number = False
+    fused_gate: Flag = False
     """Whether a gated MLP keeps gate, up, and their product, and no activation in between."""
-    fused_loss: Number = False
+    fused_loss: Flag = False
     """Whether the loss reads 16-bit logits."""
-    keeps_float8_inputs: Number = False
+    keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
     """Number of logits computed at once."""
-    tiled_mlp: Number = False
+    tiled_mlp: Flag = False
     """Whether the MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
-    offloads_optimizer: Number = False
+    offloads_optimizer: Flag = False
     """Whether gradients, optimizer states, and 32-bit weights are in the host's memory."""
-    blocking: Number = False
+    blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 
-    split_residual: Number = True
+    split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
-    regather: Number = False
+    regather: Flag = False
     """Whether inputs are kept sharded over x and gathered again in the backward, in every recompute mode
     (Megatron-LM)."""
-    overlap_x: Number = True
+    overlap_x: Flag = True
     """Whether the backward's collectives over x and y run behind weight gradients."""
-    overlap_forward: Number = False
+    overlap_forward: Flag = False
     """Whether the forward's collectives over x run piece by piece behind the matmul that reads them (AsyncTP)."""
-    gate_first: Number = True
+    gate_first: Flag = True
     """Whether the sum of gate over y runs behind the matmul of up."""
 
-    overlap_z: Number = True
+    overlap_z: Flag = True
     """Whether weight gathers and gradient scatters run behind computation."""
-    overlap_dp: Number = True
+    overlap_dp: Flag = True
     """Whether the gradient sum over dp runs behind the last backward."""
     scatter_bytes: Number = 0
     """Bytes per gradient entry in the sums that scatter over z. 0 means ``Step.reduce_bytes``."""
@@ -57,49 +57,49 @@ class Program(Cases):
     """Number of blocks gathered ahead."""
     shards_per_node: Number = 1
     """Ranks of a shard group per node. If it is more than 1, collectives run inside nodes and across them."""
-    weights_kept: Number = False
+    weights_kept: Flag = False
     """Whether weights are gathered once per step, not per micro-batch (distributed optimizers)."""
-    half_weights: Number = False
+    half_weights: Flag = False
     """Whether 16-bit weights are stored in addition to the optimizer's."""
-    all_reduces_gradients: Number = False
+    all_reduces_gradients: Flag = False
     """Whether gradients are all-reduced over dp although each rank needs only a shard (DeepSpeed)."""
-    fuses_accumulation: Number = False
+    fuses_accumulation: Flag = False
     """Whether weight-gradient matmuls add to the gradients of earlier micro-batches (Megatron-LM)."""
     gradient_bytes: Number = 0
     """Bytes per stored gradient entry. 0 means ``Step.reduce_bytes``."""
-    gradient_copy: Number = False
+    gradient_copy: Flag = False
     """Whether the optimizer copies its gradients to fp32 (DeepSpeed)."""
 
-    recomputes_attention: Number = False
+    recomputes_attention: Flag = False
     """Whether selective recompute runs the attention core again."""
-    recomputes_mlp: Number = True
+    recomputes_mlp: Flag = True
     """Whether selective recompute runs the MLP's activation again."""
-    recomputes_norms: Number = True
+    recomputes_norms: Flag = True
     """Whether selective recompute runs the norms before attention and MLP again."""
-    recomputes_gathers: Number = True
+    recomputes_gathers: Flag = True
     """Whether selective recompute repeats the gathers over x and y."""
-    recomputes_per_op: Number = False
+    recomputes_per_op: Flag = False
     """Whether selective recompute keeps the outputs of the attention and of every second matmul (torchtitan)."""
-    recompute_stops_early: Number = True
+    recompute_stops_early: Flag = True
     """Whether full recompute skips a block's last matmul and its sum over x, which nothing reads."""
     stage_keeps: Number = 0
     """Number of residuals that a pipeline stage keeps per micro-batch, in addition to its blocks' residuals."""
-    count_runtime: Number = True
+    count_runtime: Flag = True
     """Whether memory includes the driver and the communication library."""
 
-    experts_over_x: Number = True
+    experts_over_x: Flag = True
     """Whether x divides the experts' widths. If not, ep divides the experts over the ranks of x too, and each expert is
     whole (Megatron-LM's expert_tensor_parallel_size of 1)."""
-    sends_once: Number = False
+    sends_once: Flag = False
     """Whether a token goes once to each rank that has any of its experts, and once over the network to each node
     (DeepEP). Otherwise it goes once for each expert."""
-    fused_experts: Number = False
+    fused_experts: Flag = False
     """Whether expert matmuls compute the activation, and round what they read and write to 8 bits."""
-    overlap_ep: Number = False
+    overlap_ep: Flag = False
     """Whether tokens are exchanged over ep behind another micro-batch's computation."""
-    captured: Number = False
+    captured: Flag = False
     """Whether the host launches a block's kernels together, as CUDA graphs, except the experts' kernels."""
-    captured_experts: Number = False
+    captured_experts: Flag = False
     """Whether the host also launches the experts' kernels together."""
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
@@ -44,7 +44,7 @@ class ModelShape(Cases):
     """Outputs of the MLP's first matmul: 2 · inner with a gate, otherwise inner."""
     vocab: Number
     """Rows of the vocabulary, including padding."""
-    tied: Number
+    tied: Flag
     """Whether embedding and head share one table."""
     rope: Number = 1
     """Number of rotary tables, because sliding layers can have their own. 0 for learned positions."""
@@ -52,29 +52,29 @@ class ModelShape(Cases):
     """Fraction of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
     """Rows of a learned position table."""
-    biases: Number = False
+    biases: Flag = False
     """Whether q, k, and v have biases."""
-    head_norms: Number = False
+    head_norms: Flag = False
     """Whether queries and keys are normalized."""
-    joint_head_norms: Number = False
+    joint_head_norms: Flag = False
     """Whether they are normalized over all heads at once."""
-    layer_norm: Number = False
+    layer_norm: Flag = False
     """Whether norms are LayerNorm instead of RMSNorm."""
-    zero_centered: Number = False
+    zero_centered: Flag = False
     """Whether norms multiply by 1 + weight."""
-    parallel_residual: Number = False
+    parallel_residual: Flag = False
     """Whether attention and MLP read the same input."""
     norms: Number = 2
     """Number of norms in a block, without query and key norms."""
-    output_norms: Number = False
+    output_norms: Flag = False
     """Whether some norms apply to the outputs of attention and MLP."""
     window: Number = 0
     """Tokens that a query of a sliding layer sees."""
     sliding: Number = 0
     """Fraction of the blocks that slide."""
-    caps_scores: Number = False
+    caps_scores: Flag = False
     """Whether the attention's scores are capped."""
-    caps_logits: Number = False
+    caps_logits: Flag = False
     """Whether the head's logits are capped."""
     experts: Number = 0
     """Number of experts per block. 0 if there are none."""
@@ -84,7 +84,7 @@ class ModelShape(Cases):
     """Width of an expert, which has a gate."""
     shared_inner: Number = 0
     """Width of the shared expert, a gated MLP that every token passes. 0 if there is none."""
-    shared_gate: Number = False
+    shared_gate: Flag = False
     """Whether a per-token gate multiplies the shared expert's output."""
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
@@ -160,7 +160,7 @@ class Layout(Cases):
     """Index into ``RECOMPUTE``."""
     recompute_every: Number = 1
     """Every n-th block recomputes."""
-    offload: Number = False
+    offload: Flag = False
     """Whether full recompute keeps its block inputs in the host's memory."""
     ends: Number = 0.0
     """Work of the embedding, and of the head, in layers, when layers are split into stages."""
@@ -177,22 +177,22 @@ class Layout(Cases):
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
-    def split_backward(self) -> Number:
+    def split_backward(self) -> Flag:
         """Return whether weight gradients are computed apart from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property
-    def in_rounds(self) -> Number:
+    def in_rounds(self) -> Flag:
         """Return whether the schedule runs micro-batches in rounds of pp."""
         return _is_one_of(self.schedule, IN_ROUNDS) & (np.asarray(self.pp) > 1)
 
     @property
-    def forwards_first(self) -> Number:
+    def forwards_first(self) -> Flag:
         """Return whether the schedule runs all forwards before the first backward."""
         return _is_one_of(self.schedule, FORWARDS_FIRST)
 
     @property
-    def v_shaped(self) -> Number:
+    def v_shaped(self) -> Flag:
         """Return whether the first and the last stage are both on the first rank."""
         return _is_one_of(self.schedule, V_SHAPED)
 
@@ -220,7 +220,7 @@ class Step(Cases):
     """Bytes per entry of each of the optimizer's moments."""
     optimizer: Number = 0
     """Index into ``OPTIMIZERS``."""
-    averaged: Number = False
+    averaged: Flag = False
     """Whether a 32-bit moving average of the weights is kept."""
     capacity: Number = 0.0
     """An expert takes at most this many times its equal share of the tokens. 0 sets no limit."""
@@ -242,9 +242,9 @@ class Workload(Cases):
     step: Step = Step()
     program: Program = OWN_PROGRAM
 
-    def but(self, **changes: Number) -> Self:
+    def but(self, **changes: Number | tuple[int, ...] | None) -> Self:
         """Return a copy with some fields changed, each in the part that has it: ``work.but(x=2, seq=4096)``."""
-        parts: dict[str, dict[str, Number]] = {}
+        parts: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             parts.setdefault(PART_OF[name], {})[name] = value
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
@@ -274,12 +274,12 @@ class Workload(Cases):
         return np.where(whole % self.parts == 0, whole // self.parts, whole)
 
     @property
-    def parts_are_tokens(self) -> Number:
+    def parts_are_tokens(self) -> Flag:
         """Return whether parts are tokens of all sequences. Attention then runs once for all parts."""
         return (self.parts > 1) & (self.together == self.layout.micro_batch)
 
     @property
-    def passes_blocks(self) -> Number:
+    def passes_blocks(self) -> Flag:
         """Return whether a part enters a block while another is in the block before. Recomputed blocks wait for all
         parts."""
         return (self.parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
@@ -345,5 +345,5 @@ PART_OF = {field.name: part for part, kind in PARTS.items() for field in fields(
 assert len(PART_OF) == sum(len(fields(kind)) for kind in PARTS.values()), "fields of a workload have unique names"
 
 
-def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Number:
+def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Flag:
     return np.isin(schedule, [SCHEDULES.index(name) for name in names])

@@ -197,7 +197,7 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
         raise Skipped("micro_batch · dp is more than the global batch")
     z, zero = 1.0, float(measured.sharding[-1]) if measured.sharding.startswith("zero") else 0.0
     if measured.sharding in ("fsdp", "hsdp"):
-        whole = machine.gpus_per_node if measured.sharding == "hsdp" else copies
+        whole = float(machine.gpus_per_node) if measured.sharding == "hsdp" else copies
         z = min(measured.shard_group or whole, copies)
         z = copies if copies % z else z
     elif _shares_optimizer(measured):

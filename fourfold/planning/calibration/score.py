@@ -74,7 +74,10 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     memory = peak_memory(work, machine)
     p_oom = p_out_of_memory(memory, work, machine)
     return [
-        Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)
+        Scored(*values)
+        for values in zip(
+            rows, seconds.tolist(), np.asarray(memory / 1e9).tolist(), np.asarray(p_oom).tolist(), strict=True
+        )
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
@@ -183,7 +183,7 @@ def _capped_backward(work: Workload) -> Number:
     return np.where(caps_scores(work), held, 0)
 
 
-def is_replicated(work: Workload) -> Number:
+def is_replicated(work: Workload) -> Flag:
     """Return whether every rank has whole weights and gradients, as in ``parallel.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
@@ -290,7 +290,7 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 
 
 def peak_bytes(
-    work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
+    work: Workload, layers: Number, in_flight: Number, has_head: Flag = True, block: BlockBytes | None = None
 ) -> Number:
     """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
 

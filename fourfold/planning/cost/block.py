@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
@@ -103,8 +104,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "launch_backward": launch_backward,
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
-    ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
-    block = BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
+    of_all: dict[str, Any] = {name: parts * of_part for name, of_part in seconds.items()}
+    block = BlockTime(**of_all, head=head, head_x=head_x, head_y=head_y, embedding=embedding)
     return _time_with_experts(block, work, machine, constants, rates) if has_experts(work) else block
 
 
@@ -208,10 +209,11 @@ def keys_computed(work: Workload) -> Number:
     return np.where(all_keys, seq, np.where(slides, ring, seen))
 
 
-def fourfold_ring(work: Workload) -> Number:
+def fourfold_ring(work: Workload) -> Flag:
     """Return whether fourfold passes keys and values around a ring."""
     is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
-    return work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+    passes: Flag = work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+    return passes
 
 
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
@@ -226,7 +228,7 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     )
 
 
-def _softmax_is_plain(work: Workload) -> Number:
+def _softmax_is_plain(work: Workload) -> Flag:
     """Return whether an unfused attention falls back to single operations."""
     unfused = ~np.asarray(work.program.flash, bool)
     return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)

@@ -82,10 +82,11 @@ def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number,
     matmuls."""
     model, layout, step = work.model, work.layout, work.step
     hidden = model.hidden / layout.y
-    how = {"item": step.item_bytes, "rates": rates, "rate": rates.matmul, "groups": rows.experts}
     router = linear_seconds(work.tokens / layout.x, hidden, model.experts, 4.0, rates, rates.router)
-    up = linear_seconds(rows.each, hidden, 2 * rows.inner, **how)
-    down = linear_seconds(rows.each, rows.inner, hidden, **how)
+    up, down = (
+        linear_seconds(rows.each, inner, out, step.item_bytes, rates, rates.matmul, rows.experts)
+        for inner, out in ((hidden, 2 * rows.inner), (rows.inner, hidden))
+    )
     forward, inputs, weights = (sum(parts) for parts in zip(router, up, down, strict=True))
     return forward, inputs, weights
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number, unique_rows
+from fourfold.planning.array_fields import Flag, Number, unique_rows
 from fourfold.planning.cost.block import norms_before
 from fourfold.planning.cost.part_time import PartTime, part_time
 from fourfold.planning.cost.tensor_sizes import attention_over_y
@@ -47,7 +47,8 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slo
         time: Durations.
         slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
     """
-    now = computed = 0.0
+    now: Number = 0.0
+    computed: Number = 0.0
     free: dict[str, Number] = {"x": 0.0, "y": 0.0}
     waited: dict[str, Number] = {"x": 0.0, "y": 0.0}
     flying: dict[tuple[object, ...], tuple[Number, Number, Number]] = {}
@@ -91,7 +92,7 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
     """Return [2, n]: exposed over x and over y in the mean block. A fraction of the blocks recomputes."""
-    count = len(work.parts)
+    count = np.size(work.parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
     exposed: np.ndarray = share * _of_kinds(work, work.passes_blocks, machine, constants)
@@ -103,12 +104,12 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
     return exposed
 
 
-def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants: Constants) -> np.ndarray:
+def _of_kinds(work: Workload, passes_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
     """Return [2, n]: exposed over x and over y in a block."""
     time = part_time(work, machine, constants)
-    exposed = np.zeros((2, len(work.parts)))
+    exposed = np.zeros((2, np.size(work.parts)))
     blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # of a stage
-    blocks = np.broadcast_to(blocks, (len(work.parts),))
+    blocks = np.broadcast_to(blocks, (np.size(work.parts),))
     for kind, places in _kinds_of(work, passes_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
         shares = (few, 1 - 2 * few, few) if kind.passes_blocks else (1.0,)
@@ -117,7 +118,7 @@ def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants
     return exposed
 
 
-def _kinds_of(work: Workload, passes_blocks: Number) -> Iterator[tuple[Kind, np.ndarray]]:
+def _kinds_of(work: Workload, passes_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
     """Yield every kind of block, and the positions of the cases that have it."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
@@ -140,7 +141,7 @@ def _kinds_of(work: Workload, passes_blocks: Number) -> Iterator[tuple[Kind, np.
         "norms_again": program.recomputes_norms,
         "gathers_again": program.recomputes_gathers,
     }
-    count = len(work.parts)
+    count = np.size(work.parts)
     each = {name: np.broadcast_to(column, (count,)).astype(int) for name, column in columns.items()}
     first, back = unique_rows(list(each.values()))
     for number, place in enumerate(first):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
 from fourfold.planning.cost.optimizer_cost import (
@@ -134,7 +134,7 @@ def _at_the_peak(
     freed: Number,
     tables: Tables,
     block: BlockBytes,
-) -> tuple[Number, Number]:
+) -> tuple[Flag, Number]:
     """Return whether all gradients exist at the fullest moment, and the activations at that moment.
 
     In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The
@@ -156,9 +156,10 @@ def _at_the_peak(
     return at_end, np.where(gradual & at_end, end, activations)
 
 
-def _is_gradual(work: Workload) -> Number:
+def _is_gradual(work: Workload) -> Flag:
     """Return whether gradients appear one by one during the backward."""
-    return (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
+    gradual: Flag = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
+    return gradual
 
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
@@ -274,7 +275,7 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
     return np.where(sums, work.step.reduce_bytes * entries / (layout.x * layout.y), 0)
 
 
-def _is_resharded(work: Workload) -> Number:
+def _is_resharded(work: Workload) -> Flag:
     """Return whether gathered weights are freed after their unit's forward."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
@@ -313,9 +314,10 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
     """Return the bytes of the fullest of some pp ranks, each with its blocks."""
-    return np.max(
+    fullest: Number = np.max(
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
     )
+    return fullest
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:

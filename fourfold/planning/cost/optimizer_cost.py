@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms.exchange import exchange_seconds
@@ -50,7 +50,7 @@ class Matrices(NamedTuple):
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 
-def is_named(work: Workload, name: str) -> Number:
+def is_named(work: Workload, name: str) -> Flag:
     """Return whether a run has the optimizer."""
     return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
 
@@ -160,7 +160,7 @@ def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
 def moved_bytes(work: Workload) -> Number:
     """Return the bytes that a step moves for each entry that a rank steps. An average is read and written, and its
     weight read."""
-    moved = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
+    moved: Number = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
     return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)
 
 

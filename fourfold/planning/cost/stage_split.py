@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def split_of(work: Workload) -> StageSplit:
     return _as_split(np.array([row + (0,) * (longest - len(row)) for row in found]).T[:, back])
 
 
-def _as_split(row: Number) -> StageSplit:
+def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
     places = [(row[i], Blocks(row[i + 1], row[i + 2])) for i in range(5, len(row), 3)]
     return StageSplit(Blocks(row[0], row[1]), Blocks(row[2], row[3]), row[4], places)
 
@@ -65,7 +66,7 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
 def _split(
     layers: float, dense: float, pp: float, interleave: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[Number, ...]:  # fmt: skip
     """Return the numbers of a ``StageSplit`` in a row.
 
     A rank is left out if an earlier rank has at least as many blocks of each kind, and at least as many micro-batches.

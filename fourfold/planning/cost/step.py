@@ -140,7 +140,8 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 def slowest_of(count: Number) -> Number:
     """Return by how many standard deviations the slowest of many is slower than their mean: √(2 ln n), the growth of
     the largest of n normal variables (Cramér 1946, section 28.6)."""
-    return np.sqrt(2 * np.log(np.maximum(count, 1)))
+    deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
+    return deviations
 
 
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Layer:

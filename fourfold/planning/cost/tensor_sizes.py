@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
@@ -59,10 +59,11 @@ def attention_over_y(work: Workload) -> np.ndarray:
     )
 
 
-def puts_in_order(work: Workload) -> Number:
+def puts_in_order(work: Workload) -> Flag:
     """Return whether attention copies its rank's heads to get whole sequences, and copies what it returns."""
     is_own = np.asarray(work.program.is_fourfold, bool)
-    return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
+    copies: Flag = is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
+    return copies
 
 
 def heads_here(work: Workload) -> Number:
@@ -90,9 +91,10 @@ class CappedScores(NamedTuple):
     pieces: Number
 
 
-def caps_scores(work: Workload) -> Number:
+def caps_scores(work: Workload) -> Flag:
     """Return whether fourfold's attention caps the scores. It has no fused kernel then."""
-    return np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
+    caps: Flag = np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
+    return caps
 
 
 def capped_scores(work: Workload) -> CappedScores:

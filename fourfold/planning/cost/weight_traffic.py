@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,
@@ -89,11 +89,12 @@ def weight_traffic_seconds(
                     np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
 
 
-def gathered_once_a_step(work: Workload) -> Number:
+def gathered_once_a_step(work: Workload) -> Flag:
     """Return whether sharded weights are gathered once per step: distributed optimizers, and zero 1 and 2 with z =
     1."""
     layout = work.layout
-    return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
+    gathered: Flag = work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
+    return gathered
 
 
 def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:

@@ -89,7 +89,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
         machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
         seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
-        seconds = seconds.reshape(len(factors), len(order))
+        seconds = np.reshape(seconds, (len(factors), len(order)))
         lost = TIED * seconds.min(axis=1) < seconds[:, of_best].min(axis=1)
         return (place := int(lost.argmax()), int(seconds[place].argmin())) if lost.any() else None
 
@@ -150,8 +150,8 @@ def neighbors(plan: Plan) -> list[Neighbor]:
             return Neighbor(text, None, REASONS[scores.reason[np.argmin(scores.seconds)]])
         place = scores.fits[np.argmin(scores.seconds[scores.fits])]
         if "recompute" in changes:
-            text += of_blocks(int(near.layout.recompute_every[place]))
-        turns = int(near.parts[place])
+            text += of_blocks(int(near.point(place).layout.recompute_every))
+        turns = int(near.point(place).parts)
         if len(parts) > 1 and turns not in (1, best.work.parts):
             text += f", in {turns} parts"
         return Neighbor(text, float(scores.seconds[place] / best.seconds - 1), "")

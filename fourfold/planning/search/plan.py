@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.cost.step import micro_batch_seconds, step_parts
@@ -52,11 +53,11 @@ class Prediction:
         """Return the throughput of all GPUs together."""
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
-    def utilization(self, flops: float) -> float:
+    def utilization(self, flops: Number) -> float:
         """Return a step's ``flops`` relative to the GPUs' bf16 peak, in every precision."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
-    def pflops(self, flops: float) -> float:
+    def pflops(self, flops: Number) -> float:
         """Return the PFLOP/s of all GPUs together, for a step's ``flops``."""
         return float(flops / self.seconds / 1e15)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -67,10 +68,8 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
     """
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
-    if base.model.experts:
-        columns = _crossed(
-            columns, {"ep": [n for n in range(1, base.model.experts + 1) if base.model.experts % n == 0]}
-        )
+    if experts := int(base.model.experts):
+        columns = _crossed(columns, {"ep": [n for n in range(1, experts + 1) if experts % n == 0]})
         columns = _kept(columns, columns["dp"] * columns["cp"] * columns["z"] % columns["ep"] == 0)
     elif "ep" in dict((*limits.at_most, *limits.fixed)):
         raise UserError("a limit on ep needs a model with experts; leave it out")
@@ -144,22 +143,25 @@ def _sizes(work: Workload) -> Sizes:
     # The search's 32 bits are enough for any model that was ever built.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
-    return Sizes(
-        layers=model.layers, hidden=model.hidden, heads=model.queries // model.head_dim,
-        kv_heads=model.keys // model.head_dim, head_dim=model.head_dim, inner=model.inner, vocab=model.vocab,
-        positions=model.positions, seq=step.seq, batch=step.batch, float8=step.bits == 8, experts=model.experts,
-        expert_inner=model.expert_inner, shared_inner=model.shared_inner,
-        x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, ep=layout.ep, zero=layout.zero,
-        # Products of it exceed 32 bits.
-        micro_batch=np.asarray(layout.micro_batch, np.int64),
-        batch_parts=work.layout.batch_parts,
-        shards_per_node=work.program.shards_per_node,
-        stages=layout.pp * layout.interleave,
-        in_rounds=layout.in_rounds,
-        split_backward=layout.split_backward,
-        dual_pipe_v=np.equal(layout.schedule, SCHEDULES.index("DualPipeV")) & (layout.pp > 1),
-        ulysses=np.equal(layout.cp_method, CP_METHODS.index("ulysses")),
-    )  # fmt: skip
+    # The rules are written for one layout. Arrays pass through the same operators.
+    sizes: dict[str, Any] = {
+        "layers": model.layers, "hidden": model.hidden, "heads": model.queries // model.head_dim,
+        "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.inner,
+        "vocab": model.vocab, "positions": model.positions, "seq": step.seq, "batch": step.batch,
+        "float8": step.bits == 8, "experts": model.experts, "expert_inner": model.expert_inner,
+        "shared_inner": model.shared_inner,
+        "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
+        # Multiplied by other sizes, it exceeds 32 bits.
+        "micro_batch": np.asarray(layout.micro_batch, np.int64),
+        "batch_parts": work.layout.batch_parts,
+        "shards_per_node": work.program.shards_per_node,
+        "stages": layout.pp * layout.interleave,
+        "in_rounds": layout.in_rounds,
+        "split_backward": layout.split_backward,
+        "dual_pipe_v": np.equal(layout.schedule, SCHEDULES.index("DualPipeV")) & (layout.pp > 1),
+        "ulysses": np.equal(layout.cp_method, CP_METHODS.index("ulysses")),
+    }  # fmt: skip
+    return Sizes(**sizes)
 
 
 def refusal(work: Workload, machine: Machine) -> str:

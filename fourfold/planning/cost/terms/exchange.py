@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.terms.collective import group_of
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 
 
 def exchange_seconds(
-    size: Number, copies: Number, once: Number, ranks: Number, stride: Number, machine: Machine, constants: Constants
+    size: Number, copies: Number, once: Flag, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
     """Return the seconds in which each of ``ranks`` ranks, with a distance of ``stride``, sends ``copies`` of its
     tokens.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
 """Operations of one block in eager PyTorch: matmuls, biases, norms, casts, dropout, copies, activation, and
@@ -23,7 +23,7 @@ def overlapped(device: Number, host: Number) -> Number:
     return (device**4 + host**4) ** 0.25
 
 
-def block_launches(kernels: float, fused: Number, collectives: Number) -> Number:
+def block_launches(kernels: float, fused: Flag, collectives: Number) -> Number:
     """Return the launches of one block in one direction, with this number of ``kernels`` in eager PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
@@ -41,7 +41,7 @@ order."""
 
 
 def expert_launches(
-    experts: Number, grouped: Number, fused: Number, in_8: Number, collectives: Number
+    experts: Number, grouped: Flag, fused: Flag, in_8: Flag, collectives: Number
 ) -> tuple[Number, Number]:
     """Return the launches of a router and its experts on a rank, forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives

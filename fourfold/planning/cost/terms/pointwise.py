@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 
 # Other programs, in the forward, counted from the operations of a block.
 RESIDUAL_PASSES = 12.0
@@ -71,7 +71,7 @@ weights."""
 
 
 def others_bytes(
-    residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
+    residual: Number, heads: Number, turned: Number, inner: Number, gated: Flag, fused: Flag
 ) -> tuple[Number, Number]:
     """Return the bytes moved in one block's forward and backward, for tensors of ``residual``, ``heads`` (queries,
     keys, and values), ``turned`` (by rotary embeddings), and ``inner`` bytes on the rank."""
@@ -84,7 +84,7 @@ def others_bytes(
 
 def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
-    gated: Number, fused: Number, core_fused: Number, chains: Number, layer_norm: Number,
+    gated: Flag, fused: Flag, core_fused: Flag, chains: Flag, layer_norm: Flag,
 ) -> tuple[Number, Number]:  # fmt: skip
     """Return the same for fourfold's own block.
 
@@ -121,11 +121,11 @@ class ExpertFlags(NamedTuple):
     with matmuls that compute the activation and round, and several experts on a rank.
     """
 
-    is_own: Number
-    fused: Number
-    in_8: Number
-    in_place: Number
-    several: Number
+    is_own: Flag
+    fused: Flag
+    in_8: Flag
+    in_place: Flag
+    several: Flag
 
 
 def expert_bytes(
