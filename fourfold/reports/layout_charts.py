@@ -47,8 +47,8 @@ def memory_chart(layouts: Sequence[Shown], machine: Machine, rejected: Mapping[s
         groups,
         x_label="GB of the fullest rank",
         y_label="seconds a step (log)",
-        limit=machine.memory / 1e9,
-        limit_label=f"{gigabytes(machine.memory)} GB",
+        limit=float(machine.memory) / 1e9,
+        limit_label=f"{gigabytes(float(machine.memory))} GB",
         height=460,
     )
 

@@ -70,7 +70,7 @@ def figures(
         **interval,
         "MFU": f"{mfu:.1%}",
         "GB": gigabytes(memory),
-        f"of {gigabytes(machine.memory)}": f"{memory / machine.memory:.0%}",
+        f"of {gigabytes(float(machine.memory))}": f"{memory / machine.memory:.0%}",
         "P(OOM)": f"{p_oom:.1%}",
     }
 

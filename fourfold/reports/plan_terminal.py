@@ -92,7 +92,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
         del columns["also"]
     same = []
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
-    numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(result.plan.machine.memory)}", "MFU")
+    numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
         # Dropping one of the last three costs more than a second line in a cell of words.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:

@@ -40,7 +40,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
         frozen: Count no weight gradients and no adapters (LoRA).
     """
     work = workload_of_model(model).but(seq=seq_length)
-    matrices, attention = round(work.token_matrices), round(work.token_attention)
+    matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
     forward = 2 * matrices + attention
     return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))
 

@@ -26,7 +26,7 @@ class WeightTraffic(Cases):
 
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
     - table: a table's weights gathered once, and its gradients scattered.
-    - outermost: a block's weights gathered once.
+    - outermost: a block's weights gathered once, and its gradients scattered.
     - of_z, table_of_z: the fraction of block and table that remains with one rank of dp and cp.
     - gradients: summed over the ranks that hold copies.
     """
