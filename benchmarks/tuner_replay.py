@@ -2,7 +2,7 @@
 
     python -m benchmarks.tuner_replay ROWS.csv [ROWS.csv …] [--json results.json]
 
-A sweep is a set of measured rows that differ only in layout (docs/planner.md lists the columns). The tuner's constants
+A sweep is a set of measured rows that differ only in layout (docs/measured-rows.md lists the columns). The constants
 are fitted to all rows outside the sweep, and for a second figure to rows of other machines alone. The tuner is compared
 with Optuna's TPE and with random choices without repeats, which get legality for free. Two spaces are searched: the
 measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the second space, a

@@ -26,8 +26,8 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         "",
         f"`fourfold/planning/calibration/measured.csv` has {len(measured):,} rows, and `sources.toml` beside it the "
         "bibliography.",
-        "[planner.md](planner.md) lists the columns. The rows were collected from repositories and papers, and",
-        "converted once from a table whose columns were free text: every text was mapped to values by hand. What a",
+        "[measured-rows.md](measured-rows.md) lists the columns. The rows were collected from repositories and papers,",
+        "and converted once from a table of free text: every text was mapped to values by hand. What a",
         "source does not print is named in the column `derived`; a step time that is not printed follows from",
         "tokens/s or FLOP/s (`time_from`). Earlier, words were looked for in that text, which misread rows: 28 of S5",
         "that can be predicted were taken for FSDP (they say `FSDP=0`), 9 of S5 with FSDP did not have the fused",

@@ -14,7 +14,8 @@ from test_doc_commands import TUTORIAL, is_run, run_page
 
 from fourfold.memorization.goldfish_laws import exact_match_law
 
-TABLES = tables_of(REPOSITORY / "docs" / "memorization.md")
+DOCS = REPOSITORY / "docs"
+TABLES = tables_of(DOCS / "memorization.md") | tables_of(DOCS / "memorization-measured.md")
 
 
 def test_the_law_of_exact_matches() -> None:

@@ -216,7 +216,7 @@ def test_a_mistaken_cell_names_its_row_and_column(tmp_path: Path, cells: dict[st
 @pytest.mark.parametrize(
     ("header", "sentence"),
     [
-        (HEADER.replace("program,", ""), "has no column program; docs/planner.md lists the columns$"),
+        (HEADER.replace("program,", ""), "has no column program; docs/measured-rows.md lists the columns$"),
         (HEADER.replace(",recompute,", ",act_ckpt,"), "has no column recompute"),
         (HEADER.replace(",", ";"), "must be separated by commas"),
         (HEADER + ",step_second", "has a column 'step_second' that is not known; did you mean step_seconds"),
@@ -284,7 +284,7 @@ def column_table() -> list[str]:
 
 
 def test_the_page_lists_the_columns() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "measured-rows.md").read_text(encoding="utf-8")
     assert "\n".join(column_table()) in page
 
 

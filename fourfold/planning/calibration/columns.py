@@ -219,7 +219,7 @@ def check_header(names: list[str]) -> str | None:
     known = MeasuredRow.model_fields
     if missing := [name for name in NEEDED if name not in names]:
         hint = "; its columns must be separated by commas" if any(";" in name for name in names) else ""
-        return f"has no column {', '.join(missing)}; docs/planner.md lists the columns{hint}"
+        return f"has no column {', '.join(missing)}; docs/measured-rows.md lists the columns{hint}"
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"has two columns {twice}; keep one"
     if unknown := next((name for name in names if name not in known), None):
@@ -244,4 +244,4 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
 
 def _choices(column: str) -> str:
     choices = get_args(MeasuredRow.model_fields[column].annotation)
-    return f"give {', '.join(map(str, choices))}" if choices else "docs/planner.md says what it holds"
+    return f"give {', '.join(map(str, choices))}" if choices else "docs/measured-rows.md says what it holds"
