@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoints.saved_state import (
-    LAYOUT_FREE_KEYS,
     CheckpointState,
     absolute_name,
     sample_order,
@@ -25,9 +24,8 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     Raises:
         UserError: A size differs. The message names the first one.
     """
-    # A key that is newer than the checkpoint had its default value.
-    defaults = {key: field.default for key, field in ModelConfig.model_fields.items() if key not in LAYOUT_FREE_KEYS}
-    for key, was, now in _differences(defaults | state.model, saved_model(model)):
+    # ModelConfig fills in keys that are newer than the checkpoint, including sizes that follow from other sizes.
+    for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise UserError(
             f"the checkpoint {path} belongs to another model: its {key} is {was!r}, but the run file has {now!r}"
         )

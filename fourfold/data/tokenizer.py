@@ -137,10 +137,10 @@ class HFTokenizer:
         return self._tokenizer.decode(list(ids))
 
     @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
-    def has_ids_of(self, fingerprint: str) -> bool:
-        """Return whether this file made a corpus with that fingerprint, whatever token ends the corpus's documents."""
-        ends = (self.eod_id, *range(self.vocab_size))
-        return any(self._fingerprint(end, bos) == fingerprint for bos in {None, self.bos_id} for end in ends)
+    def eod_of(self, fingerprint: str) -> int | None:
+        """Return the token that ends the documents of a corpus with that fingerprint. None if another file made it."""
+        ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
+        return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)
 
     def _fingerprint(self, eod: int, bos: int | None) -> str:
         digest = self._digest.copy()

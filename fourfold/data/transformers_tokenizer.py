@@ -66,7 +66,19 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
     """Return whether a tokenizer may have made a corpus with that fingerprint, whatever token ends its documents."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
-    return ours is None or (ours.has_ids_of if isinstance(ours, HFTokenizer) else ours.fingerprint.__eq__)(fingerprint)
+    if isinstance(ours, HFTokenizer):
+        return ours.eod_of(fingerprint) is not None
+    return ours is None or ours.fingerprint == fingerprint
+
+
+def eod_of(tokenizer: AnyTokenizer, fingerprint: str | None) -> int | None:
+    """Return the token that ends the documents of a corpus with that fingerprint.
+
+    Without a fingerprint it is the token that `fourfold prepare` takes by default. None if the tokenizer has none.
+    """
+    ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
+    made_with = ours.eod_of(fingerprint) if isinstance(ours, HFTokenizer) and fingerprint is not None else None
+    return (ours or tokenizer).eod_id if made_with is None else made_with
 
 
 NO_CORPORA = (

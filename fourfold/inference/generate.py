@@ -26,6 +26,16 @@ SCORE_KEYS = (
 """Keys of a generation_config.json that change the probabilities of the next token."""
 
 
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise ``UserError`` for options from which no token can be drawn."""
+    if not COLDEST <= temperature < math.inf:
+        raise UserError(f"--temperature {temperature} must be finite and at least {COLDEST:g}, such as 1")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"--top-k {top_k} must be at least 1, such as 50")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p {top_p} must be a probability, above 0 and at most 1, such as 0.9")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings for drawing the next token. Raises ``UserError`` for invalid values."""
@@ -39,18 +49,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
-            raise UserError(
-                f"--temperature {self.temperature} must be 0 (always the most likely token), or at least {COLDEST:g}"
-            )
         if not 0 <= self.seed < 2**64:
-            raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise UserError("--top-k and --top-p need --temperature; without --temperature nothing is drawn")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"--top-k {self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} must be a probability, above 0 and at most 1")
+            raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64, such as 0")
+        for option, value in (("--top-k", self.top_k), ("--top-p", self.top_p)):
+            if self.temperature == 0 and value is not None:
+                raise UserError(f"{option} {value} needs --temperature, such as --temperature 1")
+        check_sampling(self.temperature or 1.0, self.top_k, self.top_p)
 
     def settings(self, model: Any) -> dict[str, Any]:
         """Return the settings in effect, by transformers' names.

@@ -75,7 +75,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     tokenizer = find_tokenizer(request, model)
     scorer = open_scorer(model, request, device)
     documents, truncated = _documents(request, scorer, tokenizer)
-    inputs = with_others_before(documents, request.offset, None if tokenizer is None else tokenizer.eod_id)
+    inputs = with_others_before(documents, request.offset)
     scores = _scores(scorer, inputs, request.offset)
     generated = _generated(scorer, documents, inputs, request)
     reference = None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.canaries import Canaries
 from fourfold.data.sources import read_json_lines
-from fourfold.data.transformers_tokenizer import AnyTokenizer, has_ids_of
+from fourfold.data.transformers_tokenizer import AnyTokenizer, eod_of, has_ids_of
 from fourfold.errors import UserError
 
 Tokens = NDArray[np.int64]
@@ -31,6 +31,8 @@ class AuditDocument:
     """Its number in the ledger, if ``fourfold prepare`` planted it."""
     planted: Canaries | None = None
     """How its planted copies vary."""
+    eod_id: int | None = None
+    """Token that ends the document in its corpus. None if unknown."""
 
     @property
     def shift(self) -> int:
@@ -73,29 +75,31 @@ def read_documents(
         count = row.get(count_key)
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
             raise UserError(f'{where} has {json.dumps(count)} as "{count_key}"; it is a whole number of 0 or more')
-        text = row.get(text_key)
-        found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row)))
+        text, made_with = row.get(text_key), row.get("tokenizer")
+        end = None if tokenizer is None else eod_of(tokenizer, None if made_with is None else str(made_with))
+        found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row), end))
     if not found:
         raise UserError(f"{path} has no document; give one JSON object a line")
     return found
 
 
-def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[Tokens]:
+def with_others_before(documents: Sequence[AuditDocument], offset: int) -> list[Tokens]:
     """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
 
-    Recall can depend on a document's position in the context (arXiv 2505.13171).
+    Each of them ends with the token that ends it in its corpus. Recall can depend on a document's position in the
+    context (arXiv 2505.13171).
 
     Raises:
         UserError: The unrelated documents have too few tokens.
     """
-    end = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
     found = []
     for number, document in enumerate(documents):
-        before, missing = [end[:offset]], offset - len(end[:offset])
+        before, missing = list[Tokens](), offset
         for other in [*documents[number + 1 :], *documents[:number]]:
             if missing <= 0:
                 break
-            before.insert(0, np.append(end, other.tokens)[-missing:])
+            end = [] if other.eod_id is None else [other.eod_id]
+            before.insert(0, np.array([*other.tokens, *end], dtype=np.int64)[-missing:])
             missing -= len(before[0])
         if missing > 0:
             raise UserError(f"--offset {offset} needs {missing} more tokens of other documents; give more documents")

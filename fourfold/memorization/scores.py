@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.errors import UserError
+from fourfold.inference.generate import check_sampling
 
 FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
 
@@ -31,14 +31,7 @@ class AttackSampling:
 
     def check(self) -> None:
         """Raise ``UserError`` for a scheme that cannot sample."""
-        if not 1e-6 <= self.temperature < math.inf:  # below, scaled logits are infinite in 32 bits
-            raise UserError(
-                f"--temperature {self.temperature}: sampling needs at least 1e-6, such as 1 (greedy is always audited)"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"--top-k {self.top_k}: at least 1 token must remain")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p}: it must be above 0 and at most 1")
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def is_plain(self) -> bool:

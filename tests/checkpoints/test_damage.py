@@ -333,13 +333,15 @@ def test_a_checkpoint_older_than_a_key_can_be_resumed(saved: Path, tmp_path: Pat
     path = tmp_path / saved.name
     shutil.copytree(saved, path)
     state = json.loads((path / STATE_FILE).read_text())
-    for key in ("parallel_residual", "partial_rotary_factor"):
+    for key in ("parallel_residual", "partial_rotary_factor", "query_pre_attn_scalar"):
         del state["model"][key]
     change_state(model=state["model"])(path)
     model = tiny_run(LLAMA).model
     check_same_model(path, read_state(path), model)
     with pytest.raises(UserError, match="its parallel_residual is False"):
         check_same_model(path, read_state(path), model.model_copy(update={"parallel_residual": True}))
+    with pytest.raises(UserError, match=f"its query_pre_attn_scalar is {model.head_dim}, but the run file has 3"):
+        check_same_model(path, read_state(path), model.model_copy(update={"query_pre_attn_scalar": 3}))
 
 
 @pytest.mark.usefixtures("alone")

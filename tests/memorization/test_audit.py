@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,14 +191,15 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
 
 
 def test_what_stands_before_a_document() -> None:
-    documents = [AuditDocument(np.arange(10 * n, 10 * n + 4), None, 1) for n in range(1, 4)]
-    before = [row[:-4].tolist() for row in with_others_before(documents, 7, 0)]
+    documents = [AuditDocument(np.arange(10 * n, 10 * n + 4), None, 1, eod_id=0) for n in range(1, 4)]
+    before = [row[:-4].tolist() for row in with_others_before(documents, 7)]
     assert before == [[33, 0, 20, 21, 22, 23, 0], [13, 0, 30, 31, 32, 33, 0], [23, 0, 10, 11, 12, 13, 0]]
-    assert with_others_before(documents, 1, 0)[1].tolist() == [0, 20, 21, 22, 23]
-    assert with_others_before(documents, 2, None)[1].tolist() == [32, 33, 20, 21, 22, 23]
-    assert with_others_before(documents, 0, 0)[0].tolist() == [10, 11, 12, 13]
-    with pytest.raises(UserError, match="--offset 20 needs 9 more tokens"):
-        with_others_before(documents, 20, 0)
+    assert with_others_before(documents, 1)[1].tolist() == [0, 20, 21, 22, 23]
+    assert with_others_before(documents, 0)[0].tolist() == [10, 11, 12, 13]
+    with pytest.raises(UserError, match="--offset 20 needs 10 more tokens"):
+        with_others_before(documents, 20)
+    documents = [replace(document, eod_id=None) for document in documents]
+    assert with_others_before(documents, 2)[1].tolist() == [32, 33, 20, 21, 22, 23]
 
 
 def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
@@ -313,9 +315,9 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(text="a" * 90), {"--suffix": 0}, "--suffix 0 must be from 1"),
         (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),
         (line(text="a" * 90), {"--max-exact-match": 2}, "must be a share from 0 to 1"),
-        (line(text="a" * 90), {"--temperature": 0}, "sampling needs at least 1e-6"),
-        (line(text="a" * 90), {"--temperature": "1e-320"}, "sampling needs at least 1e-6"),
-        (line(text="a" * 90), {"--temperature": "nan"}, "sampling needs at least 1e-6"),
+        (line(text="a" * 90), {"--temperature": 0}, "must be finite and at least 1e-06, such as 1"),
+        (line(text="a" * 90), {"--temperature": "1e-320"}, "must be finite and at least 1e-06, such as 1"),
+        (line(text="a" * 90), {"--temperature": "nan"}, "must be finite and at least 1e-06, such as 1"),
         (line(text="a" * 90), {"--offset": 1000}, "leaves none of the 64 tokens"),
         (line(text="a" * 90), {"--counts": "seen"}, "no document of"),
         (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),

@@ -15,6 +15,8 @@ from tiny_corpus import line, make_corpus
 
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.data.transformers_tokenizer import TransformersTokenizer
+from fourfold.memorization.documents import read_documents, with_others_before
 from fourfold.memorization.scorers import HuggingFaceScorer
 from fourfold.memorization.scores import AttackSampling
 
@@ -100,11 +102,15 @@ def test_canaries_of_a_corpus_whose_documents_end_with_another_token(
                 canaries=canaries)  # fmt: skip
     sizes = ("--suffix", 10, "--prefix", 10, "--json")
     records = []
-    for name in ("own", "other"):
+    opened = TransformersTokenizer(str(tmp_path / "model"))
+    for name, end in (("own", "<|endoftext|>"), ("other", "<pad>")):
         ledger = ledger_path(tmp_path / name)
         code, output, errors = cli("audit", "--model", tmp_path / "model", "--documents", ledger, *sizes)
         assert code == 0, errors
         records.append(json.loads(output))
+        documents = read_documents(ledger, opened, vocab_size=opened.vocab_size, shortest=20)
+        ends = {int(tokens[6]) for tokens in with_others_before(documents, 7)}
+        assert ends == {tokenizer.convert_tokens_to_ids(end)}
     assert records[0] == records[1]
     code, output, errors = cli("audit", "--model", folder, "--documents", ledger_path(tmp_path / "other"), *sizes)
     assert (code, output) == (2, "") and "name that one with --tokenizer" in errors
