@@ -1,11 +1,25 @@
 """The error that a user's mistake raises."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 LONGEST = 1200
 """Most characters of a printed message. A damaged file could fill more."""
 
 
 class UserError(ValueError):
     """One sentence: what is wrong, where, and what would work. The command line prints it and exits with code 2."""
+
+
+@contextmanager
+def given_as(option: str) -> Iterator[None]:
+    """Put an option in front of a refusal of its value by code that does not know the option."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def sentence(error: Exception) -> str:

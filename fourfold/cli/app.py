@@ -34,7 +34,7 @@ from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
 from fourfold.cli.tune_matmul import tune_matmul
-from fourfold.cli.usage import check_arguments, usage_sentence, with_option
+from fourfold.cli.usage import check_arguments, usage_sentence
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
@@ -115,7 +115,7 @@ def main() -> None:
     except typer.Abort:
         sys.exit(CRASH)
     except UserError as error:
-        print(f"fourfold: {with_option(sentence(error), sys.argv[1:])}", file=sys.stderr)
+        print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

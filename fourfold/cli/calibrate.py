@@ -46,7 +46,7 @@ def calibrate(
     from fourfold.planning.machines.write import machine_toml, measured_machine
 
     if out.suffix != ".toml":
-        raise UserError(f"--out {out} must end in .toml: `fourfold plan --machine` reads other names as built-in ones")
+        raise UserError(f"--out {out} must end in .toml, such as {out}.toml, or --machine would not take it as a file")
     base = load_machine(machine)
     record: dict[str, Any]
     if source:

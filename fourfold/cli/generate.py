@@ -11,7 +11,7 @@ import typer
 from fourfold.cli import loki_options as loki
 from fourfold.cli.options import AsJson, show
 from fourfold.cli.working import working
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 from fourfold.processes import importing
 
 
@@ -43,7 +43,7 @@ def generate(
     Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
     """
     if (prompt is None) == (prompt_file is None):
-        raise UserError("give either --prompt or --prompt-file")
+        raise UserError("give --prompt or --prompt-file, such as --prompt Once, and not both")
     if (attention == "loki") != (basis is not None):
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
@@ -60,7 +60,7 @@ def generate(
         from fourfold.reports.terminal import generation_line
 
     if prompt_file is not None:
-        prompt = read_text(prompt_file, "the prompt")
+        prompt = read_text(prompt_file, "--prompt-file")
     assert prompt is not None
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
@@ -71,8 +71,10 @@ def generate(
             from fourfold.inference.loki import LokiBasis, enable_loki
 
             config = loki.loki_config(loki_values)
+            with given_as("--basis"):
+                ranked_by = LokiBasis.load(basis)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
-            enable_loki(opened, LokiBasis.load(basis), config, capacity=capacity)
+            enable_loki(opened, ranked_by, config, capacity=capacity)
         write = (lambda text: None) if as_json else partial(print, end="", flush=True)
         done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
     show(done.record(), as_json, lambda record: print(f"\n\n{generation_line(record)}"))

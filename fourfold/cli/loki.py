@@ -12,7 +12,7 @@ import typer
 
 from fourfold.cli import loki_options as options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +100,7 @@ def evaluate(
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
     if not text and not tasks:
-        raise UserError("give --text FILE to measure on, or --tasks")
+        raise UserError("--text and --tasks are missing; give one, such as --text held_out.txt")
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
@@ -109,7 +109,8 @@ def evaluate(
     from fourfold.reports.terminal import loki_tables
 
     names = task_names(tasks)
-    ranked_by = LokiBasis.load(basis)
+    with given_as("--basis"):
+        ranked_by = LokiBasis.load(basis)
     record: dict[str, Any] = {"model": model, "basis": str(basis)}
     with as_huggingface(model) as folders:
         opened, own, found = _open(folders, tokenizer, dtype, device, text, seq_len, None)
@@ -140,7 +141,7 @@ def _open(
     positions = positions_of(model)
     length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     if positions is not None and length > positions:
-        raise UserError(f"--seq-len {length} is more than the model's {positions} positions")
+        raise UserError(f"--seq-len {length} is more than the model's positions; --seq-len {positions} works")
     windows = token_windows(text, files, length, max_tokens) if files else []
     for window in windows:
         checked_ids(model, window)
@@ -150,9 +151,9 @@ def _open(
 def _check_writable(file: Path) -> None:
     """Raise ``UserError``, before hours of work, where a file cannot be written."""
     if file.is_dir():
-        raise UserError(f"cannot write {file}: it is a folder")
+        raise UserError(f"--out {file} is a folder; add a file name, such as --out {file / 'basis.safetensors'}")
     if not os.access(file.parent, os.W_OK):
-        raise UserError(f"cannot write {file}: there is no folder {file.parent}, or it is read-only")
+        raise UserError(f"--out {file}: there is no folder {file.parent}, or it is read-only; choose another")
 
 
 def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

@@ -50,7 +50,7 @@ def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
             from difflib import get_close_matches
 
             near = get_close_matches(name, kinds, 1)
-            raise UserError(f"--loki {pair}: there is no {name}; " + (f"{near[0]}?" if near else ", ".join(kinds)))
+            raise UserError(f"--loki {pair}: there is no key {name}; use {near[0] if near else ', '.join(kinds)}")
         found[name] = _value(pair, value, str(kinds[name]))
     return LokiConfig(**found)
 
@@ -61,5 +61,5 @@ def _value(pair: str, value: str, kind: str) -> Any:
             return tuple(int(part) for part in value.split(",") if part.strip())
         return float(value) if "float" in kind else int(value) if "int" in kind else value
     except ValueError:
-        wanted = "a list of whole numbers" if "tuple" in kind else "a number" if "float" in kind else "a whole number"
-        raise UserError(f"--loki {pair}: {value!r} is not {wanted}") from None
+        example = "0,1" if "tuple" in kind else "0.5" if "float" in kind else "8"
+        raise UserError(f"--loki {pair}: {value!r} must be a number, such as {example}") from None

@@ -14,7 +14,7 @@ from fourfold.cli.completion import one_of, toml_files
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, complete_machine, show
 from fourfold.cli.working import working
 from fourfold.config.presets import PRESETS
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -127,13 +127,15 @@ def layout(
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
-        write_run(write, request, result.plan.best)
+        with given_as("--write"):
+            write_run(write, request, result.plan.best)
         if note := rate_to_choose(request):
             print(f"warning: {write}: {note}", file=sys.stderr)
     if report is not None:
         from fourfold.reports.plan_report import write_plan_report
 
-        write_plan_report(report, result)
+        with given_as("--report"):
+            write_plan_report(report, result)
     show(result.record(), as_json, lambda _: plan_tables(result, explain))
 
 
@@ -175,7 +177,7 @@ def validate(
 
     if measured:
         if file is not None:
-            raise UserError("FILE.csv and --measured contradict each other; give one")
+            raise UserError(f"{file} and --measured contradict each other; give one")
         file = measured_table()
     with working("Predicting the rows"):
         result = compare(file, calibrate_on, machine_only, leave_out)
@@ -221,7 +223,8 @@ def scaling(
     if report is not None:
         from fourfold.reports.plan_report import write_scaling_report
 
-        write_scaling_report(report, points, request.name, where.name, weak)
+        with given_as("--report"):
+            write_scaling_report(report, points, request.name, where.name, weak)
     record = {
         "model": request.name,
         "machine": where.name,

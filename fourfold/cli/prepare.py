@@ -112,15 +112,15 @@ def prepare(
         }
         for name, value in refused.items():
             if value:
-                raise UserError(f"--format {format} does not take {name}")
+                raise UserError(f"--format {format} does not take {name}; leave {name} out")
         if tokenizer is None:
-            raise UserError(f"--format {format} needs --tokenizer, the model's folder")
+            raise UserError(f"--format {format} needs --tokenizer DIR, the model's folder")
         template, keys = chat_template, ignore_key or ()
         summary = prepare_conversations(inputs, out, chat_template=template, ignored_keys=keys, format=format, **common)
         _show(summary)
         return
     if chat_template is not None or ignore_key:
-        raise UserError("--chat-template and --ignore-key are for --format sft and preferences")
+        raise UserError(f"--format {format} takes no --chat-template and no --ignore-key; leave them out")
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)

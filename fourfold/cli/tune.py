@@ -83,7 +83,7 @@ def tune(
     from fourfold.tuning.tuner import Settings
 
     if slurm is None and (nodes > 1 or time or sbatch or setup):
-        raise UserError("--nodes, --time, --sbatch and --setup are for jobs; name the site with --slurm too")
+        raise UserError("--nodes, --time, --sbatch, and --setup need --slurm SITE, such as --slurm generic")
     for name, value in {"--budget": budget, "--timeout": timeout, "--memory-limit": memory_limit}.items():
         if value is not None and not math.isfinite(value):
             raise UserError(f"{name} {value} is not a finite number; leave it out for no limit")

@@ -37,7 +37,7 @@ def tune_matmul(
     from fourfold.run_file.load import load_run
 
     if (machine is None) != (out is None):
-        raise UserError("--machine and --out are the machine file to start from and the one to write; give both")
+        raise UserError(f"--machine {machine} and --out {out}: one is read and one is written; give both, or neither")
     run = load_run(run_file, overrides)
     from fourfold.products.product_report import tune_products  # brings torch, which no mistake should wait for
 

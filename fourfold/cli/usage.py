@@ -15,10 +15,6 @@ from typer.core import TyperGroup
 
 from fourfold.errors import UserError
 
-SHORT = {"plan layout": "plan"}
-"""Commands whose name may be left out."""
-
-
 LARGEST = 2**64 - 1
 """The largest whole number that an option takes, as --seed does."""
 
@@ -35,22 +31,12 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"{option} {value[:40]}: must be at most {LARGEST:,}, such as 8".lstrip())
 
 
-def with_option(problem: str, arguments: Sequence[str]) -> str:
-    """Put the option in front of a sentence that names only its value, as functions do that know no options."""
-    for option, value in pairwise(arguments):
-        is_name = option.startswith("--") and "=" not in option and not value.startswith("-") and len(value) > 1
-        is_said = re.search(rf"(?<![\w/.-]){re.escape(value)}(?![\w/-])", problem) is not None
-        if is_name and is_said and not value.isdecimal() and "--" not in problem:
-            return f"{option} {value}: {problem}"
-    return problem
-
-
 def usage_sentence(error: ClickException) -> str:
     """Say what is wrong with the command line, where, and what works."""
     context = error.ctx if isinstance(error, UsageError) else None
     path = "fourfold" if context is None else context.command_path
     name = path.removeprefix("fourfold").strip()
-    name = SHORT.get(name, name)
+    name = "plan" if name == "plan layout" else name  # as users write it
     where = f" for `{name}`" if name else ""
     more = f"`fourfold {name} --help`".replace("  ", " ")
     message = error.format_message().rstrip(".")

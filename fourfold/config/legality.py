@@ -132,7 +132,7 @@ RULES: tuple[Divides | Rule, ...] = (
         "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
-            f"attention cannot be shared over y = {s.y} besides cp = {s.cp}: neither model.num_attention_heads = "
+            f"attention cannot be split over y = {s.y} together with cp = {s.cp}: neither model.num_attention_heads = "
             f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
             f"micro_batch_size = {round_to_multiple(s.micro_batch, s.y)} works"
         ),
@@ -141,7 +141,7 @@ RULES: tuple[Divides | Rule, ...] = (
         "attention cannot be shared over y: it divides neither the heads, the micro-batch nor the sequence",
         lambda s: s.splits_queries & (s.seq % s.y != 0),
         lambda run, s: (
-            f"attention cannot be shared over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
+            f"attention cannot be split over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
             f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
             f"seq_length = {round_to_multiple(s.seq, s.x * s.y)} works"
         ),

@@ -23,6 +23,9 @@ MOST_PARAMETERS = 2**58
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from other sizes."""
 
+DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
+"""Sizes that ``ModelConfig`` derives from other sizes."""
+
 OF_EXPERTS = {
     "router_score": "softmax",
     "norm_topk_prob": True,
@@ -180,14 +183,7 @@ class ModelConfig(Strict):
         """Drop null for a size that follows from other sizes, as Hugging Face's files write it."""
         if not isinstance(table, dict):
             return table
-        derived = (
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "query_pre_attn_scalar",
-        )
-        return {key: value for key, value in table.items() if value is not None or key not in derived}
+        return {key: value for key, value in table.items() if value is not None or key not in DERIVED}
 
     @field_validator("rope_scaling", mode="before")
     @classmethod
@@ -214,9 +210,7 @@ class ModelConfig(Strict):
         if self.num_experts and self.moe_intermediate_size == UNSET:
             self.moe_intermediate_size = self.intermediate_size
         if 0 < self.rope_local_base_freq <= 1:
-            raise ValueError(
-                f"rope_local_base_freq = {self.rope_local_base_freq} is neither 0 nor above 1; 10000.0 works"
-            )
+            raise ValueError(f"rope_local_base_freq = {self.rope_local_base_freq} must be 0 or above 1; 10000.0 works")
         self._fill_layer_types()
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
@@ -227,11 +221,8 @@ class ModelConfig(Strict):
             )
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
             share = self.partial_rotary_factor
-            of = (
-                " (hidden_size / num_attention_heads)"
-                if self.head_dim * self.num_attention_heads == self.hidden_size
-                else ""
-            )
+            is_derived = self.head_dim * self.num_attention_heads == self.hidden_size
+            of = " (hidden_size / num_attention_heads)" if is_derived else ""
             raise ValueError(
                 f"head_dim = {self.head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
                 f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them; "

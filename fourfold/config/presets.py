@@ -145,16 +145,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_preset(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from its ``preset``. The table's own keys win. Raise ``UserError`` for an unknown
-    name."""
+def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
+    """Fill a ``[model]`` table from its ``preset``. The table's own keys win.
+
+    Raises:
+        UserError: The preset is unknown. The message begins with ``given_as``, the key or option that named it.
+    """
     name = section.get("preset")
     if name is None:
         return section
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
-        raise UserError(f"model.preset = {shown(name)} is not a preset; {hint}")
+        raise UserError(f"{given_as} {shown(name)} is not a preset; {hint}")
     return filled(section, PRESETS[name])
 
 

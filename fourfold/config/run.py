@@ -300,8 +300,8 @@ class RunConfig(Strict):
             )
         if self.moe.bias_update_rate and not self.model.router_bias:
             raise ValueError(
-                f"moe.bias_update_rate = {self.moe.bias_update_rate} moves a bias that the model lacks; set "
-                "model.router_bias = true, or moe.bias_update_rate = 0"
+                f"moe.bias_update_rate = {self.moe.bias_update_rate} needs model.router_bias, which is false; "
+                "router_bias = true works, and so does bias_update_rate = 0"
             )
         return self
 
@@ -318,8 +318,8 @@ class RunConfig(Strict):
     def _adapters_fit(self) -> RunConfig:
         if self.lora.rank and self.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
             raise ValueError(
-                f"parallel.schedule = '{self.parallel.schedule}' computes weight gradients apart, and with lora there "
-                "are hardly any; schedule = '1F1B' or 'Interleaved1F1B' works"
+                f"parallel.schedule = '{self.parallel.schedule}' computes weight gradients separately, but "
+                f"lora.rank = {self.lora.rank} leaves almost none; schedule = '1F1B' or 'Interleaved1F1B' works"
             )
         if self.lora.rank and self.training.float8 != "none":
             raise ValueError(

@@ -20,7 +20,7 @@ from fourfold.data.manifest import CorpusSplit
 from fourfold.data.order import hash64
 from fourfold.data.sources import read_documents
 from fourfold.data.tokenizer import Tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 RANDOM = "random"
 _MOST_PASSAGES = 1 << 20
@@ -220,7 +220,8 @@ def _sequences(
         chance = hash64(np.arange(wanted * canaries.length), canaries.seed) % np.uint64(len(text_ids))
         return list(text_ids[chance.astype(np.int64)].reshape(wanted, canaries.length)), nothing
     if canaries.source is not None:
-        found = list(_long_enough(canaries.source, canaries.length, tokenizer, text_key))
+        with given_as("--canaries-from"):
+            found = list(_long_enough(canaries.source, canaries.length, tokenizer, text_key))
         _check_enough(len(found), wanted, canaries, canaries.source)
         order = np.argsort(hash64(np.arange(len(found)), canaries.seed), kind="stable")[:wanted]
         return [found[number] for number in order.tolist()], nothing

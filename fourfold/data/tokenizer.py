@@ -106,7 +106,7 @@ class HFTokenizer:
             self.path = self.path / "tokenizer.json"
         if not self.path.is_file():
             other = describe_other_tokenizer(Path(path)) or 'give the path of a tokenizer.json, or "bytes"'
-            raise UserError(f"tokenizer {self.path} does not exist; {other}")
+            raise UserError(f"the tokenizer {self.path} does not exist; {other}")
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)

@@ -125,7 +125,7 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
 def _perplexity(
     model: Scorer, tokenizer: AnyTokenizer, prefix: int, path: Path, context: int, overlap: int
 ) -> dict[str, float] | None:
-    text = read_text(path, "the text")
+    text = read_text(path, "--text")
     tokens = np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
     if len(tokens) == 0:
         raise UserError(f"--text {path} is empty")

@@ -19,7 +19,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.data.build import open_run_tokenizer
 from fourfold.data.files import new_folder, temporary_folder, write_whole
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter
 from fourfold.huggingface.architectures.config_json import CONFIG_FILE, local_folder, read_config
 from fourfold.huggingface.architectures.written_config import config_of, same_model
@@ -137,7 +137,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     """
     path = Path(name).expanduser()
     if not path.is_dir() or (path / CONFIG_FILE).exists():
-        found = str(local_folder(name, PATTERNS))
+        with given_as("--model"):
+            found = str(local_folder(name, PATTERNS))
         yield found, found
         return
     checkpoint = _newest(path)

@@ -11,12 +11,12 @@ from fourfold.errors import UserError
 MIN_WINDOW = 16
 
 
-def read_text(file: Path, role: str) -> str:
-    """Read a UTF-8 file. Raise a ``UserError`` with its ``role`` if it cannot be read."""
+def read_text(file: Path, option: str) -> str:
+    """Read a UTF-8 file. Raise a ``UserError`` with its ``option`` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {role} {file}: {error}") from None
+        raise UserError(f"cannot read {option} {file} as UTF-8: {getattr(error, 'strerror', error)}") from None
 
 
 def token_windows(
@@ -35,7 +35,7 @@ def token_windows(
     step = length - len(prefix)
     windows: list[list[int]] = []
     for file in files:
-        ids = tokenizer.encode_batch([read_text(file, "the text")])[0][len(prefix) :]
+        ids = tokenizer.encode_batch([read_text(file, "--text")])[0][len(prefix) :]
         windows += [prefix + ids[begin : begin + step] for begin in range(0, len(ids) - step + 1, step)]
         if max_tokens is not None and len(windows) * length >= max_tokens:
             windows = windows[: max(1, max_tokens // length)]

@@ -15,7 +15,8 @@ from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
+from fourfold.inference.generate import check_sampling
 from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.audit_record import AuditInputs, audit_record
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
@@ -62,7 +63,7 @@ class AuditRequest(ScoringRequest):
             if not least <= getattr(self, name) < 2**31:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UserError(f"{option} must be from {least} to {2**31 - 1:,}, such as {least}")
-        self.sampling.check()
+        check_sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
 
 def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
@@ -109,7 +110,8 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
     """Return the mask to replay: the mask of --run, which must be replayable, or else the model's own if it is
     replayable."""
     if request.run is not None:
-        config = load_run(request.run).masks.goldfish
+        with given_as("--run"):
+            config = load_run(request.run).masks.goldfish
         if config.strategy == "none":
             raise UserError(f"{request.run} has no goldfish mask to replay; set masks.goldfish.strategy in it")
         check_replayable(config)
@@ -164,9 +166,11 @@ def _documents(
         text_key=request.text_key,
         count_key=request.count_key,
     )
-    found = read(request.documents)
+    with given_as("--documents"):
+        found = read(request.documents)
     if request.control is not None:
-        found += [replace(document, count=0) for document in read(request.control)]
+        with given_as("--control"):
+            found += [replace(document, count=0) for document in read(request.control)]
     _check_groups(request, found)
     cut = [document.cut(longest) for document in found]
     return cut, sum(len(document.tokens) > longest for document in found)

@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.inference.generate import check_sampling
-
 FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
 
 
@@ -28,10 +26,6 @@ class AttackSampling:
     """Draw only from the k most likely tokens."""
     top_p: float | None = None
     """Draw only from the most likely tokens that together have this probability."""
-
-    def check(self) -> None:
-        """Raise ``UserError`` for a scheme that cannot sample."""
-        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def is_plain(self) -> bool:

@@ -65,7 +65,7 @@ def request_from_options(
         raise UserError(f"--optimizer {optimizer} is unknown; there are {', '.join(OPTIMIZERS)}")
     for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
         if value is not None and not 1 <= value <= LARGEST[name]:
-            raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}")
+            raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}, such as 8")
     run = own = note = None
     if run_file is not None:
         run = load_run(run_file, overrides)
@@ -75,7 +75,7 @@ def request_from_options(
     else:
         assert model is not None
         if gpus is None:
-            raise UserError("--gpus is missing: how many GPUs to plan for")
+            raise UserError("--gpus is missing; give the number of GPUs to plan for, such as --gpus 8")
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         base = workload_of_model(sizes).but(seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
@@ -88,7 +88,7 @@ def request_from_options(
     own = own.but(**changes) if own is not None else None
     if sizes.position_embedding == "learned" and base.step.seq > sizes.max_position_embeddings:
         raise UserError(
-            f"--seq {base.step.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
+            f"--seq {base.step.seq} is longer than the position table; --seq {sizes.max_position_embeddings} works"
         )
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
 
@@ -101,7 +101,7 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
             raise UserError(
                 f"--model {name} does not exist; give the folder of a config.json, or a preset such as gpt2"
             )
-        return ModelConfig.model_validate(with_preset({"preset": name})), name, None
+        return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
     if config.pop(QUANTIZED, None):  # it changes the stored weights, not the trained model

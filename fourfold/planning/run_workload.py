@@ -59,12 +59,12 @@ def workload_of(run: RunConfig) -> Workload:
     if run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: the planner does not predict LoRA; `fourfold trace` counts its memory and "
-            "collectives, and lora.rank = 0 is predicted"
+            "collectives, and lora.rank = 0 can be planned"
         )
     if run.dpo.beta:
         raise UserError(
             f"dpo.beta = {run.dpo.beta}: the planner does not predict [dpo]; `fourfold trace` counts its memory and "
-            "collectives, and dpo.beta = 0 is predicted"
+            "collectives, and dpo.beta = 0 can be planned"
         )
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(

@@ -55,7 +55,7 @@ def sizes_of(text: str) -> list[int]:
     except ValueError:
         raise UserError(f"--gpus {text}: write it as 512:32768 (doublings) or 512,768,1024") from None
     if max(ends) > MOST_GPUS:
-        raise UserError(f"--gpus {text}: at most {MOST_GPUS:,}")
+        raise UserError(f"--gpus {text}: must be at most {MOST_GPUS:,}, such as 512:32768")
     if ":" not in text:
         return ends
     doublings = (ends[1] // ends[0]).bit_length()

@@ -29,7 +29,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot create the report's folder {folder}: {error.strerror}") from None
+        raise UserError(f"--out {folder} cannot be created: {error.strerror}; give a new folder") from None
     write_output(folder / "audit.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = folder / "audit.html"
     write_output(page, html.page("Memorization audit", record["model"], _sections(record)))

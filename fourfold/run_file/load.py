@@ -82,7 +82,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the run file {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the run file {path}: {error.strerror}; give a TOML file") from None
     except ValueError as error:  # neither UTF-8 nor TOML
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
@@ -130,10 +130,10 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = parse_toml(f"value = {text}")["value"]
     except ValueError:
         value = text.strip()
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise UserError(f"--set {override}: '{section}' is a value, not a section")
+            raise UserError(f"--set {override}: {'.'.join(sections[:depth])} is a key, not a section; give its value")
     table[name] = value
 
 

@@ -29,7 +29,7 @@ class PredictionCheck:
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:
         """Load the machine. Raises ``UserError`` if it is unknown."""
         self.run, self.path, self.on_gpu = run, run_dir / PREDICTION_FILE, on_gpu
-        self.machine = None if run.metrics.machine is None else load_machine(run.metrics.machine)
+        self.machine = None if run.metrics.machine is None else load_machine(run.metrics.machine, "metrics.machine =")
         if self.machine is not None and not on_gpu and not is_calibrated(self.machine):
             self.machine = None
         self._seconds: list[float] = []

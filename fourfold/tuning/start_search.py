@@ -101,7 +101,7 @@ def _locally(gpus: int) -> Start:
 
 
 def _by_slurm(name: str, job: SlurmJob) -> Start:
-    site = load_site(name)
+    site = load_site(name, "--slurm")
     if shutil.which("sbatch") is None:
         raise UserError("--slurm needs sbatch, which is not on this machine; start the search on a login node")
     return lambda run_file, folder, slot: SlurmTrial(run_file, folder, site, job)

@@ -57,7 +57,7 @@ def test_the_rows_that_come_with_fourfold_are_validated(cli: Cli, tmp_path: Path
 def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> None:
     rows = measured_rows(tmp_path / "a.csv", 0, 9)
     code, _, error = cli("plan", "validate", rows, "--calibrate-on", rows)
-    assert code == 2 and "is also to be validated" in error
+    assert code == 2 and "all of its rows are also rows to validate" in error
     code, _, error = cli("plan", "validate", tmp_path / "none.csv")
     assert code == 2 and "cannot be read" in error
 
@@ -89,7 +89,7 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
     assert code == 2 and "must end in .toml" in error
     (tmp_path / "steps.jsonl").touch()
     (tmp_path / "run").mkdir()
-    missing = "has no run.toml beside it"
+    missing = "has no run.toml in its folder"
     for path, sentence in (("none", "none does not exist"), ("steps.jsonl", missing), ("run", missing)):
         code, _, error = cli("machine", "calibrate", "--out", target, "--from", tmp_path / path)
         assert code == 2 and sentence in error

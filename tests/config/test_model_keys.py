@@ -53,7 +53,10 @@ def test_a_base_that_is_that_of_the_others_is_none() -> None:
     ("keys", "says"),
     [
         ({"layer_types": [S]}, "layer_types = .'sliding_attention'. needs model.sliding_window"),
-        ({"rope_local_base_freq": 0.5, "sliding_window": 4}, "rope_local_base_freq = 0.5 is neither 0 nor above 1"),
+        (
+            {"rope_local_base_freq": 0.5, "sliding_window": 4},
+            "rope_local_base_freq = 0.5 must be 0 or above 1; 10000.0 works",
+        ),
         ({"rope_local_base_freq": 500.0}, "rope_local_base_freq = 500.0 has no meaning with model.sliding_window = 0"),
         (
             {"rope_local_base_freq": 500.0, "position_embedding": "learned", "sliding_window": 4},

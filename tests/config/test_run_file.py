@@ -320,7 +320,7 @@ def test_a_presets_scaling_is_changed_in_part_or_taken_away() -> None:
         ("data.mask_documents=maybe", "data.mask_documents = 'maybe': must be true or false"),
         ("name=../x", r"name = '../x': must be letters, digits"),
         ("training.seed.deep=2", "training.seed"),
-        ("model.preset.deep=2", "'preset' is a value, not a section"),
+        ("model.preset.deep=2", "model.preset is a key, not a section; give its value"),
         ("optimizer.lr=nan", "optimizer.lr = nan"),
     ],
 )

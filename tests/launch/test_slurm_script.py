@@ -181,7 +181,7 @@ def test_nodes_that_do_not_fit_the_grid_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--site", "fronteir"), "--site 'fronteir' is unknown; did you mean 'frontier'?"),
+        (("--site", "fronteir"), "--site fronteir is unknown; did you mean 'frontier'?"),
         (("--site", "/nowhere/mine.toml"), "--site /nowhere/mine.toml cannot be read"),
         (("--site", "generic", "--time", "2h"), "--time 2h is not a SLURM time"),
         (("--site", "generic", "--time", "5"), "--time 5 is 300 seconds, and --save-seconds 300 leaves no time"),

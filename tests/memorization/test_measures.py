@@ -13,6 +13,7 @@ from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Canaries
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
+from fourfold.inference.generate import check_sampling
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import exposure, extraction, matches_after, prefix_lengths
 from fourfold.memorization.generation import common_span, common_subsequence, edit_distance, text_likeness
@@ -295,4 +296,4 @@ def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
 )
 def test_sampling_that_draws_nothing(sampling: AttackSampling) -> None:
     with pytest.raises(UserError):
-        sampling.check()
+        check_sampling(sampling.temperature, sampling.top_k, sampling.top_p)

@@ -203,7 +203,7 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         ({"sharding": "hsdp", "shard_group": 3}, "gpus = 8 is not a multiple of shard_group = 3"),
         ({"tp": 16}, "tp = 16 is more than the 8 GPUs"),
         ({"vpp": 2}, "vpp = 2 needs pp, and pp is 1"),
-        ({"machine": "A100-80GB"}, "machine 'A100-80GB' is unknown; did you mean"),
+        ({"machine": "A100-80GB"}, "machine = A100-80GB is unknown; did you mean"),
     ],
 )
 def test_a_mistaken_cell_names_its_row_and_column(tmp_path: Path, cells: dict[str, object], sentence: str) -> None:

@@ -61,7 +61,7 @@ def test_a_distance_of_one_is_a_doubling_or_another_choice() -> None:
 
 
 def test_a_space_without_layouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no layout of 8 GPUs is left"):
+    with pytest.raises(UserError, match="no layout of 8 GPUs is within these limits"):
         searched(tmp_path, "x=3")
     with pytest.raises(UserError, match="no layout of 8 devices of dgx-a100 is left to try: most often"):
         searched(tmp_path, "pp=8")

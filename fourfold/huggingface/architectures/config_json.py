@@ -291,7 +291,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         check_model_folder(path)
         return path
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(f"there is no folder {name}")
+        raise UserError(f"there is no folder {name}; give a model's folder, or its id on the Hub, such as org/name")
     import_extra("huggingface_hub", "huggingface", f"there is no folder {name}, and ids of the Hub need")
     import huggingface_hub
 

@@ -49,8 +49,8 @@ def site_names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in FOLDER.iterdir() if file.name.endswith(".toml"))
 
 
-def load_site(name: str) -> Site:
-    """Load the site with a built-in name or from a TOML file.
+def load_site(name: str, given_as: str = "--site") -> Site:
+    """Load the site with a built-in name or from a TOML file. Messages begin with the option that gave it.
 
     Raises:
         UserError: The site is unknown or invalid.
@@ -59,13 +59,13 @@ def load_site(name: str) -> Site:
         try:
             return parse_site(Path(name).read_text(encoding="utf-8"), where=name)
         except OSError as error:
-            raise UserError(f"--site {name} cannot be read: {error.strerror}") from None
+            raise UserError(f"{given_as} {name} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"--site {name} is not UTF-8 text: {error}") from None
+            raise UserError(f"{given_as} {name} is not UTF-8 text: {error}") from None
     if name not in site_names():
         near = difflib.get_close_matches(name.lower(), site_names(), n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(site_names())}."
-        raise UserError(f"--site '{name}' is unknown; {hint} To use your own file, give a path that ends in .toml.")
+        raise UserError(f"{given_as} {name} is unknown; {hint} To use your own file, give a path that ends in .toml.")
     return parse_site(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 

@@ -64,7 +64,7 @@ def row_of_run(path: Path, machine: Machine) -> Row:
         raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")
     if not run_file.is_file():
-        raise UserError(f"{path} has no run.toml beside it; give the metrics.jsonl in a run's folder, or rows (.csv)")
+        raise UserError(f"{path} has no run.toml in its folder; give a metrics.jsonl of a run, or rows (.csv)")
     try:
         records = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:

@@ -97,7 +97,7 @@ def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRo
     try:
         measured = parse_cells(cells)
         if measured.machine is not None:
-            load_machine(measured.machine)
+            load_machine(measured.machine, "machine =")
     except (ValueError, UserError) as error:
         name = f" ({cells['row_id']})" if "row_id" in cells else ""
         raise UserError(f"{path}, line {line}{name}: {error}") from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.calibration.published import Figure, figures, weak_scaling
@@ -81,14 +81,15 @@ def validate(
     alone = predict_rows(rows, Calibration())
     if leave_out is not None:
         if len(set(map(KEYS[leave_out], rows))) < 2:
-            raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s")
+            raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s; leave it out")
         return Validation(
             f"fitted to all other {leave_out}s", skipped, predict_left_out(rows, leave_out), alone, [], []
         )
     if calibration_files:
-        others = held_out(read_rows(calibration_files)[0], rows)
+        with given_as("--calibrate-on"):
+            others = held_out(read_rows(calibration_files)[0], rows)
         if not others:
-            raise UserError("every row to calibrate on is also to be validated; give other rows")
+            raise UserError("--calibrate-on: all of its rows are also rows to validate; give other rows")
         calibration = fit_rows(others)
         constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
     return Validation(constants, skipped, predict_rows(rows, calibration), alone, [], [])

@@ -107,20 +107,25 @@ _OPTIONAL = {
 
 
 @cache
-def load_machine(name: str) -> Machine:
-    """Load a built-in machine or a TOML file. Raise ``UserError`` for anything unknown or wrong in it."""
+def load_machine(name: str, given_as: str = "--machine") -> Machine:
+    """Load a built-in machine or a TOML file. Raise ``UserError`` for anything unknown or wrong in it.
+
+    Args:
+        name: Name of a built-in machine, or path of a file that ends in .toml.
+        given_as: The option or key that gave the name, for messages.
+    """
     if name.endswith(".toml"):
         try:
             text = Path(name).read_text(encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror}") from None
+            raise UserError(f"{given_as} {name} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not text in UTF-8: {error}") from None
+            raise UserError(f"{given_as} {name} is not text in UTF-8: {error}") from None
         return parse_machine(text, where=name)
     if name not in machine_names():
         near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
         hint = f"did you mean {near}?" if near else f"there are {', '.join(machine_names())}."
-        raise UserError(f"machine '{name}' is unknown; {hint} A file of your own ends in .toml.")
+        raise UserError(f"{given_as} {name} is unknown; {hint} A file of your own ends in .toml.")
     return parse_machine((FOLDER / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
@@ -132,7 +137,7 @@ def parse_machine(text: str, where: str) -> Machine:
         raise UserError(f"{where} is not valid TOML: {error}") from None
     values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
     if not isinstance(values["name"], str) or not values["name"].isprintable():
-        raise UserError(f"{where}: name = {values['name']!r} must be text of one line")
+        raise UserError(f"{where}: name = {values['name']!r} must be text of one line, such as 'laptop'")
     table.pop("sources", None)
     efficiency = _efficiency(_section(table, "efficiency", where), where)
     extent = _extent(_section(table, "calibrated_range", where), where)
@@ -143,9 +148,9 @@ def parse_machine(text: str, where: str) -> Machine:
                 value = given.pop(key)
                 check_positive(value, f"{where}: {section}.{key}")
                 if key in _WHOLE and value != int(value):
-                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number")
+                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number, such as 8")
                 if section == "layouts" and value > 1:
-                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, at most 1")
+                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, such as 1")
                 values[key] = float(value)
             elif key not in _OPTIONAL:
                 raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")
@@ -155,7 +160,7 @@ def parse_machine(text: str, where: str) -> Machine:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
     if values["achieved"] > values["peak"]:
         raise UserError(
-            f"{where}: device.achieved = {values['achieved']:g} is more than device.peak = {values['peak']:g}"
+            f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}"
         )
     return Machine(**values, efficiency=efficiency, calibrated_range=extent)
 
@@ -163,15 +168,15 @@ def parse_machine(text: str, where: str) -> Machine:
 def check_positive(value: Any, what: str) -> None:
     """Raise ``UserError`` unless a value from a file is a plausible number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"{what} = {str(value)[:40]} must be a number above 0")
+        raise UserError(f"{what} = {str(value)[:40]} must be a number above 0, such as 1")
     if not LEAST <= value <= MOST:
-        raise UserError(f"{what} = {str(value)[:40]} must be from {LEAST:g} to {MOST:g}")
+        raise UserError(f"{what} = {str(value)[:40]} must be from {LEAST:g} to {MOST:g}, such as 1")
 
 
 def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     section = table.pop(name, {})
     if not isinstance(section, dict):
-        raise UserError(f"{where}: {name} must be a section, [{name}]")
+        raise UserError(f"{where}: {name} = {str(section)[:40]} must be a section, [{name}]")
     return section
 
 
@@ -186,9 +191,9 @@ def _efficiency(table: dict[str, Any], where: str) -> tuple[tuple[str, float], .
 def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, float]], ...]:
     for name, ends in table.items():
         if not isinstance(ends, list) or len(ends) != 2:
-            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be a smallest and a largest number")
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be two numbers, such as [1, 8]")
         for end in ends:
             check_positive(end, f"{where}: calibrated_range.{name}")
         if ends[0] > ends[1]:
-            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must begin with the smaller number")
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be ascending, such as {ends[::-1]}")
     return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())

@@ -50,13 +50,14 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
                 fixed.append((name, tuple(map(_size, texts))))
             elif sign == "=" and set(texts) <= set(CHOICES.get(name, ())):
                 field, text_of = CHOICE_OF[name]
-                kept = tuple(entry for entry in getattr(limits, field) if text_of(entry) in texts)
+                kept: Any = tuple(entry for entry in getattr(limits, field) if text_of(entry) in texts)
                 limits = replace(limits, **{field: kept})
             else:
                 raise ValueError(name)
         except ValueError:
             known = f"{name}= takes one of {', '.join(CHOICES[name])}" if name in CHOICES else SYNTAX
             raise UserError(f"{option} {setting}: {known}") from None
+    written = " ".join(f"{option} {setting}" for setting in settings) or limits.written
     if "schedule" not in names:
         limits = replace(limits, pipelines=tuple(pipeline for pipeline in limits.pipelines if pipeline in PIPELINES))
     sizes = dict(fixed)
@@ -64,12 +65,11 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
     contradicted += [name for name, given in fixed if sizes[name] != given]
     contradicted += [name for name, (field, _) in CHOICE_OF.items() if not getattr(limits, field)]
     if contradicted:
-        all_of_them = " ".join(f"{option} {setting}" for setting in settings)
         names_of = ", ".join(dict.fromkeys(contradicted))
-        raise UserError(f"{all_of_them}: these limits contradict each other ({names_of}); leave one out")
+        raise UserError(f"{written}: these limits contradict each other ({names_of}); leave one out")
     if "micro_batch" in sizes:
         limits = replace(limits, micro_batches=sizes.pop("micro_batch"))
-    return replace(limits, at_most=tuple(at_most), fixed=tuple(sizes.items()))
+    return replace(limits, at_most=tuple(at_most), fixed=tuple(sizes.items()), written=written)
 
 
 def _size(text: str) -> int:

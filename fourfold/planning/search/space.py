@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -58,6 +58,8 @@ class SearchLimits:
     pipelines: tuple[tuple[str, int], ...] = PIPELINES
     contexts: tuple[str, ...] = ("ring", "ulysses")
     parts: tuple[int, ...] = PARTS
+    written: str = field(default="the limits of the search", compare=False)
+    """The options that set the limits, for messages."""
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
@@ -72,7 +74,7 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
         columns = _crossed(columns, {"ep": [n for n in range(1, experts + 1) if experts % n == 0]})
         columns = _kept(columns, columns["dp"] * columns["cp"] * columns["z"] % columns["ep"] == 0)
     elif "ep" in dict((*limits.at_most, *limits.fixed)):
-        raise UserError("a limit on ep needs a model with experts; leave it out")
+        raise UserError(f"{limits.written}: ep needs a model with experts; leave ep out")
     for name, most in limits.at_most:
         columns = _kept(columns, columns[name] <= most)
     for name, sizes in limits.fixed:
