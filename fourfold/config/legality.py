@@ -290,8 +290,7 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
         lambda run, s: (
             f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "
-            f"sum to {s.layers}; layers_per_stage = "
-            f"{list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
+            f"sum to {s.layers}; layers_per_stage = {list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
         ),
     ),
 )

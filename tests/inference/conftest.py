@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loki import calibrated_llama
 
 
 @pytest.fixture
 def llama() -> tuple[Any, Any]:
     """A Llama of the test's own, and its basis."""
+    from tiny_loki import calibrated_llama  # imports Triton, which must wait until tests/conftest.py has configured it
+
     return calibrated_llama()
 
 
