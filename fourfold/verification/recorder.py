@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.attention.block_attention import AttentionScores
+from fourfold.parallel.attention.block_attention import WIDEST_FLASH, AttentionScores
 from fourfold.parallel.attention.document_attention import KeyLimits, attend_in_turn, differentiate_in_turn
 from fourfold.parallel.grid.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid.grid import Grid
@@ -43,12 +43,12 @@ class Recorder(TorchDispatchMode):
     A storage counts from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
     """
 
-    def __init__(self, grid: Grid, durations: Durations | None = None) -> None:
+    def __init__(self, grid: Grid, durations: Durations | None = None, is_for_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.names = CollectiveNames(grid)
         self.collectives: dict[Line, list[int]] = {}
         self.flights = Flights(durations.exposed if durations is not None else 0.0)
-        self._durations = durations
+        self._durations, self._is_for_gpu = durations, is_for_gpu
         self._sent: tuple[Purpose, int] | None = None
         self.live: Counter[str] = Counter()
         self.peaks: Counter[tuple[str, str]] = Counter()
@@ -152,6 +152,8 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
+        if self._is_for_gpu and not self._inside and in_turn is None:
+            self._use_briefly(workspace_of(name, args, kwargs or {}))
         if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
             self._find_gradients_and_weights()
         return out
@@ -258,6 +260,13 @@ class Recorder(TorchDispatchMode):
             at = (name, self.window)
             self.peaks[at] = max(self.peaks[at], self.live[name])
 
+    def _use_briefly(self, size: int) -> None:
+        """Count memory that an operation frees before it returns."""
+        if size:
+            self.live.update({"activations": size, "total": size})
+            self._settle()
+            self.live.subtract({"activations": size, "total": size})
+
     def _forget(self, key: int) -> None:
         self._resize_to(key, 0)
         del self._storages[key], self._references[key]
@@ -289,3 +298,43 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
             args[:5], args[5], KeyLimits(None, window), AttentionScores(scale, softcap)
         )
     return None
+
+
+def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Return the bytes that attention's backward allocates on a GPU and frees before it returns. Return 0 for any other
+    operation.
+
+    On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
+    so this assumes the same size.
+    """
+    if options.get("attn_mask") is not None:
+        return 0
+    if name == "attend_documents_backward":
+        (sequences, tokens, heads, width), (_, keys, key_heads, _), ends = args[1].shape, args[2].shape, args[6]
+        documents = sequences if ends is None else ends.numel()
+    elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        (sequences, heads, tokens, width), (_, key_heads, keys, _), documents = args[1].shape, args[2].shape, None
+    else:
+        return 0
+    has_kernel = args[1].element_size() == 2 and width <= WIDEST_FLASH
+    return flash_backward_bytes(sequences, tokens, keys, heads, key_heads, width, documents) if has_kernel else 0
+
+
+def flash_backward_bytes(
+    sequences: int, tokens: int, keys: int, heads: int, key_heads: int, width: int, documents: int | None = None
+) -> int:
+    """Return the bytes that FlashAttention 2's backward allocates besides the gradients of q, k, and v.
+
+    The rule is ``mha_bwd``'s and ``mha_varlen_bwd``'s in torch's aten/src/ATen/native/transformers/cuda/flash_attn/
+    flash_api.cpp: a float32 sum of dQ and a float32 number per query, and with grouped heads dK and dV per query head.
+
+    Args:
+        tokens: Queries of a sequence.
+        keys: Keys of a sequence.
+        documents: Number of packed documents. None means one dense call of all sequences.
+    """
+    rows = sequences * -(-tokens // 128) * 128 if documents is None else sequences * tokens + 128 * documents
+    multiple, padded_width = (32 if width <= 128 else 64), -(-width // 8) * 8
+    accumulated = 4 * rows * heads * (-(-padded_width // multiple) * multiple + 1)
+    expanded = 2 * 2 * sequences * keys * heads * padded_width if key_heads != heads else 0
+    return accumulated + expanded

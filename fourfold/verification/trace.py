@@ -227,7 +227,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             is_padded = run.model.num_experts > 0 and run.data.format != "text"
             is_data = torch.ones(shape, dtype=torch.bool) if is_padded else None
             micro_batches.append(share_of_sequences(replace(batch, reference=reference, is_data=is_data), grid.cp))
-        recorder = Recorder(grid, durations)
+        recorder = Recorder(grid, durations, is_for_gpu)
         recorder.exclude(micro_batches)
         with recorder:
             job = Job(run, grid, torch.device("cpu"), stages)

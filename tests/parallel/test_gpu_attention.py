@@ -25,6 +25,8 @@ from fourfold.parallel.attention.block_attention import (
 from fourfold.parallel.attention.document_attention import KeyLimits
 from fourfold.planning.cost.activations import kept_by_core
 from fourfold.planning.run_workload import workload_of
+from fourfold.verification import recorder
+from fourfold.verification.recorder import flash_backward_bytes
 from fourfold.verification.trace import trace
 
 
@@ -77,6 +79,36 @@ def test_trace_and_planner_count_repeated_heads() -> None:
             planned.append(kept_by_core(workload_of(run))[0])
     assert traced[0] < traced[1] and traced[2] == traced[3]
     assert planned[2] == planned[3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "documents", "expected"),
+    [
+        ((1, 8192, 8192, 32, 8, 128), None, 134_217_728 + 1_048_576 + 134_217_728),
+        ((1, 8192, 8192, 32, 32, 128), None, 134_217_728 + 1_048_576),
+        ((1, 8192, 8192, 32, 8, 128), 3, 4 * 8576 * 32 * 129 + 134_217_728),
+        ((2, 33, 66, 4, 2, 100), None, 4 * 256 * 4 * 129 + 4 * 2 * 66 * 4 * 104),  # 104 features, which sum as 128
+        ((1, 128, 128, 1, 1, 136), None, 4 * 128 * 193),  # above 128, features sum in multiples of 64
+    ],
+)
+def test_flash_backward_allocates_by_torchs_rule(shape: tuple[int, ...], documents: int | None, expected: int) -> None:
+    sequences, tokens, keys, heads, key_heads, width = shape
+    assert flash_backward_bytes(sequences, tokens, keys, heads, key_heads, width, documents) == expected
+
+
+@pytest.mark.parametrize("data", [{}, {"mask_documents": True}])
+def test_only_the_trace_of_a_gpu_counts_what_flash_backward_allocates(data: dict[str, Any]) -> None:
+    peaks = {}
+    for device in ("cpu", "cuda"):
+        run = tiny_run(
+            LLAMA | {"vocab_size": 64},
+            training={"precision": "bf16", "device": device},
+            data={"source": "python-stdlib"} | data,
+        )
+        for size in (0, 10**9):
+            with patch.object(recorder, "flash_backward_bytes", lambda *_, size=size: size):
+                peaks[device, size] = trace(run, whole=True).memory.activations_peak
+    assert peaks["cpu", 0] == peaks["cpu", 10**9] and 10**9 < peaks["cuda", 10**9] < 10**9 + peaks["cuda", 0]
 
 
 def on_hopper(version: int = 92000) -> Any:
