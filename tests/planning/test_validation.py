@@ -24,6 +24,7 @@ from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
 from fourfold.planning.calibration.validation import validate
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.write import machine_toml
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,6 +52,21 @@ def table_of(path: Path, sources: dict[str, float]) -> Path:
     texts = [text.removesuffix(",1") + f",{value}" for text, value in zip(texts, seconds, strict=True)]
     path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
     return path
+
+
+def test_rows_of_a_calibrated_machine_are_predicted_with_its_own_constants(tmp_path: Path) -> None:
+    """``--machine-only`` and ``--calibrate-on`` ask for other constants."""
+    found = {}
+    for matmul in (0.2, 0.4):
+        machine = replace(load_machine("dgx-a100"), efficiency=(("matmul", matmul),))
+        (tmp_path / f"{matmul}.toml").write_text(machine_toml(machine, "own", machine), encoding="utf-8")
+        row = row_text(machine=str(tmp_path / f"{matmul}.toml"), step_seconds=1)
+        (tmp_path / "t.csv").write_text(f"{HEADER}\n{row}", encoding="utf-8")
+        for only in (False, True):
+            found[matmul, only] = validate(tmp_path / "t.csv", [], only)
+    seconds = {key: result.scored[0].seconds for key, result in found.items()}
+    assert seconds[0.2, False] > 1.2 * seconds[0.4, False] and seconds[0.2, True] == seconds[0.4, True]
+    assert "[efficiency]" in found[0.2, False].constants and "[efficiency]" not in found[0.2, True].constants
 
 
 def errors(scored: list[Scored], source: str) -> np.ndarray:

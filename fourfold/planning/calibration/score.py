@@ -11,6 +11,7 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import stack
 from fourfold.planning.calibration.fit import Calibration, fit
+from fourfold.planning.calibration.machine_constants import constants_for, is_calibrated
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
@@ -64,12 +65,23 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
     )
 
 
-def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
-    """Predict step time and memory of every row."""
+def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool = False) -> list[Scored]:
+    """Predict step time and memory of every row.
+
+    Args:
+        prefer_own: On a machine whose file holds constants, use these instead of the calibration's.
+    """
     if not rows:
         return []
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
-    constants = calibration.stacked([row.machine.name for row in rows], [row.source for row in rows])
+    constants = stack(
+        [
+            constants_for(row.machine)
+            if prefer_own and is_calibrated(row.machine)
+            else calibration.constants(row.machine.name, row.source)
+            for row in rows
+        ]
+    )
     seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
     memory = peak_memory(work, machine)
     p_oom = p_out_of_memory(memory, work, machine)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fourfold.errors import UserError, given_as
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.machine_constants import shipped
+from fourfold.planning.calibration.machine_constants import is_calibrated, shipped
 from fourfold.planning.calibration.published import Figure, figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import (
@@ -57,7 +57,7 @@ class Validation:
 def validate(
     file: Path | None, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
 ) -> Validation:
-    """Score the rows of ``file`` with constants fitted to ``calibration_files``, or with the shipped constants.
+    """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or shipped ones.
 
     Rows in both are held out of the fit. With ``leave_out``, "source" or "machine", the rows of each source or machine
     are predicted from all remaining rows.
@@ -92,7 +92,10 @@ def validate(
             raise UserError("--calibrate-on: all of its rows are also rows to validate; give other rows")
         calibration = fit_rows(others)
         constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
-    return Validation(constants, skipped, predict_rows(rows, calibration), alone, [], [])
+    prefer_own = not (machine_only or calibration_files)
+    if prefer_own and any(is_calibrated(row.machine) for row in rows):
+        constants += ", except on machines whose file has [efficiency]"
+    return Validation(constants, skipped, predict_rows(rows, calibration, prefer_own), alone, [], [])
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
