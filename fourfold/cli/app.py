@@ -1,4 +1,4 @@
-"""The command line: one file per command; a user's mistake is printed as one sentence."""
+"""The command line: one file per command. A user's mistake is printed as one sentence."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ EARLIER: dict[str, Callable[..., None]] = {
     "import-hf": import_hf,
     "export-hf": export_hf,
 }
-"""Commands of ``machine`` and ``checkpoint`` that scripts may still call by these names; no help lists them."""
+"""Old names of commands of ``machine`` and ``checkpoint``, for scripts. The help does not list them."""
 
 
 class InOrder(TyperGroup):
-    """Lists commands in the order of ``PANELS``; typer lists those that have subcommands last."""
+    """List commands in the order of ``PANELS``. typer would list commands with subcommands last."""
 
     def list_commands(self, ctx: Context) -> list[str]:
         return [name for commands in PANELS.values() for name in commands]

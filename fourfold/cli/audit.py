@@ -22,7 +22,11 @@ def audit(
     ],
     control: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Documents that were not trained on, besides those with a count of 0."),
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="More control documents, which the model was not trained on. Documents with a count of 0 are "
+            "always controls.",
+        ),
     ] = None,
     counts: Annotated[
         str, typer.Option(metavar="KEY", help="The key with the number of times a document was trained on.")

@@ -16,7 +16,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(metavar="MACHINE.toml", help="The machine file to write.")],
     source: Annotated[
         list[Path],
-        typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv); repeatable."),
+        typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
     machine: Annotated[
         str,
@@ -35,9 +35,9 @@ def calibrate(
 ) -> None:
     """Write a machine file for `fourfold plan` from measurements.
 
-    Without --from it measures matmuls, memory, attention, launches and collectives of this machine, for about a
-    minute; start it with srun or torchrun on two or more nodes to measure the network too. With --from it fits the
-    planner's constants to measured steps, and prints the error on rows that were held out of the fit.
+    Without --from, measure this machine's matmuls, memory, attention, launches, and collectives for about a minute.
+    Start it with srun or torchrun on two or more nodes to measure the network too. With --from, fit the planner's
+    constants to measured steps, and print the error on rows that were held out of the fit.
 
     Example: fourfold machine calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """

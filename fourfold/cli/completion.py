@@ -1,4 +1,4 @@
-"""Completion by the Tab key of values of arguments and options; the shell completes other paths itself."""
+"""Complete values of arguments and options with the Tab key. The shell completes all further paths itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 def toml_files(incomplete: str) -> list[str]:
-    """Find the .toml files that begin so, and those in folders that begin so; nothing where there are none."""
+    """Return the .toml files, and those in folders, that begin with the text, or nothing if there are none."""
     folder, start = os.path.split(incomplete)
     found = []
     for entry in _entries(folder or "."):

@@ -19,9 +19,9 @@ def doctor(
 ) -> None:
     """Examine this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
 
-    Each finding is one line: ok, a warning, or an error, with what to do. Exit code 1 when there is an error. It takes
-    a minute or two. Under srun or torchrun the all-reduce includes all processes, and other machines show only their
-    warnings and errors; with --json every machine prints one line.
+    Each finding is one line: ok, a warning, or an error, with what to do. An error makes the exit code 1. It takes a
+    minute or two. Under srun or torchrun, the all-reduce includes all processes, and all machines but the first show
+    only their warnings and errors. With --json every machine prints one line.
     """
     import os
     import socket

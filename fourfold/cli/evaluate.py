@@ -14,7 +14,7 @@ from fourfold.errors import UserError
 
 def evaluate(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
-    text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
+    text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict. Repeatable.")] = [],  # noqa: B006
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Tasks of lm-eval, separated by commas; {TASK_LIST}")
     ] = "",
@@ -27,7 +27,9 @@ def evaluate(
     context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens of a window. Default: the model's context; for a Hugging Face model at most 2048."
+            min=1,
+            help="Length of a window in tokens. Default: the model's context, and for a Hugging Face model at "
+            "most 2048.",
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
@@ -35,11 +37,11 @@ def evaluate(
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Measure how well a model predicts a text, and its scores on the tasks of lm-eval.
+    """Measure how well a model predicts a text, and its scores on lm-eval tasks.
 
-    For a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
-    are as long as training.seq_length; for other models as long as their context, at most 2048 unless --context is
-    larger. Any grid works: --set parallel.z=2.
+    A text gives the loss in nats per token, the perplexity, and bits per byte, which you can compare between
+    tokenizers. Windows are as long as training.seq_length. For other models they are as long as the context, and at
+    most 2048 unless --context is larger. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names

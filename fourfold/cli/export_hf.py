@@ -18,7 +18,7 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Type of the weights; auto: the original model's, else as stored."),
+        typer.Option(help="Type of the weights. auto is the original model's type, or otherwise the stored type."),
     ] = "auto",
     model_type: Annotated[
         str | None,
@@ -38,8 +38,8 @@ def export_hf(
 ) -> None:
     """Write a checkpoint of any grid as a folder that transformers opens.
 
-    With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time. A run with LoRA
-    becomes an adapter that peft opens.
+    The folder has config.json, generation_config.json, and the tokenizer. One tensor is in memory at a time. A run with
+    LoRA becomes an adapter that peft opens.
     """
     from fourfold.data.transformers_tokenizer import NO_CORPORA
     from fourfold.huggingface.export_model import export_huggingface

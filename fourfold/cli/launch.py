@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
 
-Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job; their GPUs must be those of the grid.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes. Together they must have as many GPUs as the grid.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")
 ]
@@ -42,8 +42,8 @@ def slurm(
     wrapper: Annotated[
         str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, as `singularity run image.sif`.")
     ] = None,
-    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
-    srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun; repeatable.")] = [],  # noqa: B006
+    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun. Repeatable.")] = [],  # noqa: B006
     save_seconds: SaveSeconds = 300,
     max_crashes: MaxCrashes = 3,
     overrides: Overrides = [],  # noqa: B006

@@ -24,7 +24,7 @@ loki = typer.Typer(
     help="Long-context generation with low-rank keys: calibrate a model, and measure what it loses.",
 )
 
-Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text; repeatable.")]
+Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text. Repeatable.")]
 WindowLength = Annotated[
     int | None,
     typer.Option("--seq-len", min=1, help="Tokens of a window. Default: the model's positions, at most 2048."),
@@ -41,7 +41,10 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 100_000,
     basis: Annotated[
         Literal["pre", "post", "both"],
-        typer.Option(help="Keys before or after their rotary embedding; both: the better one for each layer."),
+        typer.Option(
+            help="Use keys before (pre) or after (post) their rotary embedding. both takes the better kind for "
+            "each layer."
+        ),
     ] = "both",
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
@@ -51,7 +54,7 @@ def calibrate(
     """Find the principal components of a model's keys, and write them as a basis for Loki.
 
     Prints how many components explain 90 % of the variance in each layer. Calibrate on text of the kind and length that
-    you will generate from; a few tens of thousands of tokens are enough.
+    you will generate from. A few tens of thousands of tokens are enough.
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors
     """
@@ -92,10 +95,10 @@ def evaluate(
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, perplexity.
+    """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    It is compared with full attention, with the exact best keys (no ranking can do better), and with random directions
-    (the control). --tasks also runs tasks of lm-eval; those that generate text exercise decoding.
+    Loki is compared with full attention, with the exact best keys (no ranking can do better), and with random
+    directions (the control). --tasks also runs lm-eval tasks. Tasks that generate text exercise decoding.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
@@ -149,7 +152,7 @@ def _open(
 
 
 def _check_writable(file: Path) -> None:
-    """Raise ``UserError``, before hours of work, where a file cannot be written."""
+    """Raise ``UserError`` before hours of work if a file cannot be written."""
     if file.is_dir():
         raise UserError(f"--out {file} is a folder; add a file name, such as --out {file / 'basis.safetensors'}")
     if not os.access(file.parent, os.W_OK):
@@ -157,7 +160,7 @@ def _check_writable(file: Path) -> None:
 
 
 def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """A progress bar, where standard error is a terminal."""
+    """Return a progress bar if standard error is a terminal."""
     if not sys.stderr.isatty():
         return iter
     from rich.console import Console

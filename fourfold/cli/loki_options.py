@@ -19,7 +19,7 @@ ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights; auto: as stored.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights. auto is the stored type.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 BasisFile = Annotated[
     Path | None, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
@@ -29,9 +29,10 @@ LokiValues = Annotated[
     typer.Option(
         "--loki",
         metavar="KEY=VALUE",
-        help="d=32, d_f=0.25 or variance=0.9; k=2048 or k_f=0.25; min_k=128, min_seq=512, sink=4, recent=8, "
-        "skip_layers=0,1; group_reduce=softmax, max or mean; prefill=dense or simulate; basis=best, pre or post; "
-        "cache=proxy or rotated; proxy_dtype=same or bf16; kernels=auto, torch, triton or numba; repeatable.",
+        help="d=32, d_f=0.25, or variance=0.9. k=2048 or k_f=0.25. min_k=128, min_seq=512, sink=4, "
+        "recent=8, skip_layers=0,1. group_reduce=softmax, max, or mean. prefill=dense or simulate. basis=best, pre, "
+        "or post. cache=proxy or rotated. proxy_dtype=same or bf16. kernels=auto, torch, triton, or numba. "
+        "Repeatable.",
     ),
 ]
 

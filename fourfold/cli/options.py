@@ -1,4 +1,4 @@
-"""Options that several commands share, and the one way in which they print a record."""
+"""Options that several commands share, and how they print a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Override a key of the run file; repeatable. `python -m fourfold.run_file.reference` lists all keys.",
+        help="Override a key of the run file. Repeatable. `python -m fourfold.run_file.reference` lists all keys.",
     ),
 ]
 TASK_LIST = "`lm-eval ls tasks` lists them."
@@ -36,11 +36,11 @@ KNOBS = (
 )
 """Limits of a search and their values, as ``planning.search.limits`` reads them."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of a model's weights; auto: as stored."""
+"""Type of a model's weights. auto is the stored type."""
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
-    """Print a record as JSON or as tables; nothing where it is None, as on all but the first process of a launcher."""
+    """Print a record as JSON or as tables. Print nothing for None, as on all but the first process of a launcher."""
     if record is not None:
         if as_json:
             print(json.dumps(record))

@@ -35,7 +35,7 @@ class LayoutUnlessNamed(TyperGroup):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
-        """Offer the run files and options of ``layout`` beside the commands."""
+        """Offer the run files and options of ``layout`` in addition to the commands."""
         command = self.commands["layout"]
         inner = command.make_context("layout", [], parent=ctx, resilient_parsing=True)
         if incomplete.startswith("-"):
@@ -96,7 +96,7 @@ def layout(
     ] = None,
     model: Model = None,
     machine: MachineName = "dgx-h100",
-    gpus: Annotated[int | None, typer.Option(help="How many GPUs to plan for. Default: those of the run file.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to plan for. Default: the run file's.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
@@ -123,7 +123,7 @@ def layout(
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     _print_note(request)
-    with working("Searching layouts") as watch:  # seconds; more for 100,000 GPUs
+    with working("Searching layouts") as watch:  # seconds, and more for 100,000 GPUs
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
@@ -149,7 +149,7 @@ def validate(
     ] = None,
     calibrate_on: Annotated[
         list[Path],
-        typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first; repeatable."),
+        typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first. Repeatable."),
     ] = [],  # noqa: B006
     machine_only: Annotated[
         bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
@@ -160,7 +160,7 @@ def validate(
     leave_out: Annotated[
         Literal["source", "machine"] | None,
         typer.Option(
-            help="Predict the rows of each source, or machine, from those of all others; takes minutes.",
+            help="Predict the rows of each source, or machine, from all remaining rows. This takes minutes.",
             show_default=False,
         ),
     ] = None,
@@ -189,7 +189,10 @@ def scaling(
     model: Annotated[str, typer.Option(help=MODEL_HELP, autocompletion=complete_model)],
     machine: MachineName = "dgx-h100",
     gpus: Annotated[
-        str, typer.Option(metavar="FROM:TO|N,N", help="512:32768 doubles from size to size; 512,768 is a list.")
+        str,
+        typer.Option(
+            metavar="FROM:TO|N,N", help="Numbers of GPUs: 512:32768 doubles from size to size, and 512,768 is a list."
+        ),
     ] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,

@@ -52,7 +52,9 @@ def prepare(
         list[str] | None,
         typer.Option(help="With sft and preferences: a key of rows or messages to drop. Others are refused."),
     ] = None,
-    text_key: Annotated[str, _of_text(help="The key, or column, that holds the text; several with commas.")] = "text",
+    text_key: Annotated[
+        str, _of_text(help="The key, or column, that holds the text. Separate several with commas.")
+    ] = "text",
     encoding: Annotated[
         str | None,
         _of_text(help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark."),
@@ -64,7 +66,9 @@ def prepare(
     ] = None,
     bos_token: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN|auto", help="Begin documents with this special token; auto: the tokenizer's own."),
+        typer.Option(
+            metavar="TOKEN|auto", help="Begin documents with this special token. auto is the tokenizer's own."
+        ),
     ] = None,
     validation_fraction: Annotated[
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
@@ -73,7 +77,7 @@ def prepare(
         int | None, _of_text(help="Documents to plant for each number of --repeats, as an audit's probes.")
     ] = None,
     repeats: Annotated[
-        str, _of_text(help="How many times canaries are planted; those planted 0 times are the control.")
+        str, _of_text(help="How many times canaries are planted. Canaries planted 0 times are the control.")
     ] = "0,1,4,16",
     canary_tokens: Annotated[int, _of_text(help="Tokens of a canary.")] = 100,
     canary_noise: Annotated[float, _of_text(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
@@ -86,8 +90,8 @@ def prepare(
 ) -> None:
     """Tokenize text into a corpus to train on.
 
-    Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which describes it; the tokenizer is
-    kept beside it as OUT-tokenizer.json. An interrupted preparation continues when it is started again.
+    Writes Megatron-LM's indexed format (OUT.bin, OUT.idx), a description (OUT.json), and the tokenizer
+    (OUT-tokenizer.json). An interrupted preparation continues when you start it again.
 
     With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them
     for `fourfold audit`.

@@ -29,8 +29,8 @@ def trace(
     """Show what one rank holds and sends in a training step, at any number of processes, on this machine.
 
     The real step runs in one process without data. The bytes of a collective are the size of its full tensor: after a
-    gather, or before a reduction. With a machine, seconds are those of the planner's terms: of each collective alone,
-    and exposed, where the products that run beside it take less time.
+    gather, or before a reduction. With a machine, the planner's terms give seconds: each collective alone, and exposed,
+    if the matmuls that run concurrently take less time.
     """
     from fourfold.planning.machines.machine import load_machine
     from fourfold.run_file.load import load_run

@@ -28,7 +28,9 @@ from fourfold.exit_codes import ended_by
 
 def tune(
     run_file: RunFile,
-    trials: Annotated[int, typer.Option(min=1, help="Trials in all, those of an interrupted search included.")] = 20,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Number of trials in total, including those of an interrupted search.")
+    ] = 20,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)
     ] = None,
@@ -40,7 +42,7 @@ def tune(
         ),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Devices of a trial. Default: those of the run file.")
+        int | None, typer.Option(min=1, help="Number of devices of a trial. Default: the run file's.")
     ] = None,
     machine: Annotated[
         str | None,
@@ -63,7 +65,7 @@ def tune(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
-    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006
+    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006
     setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: shell file of modules.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of what the search draws.")] = 0,
     overrides: Overrides = [],  # noqa: B006

@@ -1,4 +1,4 @@
-"""A progress bar for commands that may take seconds: on standard error, and only where it is a terminal."""
+"""A progress bar for commands that may take seconds, on standard error if it is a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fourfold.environment import read_environment
 
 @contextmanager
 def working(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar until the block ends; yields a function that takes what is done, and of how much.
+    """Show a bar until the block ends. Yield a function that takes the work done and the total work.
 
-    Until that is called the bar only shows that work goes on, and for how long.
+    Until the first call, the bar only shows that work continues, and for how long.
     """
     place = read_environment(os.environ)
     if not sys.stderr.isatty() or (place is not None and place.rank > 0):
@@ -27,7 +27,7 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     task = bar.add_task(name, total=None)
-    # The thread that draws takes no signal: those of a job are for this one, which may hold them back.
+    # The thread that draws takes no signal. A job's signals are for this thread, which may hold them back.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         bar.start()

@@ -129,7 +129,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
     Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "training.seq_length", TOKENS),
     Rule(
-        "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
+        "attention cannot be shared over y together with cp: it divides neither the heads nor the micro-batch",
         lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
             f"attention cannot be split over y = {s.y} together with cp = {s.cp}: neither model.num_attention_heads = "

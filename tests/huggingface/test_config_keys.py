@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 QUICK = "llama"
 LEAST_COMPARED = 60
-"""Number of changes that transformers computes with, for each family. A sweep in which all fail compares nothing."""
+"""Number of changes that transformers accepts for each family. A sweep whose changes all fail compares nothing."""
 
 
 def test_keys_are_found_in_the_source_of_transformers() -> None:

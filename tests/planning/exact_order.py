@@ -1,4 +1,4 @@
-"""The order in which the stages of a rank compute: 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
+"""The order of the stages of a rank: 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
-    """Return (chunk, micro-batch, backward) in the order in which a rank runs them, as in torch's lists."""
+    """Return (chunk, micro-batch, backward) in the order of a rank's operations, as in torch's lists."""
     # Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0

@@ -93,7 +93,7 @@ def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str
 
 
 def test_capped_scores_take_longer_than_a_fused_kernel() -> None:
-    """It takes at least the time in which its bytes move, and all of it is computation."""
+    """It takes at least as long as moving its bytes, and all of it is computation."""
     run = tiny_run(GEMMA2 | {"preset": "llama3-8b"}, {}, training={"precision": "bf16", "seq_length": 4096})
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of(run).but(sliding=0)

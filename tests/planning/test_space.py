@@ -46,7 +46,7 @@ from fourfold.verification.trace import trace
 
 
 def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
-    """``base`` with every choice that the search has, except the parts, of which it has the first."""
+    """``base`` with every choice that the search has, and with the first number of parts."""
     return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 

@@ -52,7 +52,7 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
-    """Return the figures of every step, the last tensors, and the names of all checkpoints, each of which is whole."""
+    """Return the figures of every step, the last tensors, and the names of all checkpoints, which are all whole."""
     runs = [load_run(each / "run.toml") for each in (folder, other)]
     records = [read_metrics(Path(run.output_dir, run.name, "metrics.jsonl")) for run in runs]
     figures = [[(r["step"], r["loss"], r["grad_norm"]) for r in record] for record in records]

@@ -21,7 +21,7 @@ LIMIT = 1.5
 sums."""
 
 FP16_SCALE = 1024.0
-"""A loss scale at which small models neither overflow nor lose their gradients."""
+"""A loss scale with neither overflows nor lost gradients in small models."""
 
 
 class PrecisionError(NamedTuple):

@@ -86,7 +86,7 @@ class LokiConfig:
                 one = "all but one" if given[2:] else "one"
                 raise UserError(f"loki: {' and '.join(given)} exclude each other; leave out {one}")
         if self.proxy_dtype == "bf16" and self.cache == "rotated":
-            raise UserError('loki: proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy beside it')
+            raise UserError('loki: proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy')
         least = self.k if self.k is not None else self.min_k
         if self.sink + self.recent > least:
             name = "k" if self.k is not None else "min_k"

@@ -18,7 +18,7 @@ from fourfold.parallel.overlap.batch_parts import HookedVisit, JoinedAttention, 
 
 
 def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
-    """The steps of parts a, b, … in the order in which they are taken."""
+    """The steps of parts a, b, … in the order they are taken."""
     taken: list[str] = []
 
     def steps(name: str) -> Steps[str]:
