@@ -10,19 +10,17 @@ from fourfold.config.strict import Strict
 
 
 class ActivationCheckpointConfig(Strict):
-    mode: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="Recompute whole blocks in the backward (full), or only the listed modules (selective). full "
-        "saves the most memory and costs about a third more computation.",
-    )
-    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
-        ["mlp", "norms", "gathers"],
-        description="selective: what to recompute. Choose the attention core, the MLP's activation (mlp), and the "
-        "norms. With gathers, linear layers keep only their own part of an input that x or y ranks share, and gather "
-        "it again. All but attention cost next to nothing.",
-    )
-    every: int = Field(1, ge=1, description="Recompute only every n-th block. The remaining blocks keep everything.")
-    offload: bool = Field(False, description="full: move the inputs of blocks to the CPU's memory until the backward.")
+    mode: Literal["none", "selective", "full"] = "none"
+    """Recompute whole blocks in the backward (full), or only the listed modules (selective). full saves the most memory
+    and costs about a third more computation."""
+    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
+    """selective: what to recompute. Choose the attention core, the MLP's activation (mlp), and the norms. With gathers,
+    linear layers keep only their own part of an input that x or y ranks share, and gather it again. All but
+    attention cost next to nothing."""
+    every: int = Field(1, ge=1)
+    """Recompute only every n-th block. The remaining blocks keep everything."""
+    offload: bool = False
+    """full: move the inputs of blocks to the CPU's memory until the backward."""
 
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:

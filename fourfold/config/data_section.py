@@ -12,66 +12,51 @@ from fourfold.config.strict import PathText, Strict
 class Corpus(Strict):
     """One tokenized corpus of a mixture."""
 
-    path: PathText = Field(examples=["data/corpus"], description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
-    weight: float = Field(1.0, gt=0, description="Relative share of the samples among all corpora.")
+    path: PathText = Field(examples=["data/corpus"])
+    """Prefix of an indexed corpus: PATH.bin and PATH.idx."""
+    weight: float = Field(1.0, gt=0)
+    """Relative share of the samples among all corpora."""
 
 
 class DataConfig(Strict):
     """The data to train on. Give `train`, or `source`: built-in text, or a streamed dataset."""
 
-    format: Literal["text", "sft", "preferences"] = Field(
-        "text",
-        description="text is plain text. sft is conversations from `fourfold prepare --format sft`: whole "
-        "conversations share a sequence without seeing each other (mask_documents), and only answers are trained. "
-        "preferences is pairs of answers from `fourfold prepare --format preferences`, for [dpo].",
-    )
+    format: Literal["text", "sft", "preferences"] = "text"
+    """text is plain text. sft is conversations from `fourfold prepare --format sft`: whole conversations share a
+    sequence without seeing each other (mask_documents), and only answers are trained. preferences is pairs of
+    answers from `fourfold prepare --format preferences`, for [dpo]."""
 
-    train: list[Corpus] = Field(
-        [],
-        examples=[[{"path": "data/corpus"}]],
-        description="Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair.",
-    )
-    validation: list[Corpus] = Field(
-        [], examples=[[{"path": "data/corpus"}]], description="Corpora of the validation loss."
-    )
-    source: str | None = Field(
-        None,
-        examples=["python-stdlib"],
-        description="'python-stdlib' is Python's standard library source, tokenized on first use into `cache_dir`. "
-        "'hf:NAME', 'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) "
-        "and tokenized during training.",
-    )
-    tokenizer: PathText | None = Field(
-        None,
-        examples=["bytes"],
-        description="'bytes', or the path of a tokenizer.json. By default it is the corpus's own tokenizer. "
-        "'python-stdlib' trains a byte-pair tokenizer with model.vocab_size tokens.",
-    )
-    cache_dir: PathText = Field("data", description="Folder for the tokenized built-in source.")
-    mask_documents: bool = Field(
-        False, description="Keep attention inside each document of a packed sequence, and restart positions there."
-    )
+    train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
+    """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
+    validation: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
+    """Corpora of the validation loss."""
+    source: str | None = Field(None, examples=["python-stdlib"])
+    """'python-stdlib' is Python's standard library source, tokenized on first use into `cache_dir`. 'hf:NAME',
+    'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized
+    during training."""
+    tokenizer: PathText | None = Field(None, examples=["bytes"])
+    """'bytes', or the path of a tokenizer.json. By default it is the corpus's own tokenizer. 'python-stdlib' trains a
+    byte-pair tokenizer with model.vocab_size tokens."""
+    cache_dir: PathText = "data"
+    """Folder for the tokenized built-in source."""
+    mask_documents: bool = False
+    """Keep attention inside each document of a packed sequence, and restart positions there."""
 
-    text_key: str = Field("text", description="hf: the column with the text.")
-    eos_token: str | None = Field(
-        None, description="hf: the special token that ends every document. By default it is the tokenizer's own."
-    )
-    bos_token: str | None = Field(
-        None, description="hf: the special token that begins every document. 'auto' uses the tokenizer's own."
-    )
-    streams: int = Field(
-        1,
-        ge=1,
-        description="hf: number of streams that the dataset's files are divided into. A process reads only the "
-        "streams of its own samples. Must divide global_batch_size and be at most the number of files.",
-    )
-    shuffle_buffer: int = Field(
-        0,
-        ge=0,
-        description="hf: number of a stream's documents to shuffle together, in memory. 0 keeps the dataset's order.",
-    )
-    read_ahead: int = Field(2, ge=1, description="hf: largest number of global batches to read and tokenize ahead.")
-    read_timeout: float = Field(300.0, gt=0, description="hf: the run ends after this many seconds without any text.")
+    text_key: str = "text"
+    """hf: the column with the text."""
+    eos_token: str | None = None
+    """hf: the special token that ends every document. By default it is the tokenizer's own."""
+    bos_token: str | None = None
+    """hf: the special token that begins every document. 'auto' uses the tokenizer's own."""
+    streams: int = Field(1, ge=1)
+    """hf: number of streams that the dataset's files are divided into. A process reads only the streams of its own
+    samples. Must divide global_batch_size and be at most the number of files."""
+    shuffle_buffer: int = Field(0, ge=0)
+    """hf: number of a stream's documents to shuffle together, in memory. 0 keeps the dataset's order."""
+    read_ahead: int = Field(2, ge=1)
+    """hf: largest number of global batches to read and tokenize ahead."""
+    read_timeout: float = Field(300.0, gt=0)
+    """hf: the run ends after this many seconds without any text."""
 
     @property
     def is_streamed(self) -> bool:

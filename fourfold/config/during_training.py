@@ -12,21 +12,17 @@ class ValidationConfig(Strict):
     """Validation during training. The validation loss decides which checkpoint is the best, and can end the run. If
     [ema] keeps a moving average of the weights, the average's loss decides."""
 
-    interval: int = Field(0, ge=0, description="Number of steps between validations. 0 disables validation.")
-    steps: int = Field(8, gt=0, description="Number of global batches in one validation.")
-    keep_best: bool = Field(
-        False,
-        description="Save after each validation with a new lowest loss, and keep that checkpoint until a better "
-        "one exists. The link checkpoints/best points to it.",
-    )
-    patience: int = Field(
-        0,
-        ge=0,
-        description="End the run after this many consecutive validations without a new lowest loss. 0 disables this.",
-    )
-    min_improvement: float = Field(
-        0.0, ge=0, description="A loss counts as lower only if it is at least this much below the lowest so far."
-    )
+    interval: int = Field(0, ge=0)
+    """Number of steps between validations. 0 disables validation."""
+    steps: int = Field(8, gt=0)
+    """Number of global batches in one validation."""
+    keep_best: bool = False
+    """Save after each validation with a new lowest loss, and keep that checkpoint until a better one exists. The link
+    checkpoints/best points to it."""
+    patience: int = Field(0, ge=0)
+    """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
+    min_improvement: float = Field(0.0, ge=0)
+    """A loss counts as lower only if it is at least this much below the lowest so far."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -46,9 +42,8 @@ class EMAConfig(Strict):
     ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
-    decay: float = Field(
-        0.0, ge=0, lt=1, description="Fraction of the average that a step keeps, such as 0.999. 0 keeps no average."
-    )
+    decay: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the average that a step keeps, such as 0.999. 0 keeps no average."""
 
 
 class DPOConfig(Strict):
@@ -58,19 +53,19 @@ class DPOConfig(Strict):
     same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
     """
 
-    beta: float = Field(
-        0.0, ge=0, description="Strength of the pull towards the reference, such as 0.1. 0 trains on next tokens."
-    )
+    beta: float = Field(0.0, ge=0)
+    """Strength of the pull towards the reference, such as 0.1. 0 trains on next tokens."""
 
 
 class AuditConfig(Strict):
     """Audits of canaries during training, written to memorization.jsonl. `fourfold audit` measures more."""
 
-    interval: int = Field(
-        0, ge=0, description="Number of steps between audits. 0 disables audits. The last step is audited too."
-    )
-    documents: PathText | None = Field(None, description="A .jsonl file with a ledger of canaries or any documents.")
-    suffix: int = Field(50, ge=1, description="Number of tokens at a document's end that the model must reproduce.")
+    interval: int = Field(0, ge=0)
+    """Number of steps between audits. 0 disables audits. The last step is audited too."""
+    documents: PathText | None = None
+    """A .jsonl file with a ledger of canaries or any documents."""
+    suffix: int = Field(50, ge=1)
+    """Number of tokens at a document's end that the model must reproduce."""
 
     @model_validator(mode="after")
     def _documents_given(self) -> AuditConfig:
@@ -85,15 +80,16 @@ class AuditConfig(Strict):
 class EvaluationConfig(Strict):
     """lm-eval tasks during training, on the training grid, written to tasks.jsonl (needs the extra `evaluate`)."""
 
-    interval: int = Field(
-        0, ge=0, description="Number of steps between evaluations. 0 disables them. The last step is evaluated too."
-    )
-    tasks: list[str] = Field([], description="Tasks by lm-eval's names.")
-    include_path: PathText | None = Field(None, description="A folder with your own tasks.")
-    limit: int | None = Field(None, gt=0, description="Number of documents per task. Default: all.")
-    num_fewshot: int | None = Field(
-        None, ge=0, description="Number of examples in a task's prompt. Default: the task's."
-    )
+    interval: int = Field(0, ge=0)
+    """Number of steps between evaluations. 0 disables them. The last step is evaluated too."""
+    tasks: list[str] = Field([])
+    """Tasks by lm-eval's names."""
+    include_path: PathText | None = None
+    """A folder with your own tasks."""
+    limit: int | None = Field(None, gt=0)
+    """Number of documents per task. Default: all."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Number of examples in a task's prompt. Default: the task's."""
 
     @model_validator(mode="after")
     def _tasks_given(self) -> EvaluationConfig:
@@ -106,8 +102,9 @@ class EvaluationConfig(Strict):
 
 
 class SampleConfig(Strict):
-    prompt: str | None = Field(None, description="Text to continue when training ends. Default: no sample.")
-    max_new_tokens: int = Field(200, gt=0, description="Largest number of tokens in the sample.")
-    temperature: float = Field(
-        0.8, ge=0, description="0 always takes the most likely token. Higher values draw more varied text."
-    )
+    prompt: str | None = None
+    """Text to continue when training ends. Default: no sample."""
+    max_new_tokens: int = Field(200, gt=0)
+    """Largest number of tokens in the sample."""
+    temperature: float = Field(0.8, ge=0)
+    """0 always takes the most likely token. Higher values draw more varied text."""

@@ -17,30 +17,22 @@ class GoldfishConfig(Strict):
     Validation is never masked. See [memorization.md](memorization.md) for how to choose k and h.
     """
 
-    strategy: Strategy = Field(
-        "none",
-        description="How to choose the masked tokens. hash decides by the h preceding tokens, so every copy of a "
-        "passage has the same mask. hash-table reproduces the published code bit for bit. static masks every k-th "
-        "token of a sequence. random draws a new mask at every reading, which protects nothing (for comparison).",
-    )
-    k: int = Field(
-        4, ge=2, description="One token in k is left out. A smaller k protects more and trains on fewer tokens."
-    )
-    h: int = Field(
-        13,
-        ge=1,
-        le=2**20,
-        description="Number of preceding tokens that decide whether a token is masked (hash, hash-table).",
-    )
-    start_step: int = Field(0, ge=0, description="The first optimizer step that is masked.")
-    include_target: bool = Field(
-        True,
-        description="hash-table: whether the h tokens include the target, as published. With false they precede it.",
-    )
-    seed: int = Field(0, ge=0, lt=2**63, description="Selects the mask (hash, random).")
-    exempt: list[int] = Field(
-        [], description="Token ids that are never left out, in addition to the tokenizer's special tokens."
-    )
+    strategy: Strategy = "none"
+    """How to choose the masked tokens. hash decides by the h preceding tokens, so every copy of a passage has the same
+    mask. hash-table reproduces the published code bit for bit. static masks every k-th token of a sequence. random
+    draws a new mask at every reading, which protects nothing (for comparison)."""
+    k: int = Field(4, ge=2)
+    """One token in k is left out. A smaller k protects more and trains on fewer tokens."""
+    h: int = Field(13, ge=1, le=2**20)
+    """Number of preceding tokens that decide whether a token is masked (hash, hash-table)."""
+    start_step: int = Field(0, ge=0)
+    """The first optimizer step that is masked."""
+    include_target: bool = True
+    """hash-table: whether the h tokens include the target, as published. With false they precede it."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Selects the mask (hash, random)."""
+    exempt: list[int] = Field([])
+    """Token ids that are never left out, in addition to the tokenizer's special tokens."""
 
     @property
     def preceding(self) -> int:
@@ -55,12 +47,10 @@ class ResponsesConfig(Strict):
     the sequence is left out.
     """
 
-    start: str | list[int] | None = Field(
-        None, description="Text or token ids that open a response. By default there is no such mask."
-    )
-    end: str | list[int] | None = Field(
-        None, description="Text or token ids that close a response. Default: the document's end."
-    )
+    start: str | list[int] | None = None
+    """Text or token ids that open a response. By default there is no such mask."""
+    end: str | list[int] | None = None
+    """Text or token ids that close a response. Default: the document's end."""
 
     @model_validator(mode="after")
     def _markers(self) -> ResponsesConfig:
@@ -80,10 +70,9 @@ class ResponsesConfig(Strict):
 class MasksConfig(Strict):
     """A token is trained on if every mask keeps it. The first token of a document never is."""
 
-    goldfish: GoldfishConfig = Field(
-        GoldfishConfig(), description="The goldfish loss against memorization, described below."
-    )
-    responses: ResponsesConfig = Field(ResponsesConfig(), description="Training on responses only, described below.")
-    functions: list[str] = Field(
-        [], description="Your own masks as 'module:function'. Each maps sequences to true for tokens to keep."
-    )
+    goldfish: GoldfishConfig = GoldfishConfig()
+    """The goldfish loss against memorization, described below."""
+    responses: ResponsesConfig = ResponsesConfig()
+    """Training on responses only, described below."""
+    functions: list[str] = Field([])
+    """Your own masks as 'module:function'. Each maps sequences to true for tokens to keep."""

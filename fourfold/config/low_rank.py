@@ -16,11 +16,11 @@ class LoRAConfig(Strict):
     format, or merged into the model ([huggingface.md](huggingface.md#lora)).
     """
 
-    rank: int = Field(0, ge=0, description="Rank r of the adapters. 0 trains the whole model.")
-    alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
+    rank: int = Field(0, ge=0)
+    """Rank r of the adapters. 0 trains the whole model."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapters' outputs are multiplied by alpha / rank."""
     targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None,
-        min_length=1,
-        examples=[["q_proj", "v_proj"]],
-        description="Linear layers with an adapter. Default: all linear layers of a block.",
+        None, min_length=1, examples=[["q_proj", "v_proj"]]
     )
+    """Linear layers with an adapter. Default: all linear layers of a block."""

@@ -44,138 +44,104 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class ModelConfig(Strict):
     """One decoder. GPT-2/3, GPT-NeoX, Llama, Mistral, Qwen, OLMo, and Gemma shapes are settings of the same keys."""
 
-    preset: str | None = Field(
-        None, examples=["gpt2"], description="Start from a preset's sizes. Any other key overrides the preset."
-    )
-    from_hf: PathText | None = Field(
-        None,
-        description="Start from the sizes and weights of a Hugging Face model, given as a folder or an id on the "
-        "Hub. Any other key overrides its config.json.",
-    )
-    vocab_size: Size = Field(examples=[50257], description="Number of tokens in the tokenizer's vocabulary.")
-    hidden_size: Size = Field(examples=[768], description="Width of the residual stream.")
-    num_hidden_layers: int = Field(
-        examples=[12], gt=0, le=MOST_LAYERS, description="Number of blocks. Each has attention and an MLP."
-    )
-    num_attention_heads: Size = Field(examples=[12], description="Number of query heads.")
-    num_key_value_heads: Size = Field(
-        UNSET,
-        description="Number of key and value heads. Must divide num_attention_heads, which is the default. Fewer "
-        "heads (GQA) make the KV cache smaller.",
-    )
-    head_dim: Size = Field(UNSET, description="Width of one head. Default: hidden_size / num_attention_heads.")
-    intermediate_size: int = Field(UNSET, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
-    max_position_embeddings: Size = Field(
-        2048, description="Length of the longest sequence, and number of rows in a learned position table."
-    )
-    mlp: Literal["swiglu", "geglu", "gelu"] = Field(
-        "swiglu",
-        description="Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU "
-        "(gelu) with two.",
-    )
-    gelu_approximation: Literal["tanh", "none"] = Field(
-        "tanh",
-        description="Approximation of GELU in geglu and gelu. none computes it exactly, with the error function.",
-    )
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization of attention and MLP.")
-    norm_placement: Literal["before", "after", "around"] = Field(
-        "before",
-        description="Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both "
-        "(around, Gemma 2).",
-    )
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or to the mean square, inside a norm.")
-    zero_centered_norm: bool = Field(False, description="RMSNorms multiply by 1 + weight instead of weight (Gemma).")
-    parallel_residual: bool = Field(
-        False, description="Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."
-    )
-    position_embedding: Literal["rope", "learned"] = Field(
-        "rope", description="rope rotates queries and keys. learned adds a row of a table to the embedding."
-    )
-    rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
-    partial_rotary_factor: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX).",
-    )
-    rope_scaling: RopeScaling | None = Field(
-        None,
-        examples=[{"rope_type": "linear", "factor": 2.0}],
-        description="Stretch the rotary frequencies for longer contexts. By default, and with rope_type = "
-        "'default', they stay as trained.",
-    )
-    sliding_window: int = Field(
-        0,
-        ge=0,
-        description="Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns "
-        "windows off.",
-    )
-    layer_types: list[LayerType] = Field(
-        [],
-        description="Attention type of each layer, repeated over all layers. Only sliding_attention uses "
-        "sliding_window. By default every layer uses it if it is set.",
-    )
-    rope_local_base_freq: float = Field(
-        0.0,
-        ge=0,
-        description="Base of the rotary frequencies in sliding-window layers, without rope_scaling (Gemma 3). 0 "
-        "uses the same frequencies in all layers.",
-    )
-    query_pre_attn_scalar: Size = Field(
-        UNSET, description="Attention scores are divided by this number's square root. Default: head_dim."
-    )
-    attn_logit_softcapping: float = Field(
-        0.0,
-        ge=0,
-        description="If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention "
-        "kernels off.",
-    )
-    final_logit_softcapping: float = Field(
-        0.0, ge=0, description="If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."
-    )
-    attention_bias: bool = Field(False, description="Biases in the query, key, and value projections.")
-    attention_output_bias: bool = Field(False, description="Bias in the attention's output projection.")
-    mlp_bias: bool = Field(False, description="Biases in the MLP's projections.")
-    qk_norm: bool = Field(False, description="RMSNorms of queries and keys (Qwen3).")
-    qk_norm_over: Literal["head", "all_heads"] = Field(
-        "head", description="With qk_norm, normalize each head by itself, or all heads of a token together (OLMoE)."
-    )
-    tie_word_embeddings: bool = Field(False, description="The LM head shares the embedding's weights.")
-    scale_embeddings: bool = Field(False, description="Multiply token embeddings by √hidden_size (Gemma).")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
-    num_experts: int = Field(
-        0, ge=0, le=2**16, description="Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."
-    )
-    num_experts_per_tok: Size = Field(2, description="Number of experts each token is routed to (top-k).")
-    moe_intermediate_size: int = Field(
-        UNSET, ge=0, description="Inner width of one expert. Default with experts: intermediate_size."
-    )
-    router_score: Literal["softmax", "sigmoid"] = Field(
-        "softmax",
-        description="How router logits become scores: softmax over all experts, or a sigmoid for each expert "
-        "(DeepSeek-V3).",
-    )
-    norm_topk_prob: bool = Field(True, description="Divide the chosen experts' scores by their sum.")
-    router_bias: bool = Field(
-        False,
-        description="Add a bias per expert to the scores when experts are chosen, and only then (DeepSeek-V3). It "
-        "balances the load without a loss.",
-    )
-    routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the sum of the chosen experts' outputs.")
-    shared_expert_intermediate_size: int = Field(
-        0, ge=0, description="Inner width of a shared expert that reads every token. 0 means no shared expert."
-    )
-    shared_expert_gate: bool = Field(
-        False, description="Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."
-    )
-    first_k_dense_replace: int = Field(
-        0, ge=0, description="Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."
-    )
-    pad_vocab_size_to_multiple_of: Size = Field(
-        128,
-        description="Pad the rows of embedding and head to a multiple of this number. Padding rows are never "
-        "predicted.",
-    )
+    preset: str | None = Field(None, examples=["gpt2"])
+    """Start from a preset's sizes. Any other key overrides the preset."""
+    from_hf: PathText | None = None
+    """Start from the sizes and weights of a Hugging Face model, given as a folder or an id on the Hub. Any other key
+    overrides its config.json."""
+    vocab_size: Size = Field(examples=[50257])
+    """Number of tokens in the tokenizer's vocabulary."""
+    hidden_size: Size = Field(examples=[768])
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(examples=[12], gt=0, le=MOST_LAYERS)
+    """Number of blocks. Each has attention and an MLP."""
+    num_attention_heads: Size = Field(examples=[12])
+    """Number of query heads."""
+    num_key_value_heads: Size = UNSET
+    """Number of key and value heads. Must divide num_attention_heads, which is the default. Fewer heads (GQA) make the
+    KV cache smaller."""
+    head_dim: Size = UNSET
+    """Width of one head. Default: hidden_size / num_attention_heads."""
+    intermediate_size: int = Field(UNSET, gt=0)
+    """Inner width of the MLP. Default: 4 × hidden_size."""
+    max_position_embeddings: Size = 2048
+    """Length of the longest sequence, and number of rows in a learned position table."""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU (gelu) with two."""
+    gelu_approximation: Literal["tanh", "none"] = "tanh"
+    """Approximation of GELU in geglu and gelu. none computes it exactly, with the error function."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalization of attention and MLP."""
+    norm_placement: Literal["before", "after", "around"] = "before"
+    """Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both (around, Gemma 2)."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance, or to the mean square, inside a norm."""
+    zero_centered_norm: bool = False
+    """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
+    parallel_residual: bool = False
+    """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
+    position_embedding: Literal["rope", "learned"] = "rope"
+    """rope rotates queries and keys. learned adds a row of a table to the embedding."""
+    rope_theta: float = Field(10000.0, gt=1)
+    """Base of the rotary frequencies."""
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
+    rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
+    """Stretch the rotary frequencies for longer contexts. By default, and with rope_type = 'default', they stay as
+    trained."""
+    sliding_window: int = Field(0, ge=0)
+    """Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns windows off."""
+    layer_types: list[LayerType] = Field([])
+    """Attention type of each layer, repeated over all layers. Only sliding_attention uses sliding_window. By default
+    every layer uses it if it is set."""
+    rope_local_base_freq: float = Field(0.0, ge=0)
+    """Base of the rotary frequencies in sliding-window layers, without rope_scaling (Gemma 3). 0 uses the same
+    frequencies in all layers."""
+    query_pre_attn_scalar: Size = UNSET
+    """Attention scores are divided by this number's square root. Default: head_dim."""
+    attn_logit_softcapping: float = Field(0.0, ge=0)
+    """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
+    final_logit_softcapping: float = Field(0.0, ge=0)
+    """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
+    attention_bias: bool = False
+    """Biases in the query, key, and value projections."""
+    attention_output_bias: bool = False
+    """Bias in the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the MLP's projections."""
+    qk_norm: bool = False
+    """RMSNorms of queries and keys (Qwen3)."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """With qk_norm, normalize each head by itself, or all heads of a token together (OLMoE)."""
+    tie_word_embeddings: bool = False
+    """The LM head shares the embedding's weights."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by √hidden_size (Gemma)."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    num_experts: int = Field(0, ge=0, le=2**16)
+    """Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."""
+    num_experts_per_tok: Size = 2
+    """Number of experts each token is routed to (top-k)."""
+    moe_intermediate_size: int = Field(UNSET, ge=0)
+    """Inner width of one expert. Default with experts: intermediate_size."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3)."""
+    norm_topk_prob: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    router_bias: bool = False
+    """Add a bias per expert to the scores when experts are chosen, and only then (DeepSeek-V3). It balances the load
+    without a loss."""
+    routed_scaling_factor: float = Field(1.0, gt=0)
+    """Factor on the sum of the chosen experts' outputs."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """Inner width of a shared expert that reads every token. 0 means no shared expert."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    first_k_dense_replace: int = Field(0, ge=0)
+    """Number of initial layers that use a dense MLP instead of experts (DeepSeek-V3: 3)."""
+    pad_vocab_size_to_multiple_of: Size = 128
+    """Pad the rows of embedding and head to a multiple of this number. Padding rows are never predicted."""
 
     @model_validator(mode="before")
     @classmethod

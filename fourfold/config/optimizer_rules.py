@@ -24,16 +24,12 @@ class ParameterGroup(Strict):
     `[[optimizer.groups]]` begins a group. Names look like `layers.0.mlp.down_proj.weight`, as in `fourfold parity`.
     """
 
-    parameters: list[str] = Field(
-        min_length=1, description="Names of parameters. * matches anything: 'embed_tokens.*', 'layers.*.mlp.*'."
-    )
-    lr_ratio: float = Field(1.0, ge=0, description="Factor on their learning rate. 0 freezes them.")
-    weight_decay: float | None = Field(
-        None,
-        ge=0,
-        description="Their weight decay, which also applies to norms and biases that the group names. By default "
-        "nothing changes.",
-    )
+    parameters: list[str] = Field(min_length=1)
+    """Names of parameters. * matches anything: 'embed_tokens.*', 'layers.*.mlp.*'."""
+    lr_ratio: float = Field(1.0, ge=0)
+    """Factor on their learning rate. 0 freezes them."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Their weight decay, which also applies to norms and biases that the group names. By default nothing changes."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:
@@ -48,38 +44,27 @@ class OptimizerConfig(Strict):
     """The optimizer ([optimizers.md](optimizers.md)). Weight decay applies to matrices. Norms and biases have none
     unless a group gives them one."""
 
-    name: Rule = Field(
-        "adamw",
-        description="`adamw`, `lion`, or `muon`: Muon for the layers' matrices, and AdamW with the same `lr` for "
-        "embeddings, head, norms, biases, and routers.",
-    )
-    lr: float = Field(3e-4, gt=0, description="Peak learning rate, after the warm-up.")
-    betas: tuple[float, float] = Field(
-        (0.9, 0.95),
-        strict=False,
-        description="Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's "
-        "authors use [0.95, 0.98] for language models.",
-    )
-    eps: float = Field(
-        1e-8,
-        gt=0,
-        description="Added to the root of AdamW's second mean before dividing by it. Lion's sign is linear below it.",
-    )
-    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="Decoupled weight decay: each step shrinks matrices by lr × weight_decay."
-    )
-    max_grad_norm: float = Field(1.0, gt=0, description="Clip gradients to this global norm.")
-    stochastic_rounding: bool = Field(
-        False,
-        description="With training.master_weights = 'bf16', round updates up or down at random. Updates too small "
-        "for bf16 are then right on average. Moments stay in float32.",
-    )
-    groups: list[ParameterGroup] = Field(
-        [],
-        examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]],
-        description="Parameters with their own learning rate or weight decay.",
-    )
+    name: Rule = "adamw"
+    """`adamw`, `lion`, or `muon`: Muon for the layers' matrices, and AdamW with the same `lr` for embeddings, head,
+    norms, biases, and routers."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate, after the warm-up."""
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    """Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's authors use [0.95,
+    0.98] for language models."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second mean before dividing by it. Lion's sign is linear below it."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of Muon's running mean of the gradient."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay: each step shrinks matrices by lr × weight_decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Clip gradients to this global norm."""
+    stochastic_rounding: bool = False
+    """With training.master_weights = 'bf16', round updates up or down at random. Updates too small for bf16 are then
+    right on average. Moments stay in float32."""
+    groups: list[ParameterGroup] = Field([], examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]])
+    """Parameters with their own learning rate or weight decay."""
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> OptimizerConfig:

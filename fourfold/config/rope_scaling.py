@@ -12,26 +12,22 @@ from fourfold.config.strict import Strict
 class RopeScaling(Strict):
     """Rotary frequencies stretched beyond the trained context. The keys are those in Hugging Face's files."""
 
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="The method that stretches the frequencies.")
-    factor: float = Field(gt=0, description="How many times longer the context becomes.")
-    original_max_position_embeddings: int | None = Field(
-        None, gt=0, description="Context length before the stretch. llama3 and yarn need it."
-    )
-    low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: channels with fewer turns in the original context are stretched fully."
-    )
-    high_freq_factor: float = Field(
-        4.0, gt=0, description="llama3: channels with more turns in the original context stay as they are."
-    )
-    beta_fast: float = Field(
-        32.0, gt=0, description="yarn: channels with more turns in the original context stay as they are."
-    )
-    beta_slow: float = Field(
-        1.0, gt=0, description="yarn: channels with fewer turns in the original context are stretched fully."
-    )
-    attention_factor: float | None = Field(
-        None, gt=0, description="yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."
-    )
+    rope_type: Literal["linear", "llama3", "yarn"]
+    """The method that stretches the frequencies."""
+    factor: float = Field(gt=0)
+    """How many times longer the context becomes."""
+    original_max_position_embeddings: int | None = Field(None, gt=0)
+    """Context length before the stretch. llama3 and yarn need it."""
+    low_freq_factor: float = Field(1.0, gt=0)
+    """llama3: channels with fewer turns in the original context are stretched fully."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """llama3: channels with more turns in the original context stay as they are."""
+    beta_fast: float = Field(32.0, gt=0)
+    """yarn: channels with more turns in the original context stay as they are."""
+    beta_slow: float = Field(1.0, gt=0)
+    """yarn: channels with fewer turns in the original context are stretched fully."""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:

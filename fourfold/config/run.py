@@ -39,47 +39,36 @@ Schedule = Literal[
 class ParallelConfig(Strict):
     """Sizes of the grid's axes. Their product is the number of processes."""
 
-    x: AxisSize = Field(
-        1,
-        description="Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence "
-        "between linear layers. It communicates most, so keep it inside a node.",
-    )
-    y: AxisSize = Field(
-        1,
-        description="Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the "
-        "residual's hidden size. Use it if x alone would be large.",
-    )
-    z: AxisSize = Field(1, description="Split the batch, and shard the stored weights (FSDP).")
-    dp: AxisSize = Field(1, description="Split the batch. Weights are replicated, or sharded as `zero` says.")
-    cp: AxisSize = Field(1, description="Split the sequence (context parallel). Use it for long sequences.")
-    pp: AxisSize = Field(1, description="Split the layers into stages (pipeline parallel).")
-    ep: AxisSize = Field(
-        1, description="Split the experts over this many neighbors among the dp·cp·z processes. It adds no processes."
-    )
-    zero: Literal[0, 1, 2, 3] = Field(
-        0,
-        description="Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher "
-        "values save memory and cost communication.",
-    )
+    x: AxisSize = 1
+    """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between linear
+    layers. It communicates most, so keep it inside a node."""
+    y: AxisSize = 1
+    """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the residual's hidden size. Use
+    it if x alone would be large."""
+    z: AxisSize = 1
+    """Split the batch, and shard the stored weights (FSDP)."""
+    dp: AxisSize = 1
+    """Split the batch. Weights are replicated, or sharded as `zero` says."""
+    cp: AxisSize = 1
+    """Split the sequence (context parallel). Use it for long sequences."""
+    pp: AxisSize = 1
+    """Split the layers into stages (pipeline parallel)."""
+    ep: AxisSize = 1
+    """Split the experts over this many neighbors among the dp·cp·z processes. It adds no processes."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher values save memory and
+    cost communication."""
 
-    cp_method: Literal["auto", "ring", "ulysses"] = Field(
-        "auto",
-        description="How cp ranks attend. ring passes keys and values around. ulysses exchanges heads for tokens. "
-        "auto is ulysses if the heads divide, and ring otherwise.",
-    )
-    schedule: Schedule = Field("1F1B", description="Order in which pp runs the micro-batches, by torch's names.")
-    stages_per_rank: int = Field(
-        2,
-        ge=2,
-        description="Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, "
-        "all further schedules 1. More stages shrink the bubble and add transfers.",
-    )
-    layers_per_stage: tuple[int, ...] | None = Field(
-        None,
-        strict=False,
-        examples=[(4, 4)],
-        description="Number of layers in each stage. By default they are balanced, counting embedding and head.",
-    )
+    cp_method: Literal["auto", "ring", "ulysses"] = "auto"
+    """How cp ranks attend. ring passes keys and values around. ulysses exchanges heads for tokens. auto is ulysses if
+    the heads divide, and ring otherwise."""
+    schedule: Schedule = "1F1B"
+    """Order in which pp runs the micro-batches, by torch's names."""
+    stages_per_rank: int = Field(2, ge=2)
+    """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, all further
+    schedules 1. More stages shrink the bubble and add transfers."""
+    layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
+    """Number of layers in each stage. By default they are balanced, counting embedding and head."""
 
     @property
     def world_size(self) -> int:
@@ -99,65 +88,51 @@ class ParallelConfig(Strict):
 class OverlapConfig(Strict):
     """Communication that runs during computation. You can switch off each part to measure what it gains."""
 
-    input_gradients: bool = Field(
-        True, description="Reduce a linear layer's input gradient while its weight gradient is computed (OAR)."
-    )
-    gate_sum: bool = Field(True, description="Sum the gate's output over y while the up projection is computed.")
-    batch_parts: int = Field(
-        1,
-        ge=1,
-        description="Number of parts of a micro-batch that take turns (default 1). One part computes while another "
-        "part's collectives run over x and y. More parts hide more communication, but each matmul gets smaller. They "
-        "divide micro_batch_size, or otherwise a rank's tokens of a sequence. No effect if x·y = 1.",
-    )
-    weight_prefetch: int = Field(
-        1,
-        ge=0,
-        description="Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more "
-        "communication and use more memory. 0 gathers weights when they are needed.",
-    )
-    shards_per_node: int = Field(
-        1,
-        ge=1,
-        description="Number of a shard group's ranks in one node, which is its GPUs / (x·y). The group is z, or "
-        "dp·cp·z with parallel.zero. If it is more than 1, weights are gathered and gradients summed inside nodes "
-        "and then across nodes, not in one ring over all ranks.",
-    )
+    input_gradients: bool = True
+    """Reduce a linear layer's input gradient while its weight gradient is computed (OAR)."""
+    gate_sum: bool = True
+    """Sum the gate's output over y while the up projection is computed."""
+    batch_parts: int = Field(1, ge=1)
+    """Number of parts of a micro-batch that take turns (default 1). One part computes while another part's collectives
+    run over x and y. More parts hide more communication, but each matmul gets smaller. They divide micro_batch_size,
+    or otherwise a rank's tokens of a sequence. No effect if x·y = 1."""
+    weight_prefetch: int = Field(1, ge=0)
+    """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
+    more memory. 0 gathers weights when they are needed."""
+    shards_per_node: int = Field(1, ge=1)
+    """Number of a shard group's ranks in one node, which is its GPUs / (x·y). The group is z, or dp·cp·z with
+    parallel.zero. If it is more than 1, weights are gathered and gradients summed inside nodes and then across
+    nodes, not in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
-    micro_batch_size: Size = Field(1, description="Number of sequences that one rank runs at once.")
-    global_batch_size: Size = Field(
-        examples=[32], description="Number of sequences per optimizer step, over all ranks."
-    )
-    seq_length: Size = Field(examples=[1024], description="Number of tokens per sequence.")
-    train_steps: int = Field(examples=[1000], gt=0, description="Number of optimizer steps in the whole run.")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Dtype of weights and activations in the step. fp16 uses loss scaling."
-    )
-    master_weights: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Dtype of the stored weights and optimizer states. bf16 halves their memory and needs "
-        "precision = 'bf16'.",
-    )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32",
-        description="Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, "
-        "or the same as `precision`, which halves memory and traffic but loses accuracy with every micro-batch.",
-    )
-    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
-        "none",
-        description="Run the blocks' matmuls in 8-bit floats, by torchao's recipe of that name. Needs precision = "
-        "'bf16' and a GPU with float8.",
-    )
-    tuned_products: Literal["off", "cached", "measured"] = Field(
-        "off",
-        description="Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine "
-        "tune-matmul` found faster on this machine. measured also measures missing sizes at the start.",
-    )
-    compile: bool = Field(False, description="Compile each block with torch.compile.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the order of the samples.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses GPUs if there are any.")
+    micro_batch_size: Size = 1
+    """Number of sequences that one rank runs at once."""
+    global_batch_size: Size = Field(examples=[32])
+    """Number of sequences per optimizer step, over all ranks."""
+    seq_length: Size = Field(examples=[1024])
+    """Number of tokens per sequence."""
+    train_steps: int = Field(examples=[1000], gt=0)
+    """Number of optimizer steps in the whole run."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of weights and activations in the step. fp16 uses loss scaling."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the stored weights and optimizer states. bf16 halves their memory and needs precision = 'bf16'."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, or the same as
+    `precision`, which halves memory and traffic but loses accuracy with every micro-batch."""
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Run the blocks' matmuls in 8-bit floats, by torchao's recipe of that name. Needs precision = 'bf16' and a GPU
+    with float8."""
+    tuned_products: Literal["off", "cached", "measured"] = "off"
+    """Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine tune-matmul` found faster
+    on this machine. measured also measures missing sizes at the start."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the weights and of the order of the samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto uses GPUs if there are any."""
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -182,72 +157,68 @@ class TrainingConfig(Strict):
 class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
-    initial: float = Field(65536.0, gt=0, description="Initial loss scale.")
-    growth_interval: int = Field(
-        2000, gt=0, description="Number of steps without overflow after which the scale doubles."
-    )
-    max_overflows: int = Field(20, ge=1, description="Number of consecutive overflows after which the run ends.")
+    initial: float = Field(65536.0, gt=0)
+    """Initial loss scale."""
+    growth_interval: int = Field(2000, gt=0)
+    """Number of steps without overflow after which the scale doubles."""
+    max_overflows: int = Field(20, ge=1)
+    """Number of consecutive overflows after which the run ends."""
 
 
 class SchedulerConfig(Strict):
-    warmup_steps: int = Field(0, ge=0, description="Number of steps of linear warm-up.")
-    decay_style: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        "cosine",
-        description="How the learning rate falls after the warm-up. wsd keeps it constant until the last "
-        "`decay_ratio` of the run, and then lowers it linearly.",
-    )
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in which the rate decays.")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate relative to optimizer.lr.")
+    warmup_steps: int = Field(0, ge=0)
+    """Number of steps of linear warm-up."""
+    decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up. wsd keeps it constant until the last `decay_ratio` of the run, and
+    then lowers it linearly."""
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """wsd: fraction of the steps in which the rate decays."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Final learning rate relative to optimizer.lr."""
 
 
 class CheckpointConfig(Strict):
-    interval: int = Field(0, ge=0, description="Number of steps between checkpoints. 0 saves only at the end.")
-    save_last: bool = Field(True, description="Save when the run ends.")
-    keep_latest_k: int = Field(
-        2, ge=0, description="Number of recent checkpoints to keep. Older ones are removed. 0 keeps all."
-    )
-    keep_every: int = Field(0, ge=0, description="Keep every n-th step's checkpoint forever. 0 disables this.")
-    async_mode: Literal["disabled", "async"] = Field(
-        "disabled", description="async continues training while a checkpoint is written."
-    )
-    on_failed_save: Literal["warn", "stop"] = Field(
-        "warn",
-        description="What to do if a checkpoint cannot be written, for example on a full disk: continue with a "
-        "warning, or end the run. If it is the run's last checkpoint, the run always ends with an error.",
-    )
-    resume: PathText = Field(
-        "auto",
-        description="'auto' resumes from the newest checkpoint in the run's folder, 'never' starts afresh, and a "
-        "path resumes from that checkpoint.",
-    )
+    interval: int = Field(0, ge=0)
+    """Number of steps between checkpoints. 0 saves only at the end."""
+    save_last: bool = True
+    """Save when the run ends."""
+    keep_latest_k: int = Field(2, ge=0)
+    """Number of recent checkpoints to keep. Older ones are removed. 0 keeps all."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every n-th step's checkpoint forever. 0 disables this."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async continues training while a checkpoint is written."""
+    on_failed_save: Literal["warn", "stop"] = "warn"
+    """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
+    run. If it is the run's last checkpoint, the run always ends with an error."""
+    resume: PathText = "auto"
+    """'auto' resumes from the newest checkpoint in the run's folder, 'never' starts afresh, and a path resumes from
+    that checkpoint."""
 
 
 class MetricsConfig(Strict):
-    log_interval: int = Field(
-        10, gt=0, description="Number of steps between log lines if the output is not a terminal."
-    )
-    tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
-    wandb: bool = Field(False, description="Also record the run in Weights & Biases (needs the extra `wandb`).")
-    trackio: bool = Field(False, description="Also record the run in Trackio (needs the extra `trackio`).")
-    project: str = Field(
-        "fourfold", min_length=1, max_length=128, description="Project of the run in Weights & Biases and Trackio."
-    )
-    machine: PathText | None = Field(
-        None,
-        description="One of the planner's machines, or a machine file. After ten steps, the run shows its "
-        "prediction next to the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote.",
-    )
+    log_interval: int = Field(10, gt=0)
+    """Number of steps between log lines if the output is not a terminal."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the extra `tensorboard`)."""
+    wandb: bool = False
+    """Also record the run in Weights & Biases (needs the extra `wandb`)."""
+    trackio: bool = False
+    """Also record the run in Trackio (needs the extra `trackio`)."""
+    project: str = Field("fourfold", min_length=1, max_length=128)
+    """Project of the run in Weights & Biases and Trackio."""
+    machine: PathText | None = None
+    """One of the planner's machines, or a machine file. After ten steps, the run shows its prediction next to the
+    measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
 
 
 class RunConfig(Strict):
     """A whole run."""
 
-    name: PathText = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
-        description="Name of the run, and of its folder inside output_dir.",
-    )
-    output_dir: PathText = Field("runs", description="Folder that holds the folders of all runs.")
+    name: PathText = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    """Name of the run, and of its folder inside output_dir."""
+    output_dir: PathText = "runs"
+    """Folder that holds the folders of all runs."""
     model: ModelConfig = Field(examples=[{"preset": "gpt2"}])
     data: DataConfig = Field(examples=[{"source": "python-stdlib"}])
     masks: MasksConfig = MasksConfig()

@@ -79,7 +79,7 @@ def _table(fields: dict[str, FieldInfo]) -> str:
             f"`{name}`",
             type_name(field.annotation, field.metadata),
             _default(field),
-            field.description or "",
+            " ".join((field.description or "").split()),
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"

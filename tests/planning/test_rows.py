@@ -279,7 +279,7 @@ def column_table() -> list[str]:
                    if isinstance(c, str)]  # fmt: skip
         needed = " (needed)" if name in NEEDED else ""
         values = f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else ""
-        lines.append(f"| `{name}`{needed} | {field.description}.{values} |")
+        lines.append(f"| `{name}`{needed} | {' '.join((field.description or '').split())}{values} |")
     return lines
 
 

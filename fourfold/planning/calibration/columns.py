@@ -42,150 +42,145 @@ Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
 class MeasuredRow(BaseModel):
     """One measured training run. None means that the source does not say."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    row_id: str = Field("", description="name of the row, unique within its source")
-    source: str = Field("unnamed", description="name of the publication, or of your own series of measurements")
-    where: str = Field("", description="text: file and line, or table, of the source")
-    system: str = Field("", description="text: the cluster")
-    notes: str = Field("", description="text that no program reads")
-    derived: str = Field(
-        "", description="text: values that the source does not print but that follow from its other values"
-    )
-    complete: Flag = Field(
-        True, description="`no` if the source leaves part of the configuration open. Such rows are scored apart"
-    )
-    doubt: str = Field("", description="why the measurement is doubtful. Such rows are scored apart and never fitted")
+    row_id: str = ""
+    """Name of the row, unique within its source."""
+    source: str = "unnamed"
+    """Name of the publication, or of your own series of measurements."""
+    where: str = ""
+    """File and line, or table, of the source."""
+    system: str = ""
+    """The cluster."""
+    notes: str = ""
+    """Text that no program reads."""
+    derived: str = ""
+    """Values that the source does not print but that follow from its other values."""
+    complete: Flag = True
+    """`no` if the source leaves part of the configuration open. Such rows are scored apart."""
+    doubt: str = ""
+    """Why the measurement is doubtful. Such rows are scored apart and never fitted."""
 
-    machine: str | None = Field(None, description="a machine that comes with fourfold, or your own `.toml`")
-    gpus: Count = Field(description="number of GPUs of the run")
-    gpus_per_node: Count | None = Field(None, description="default: the machine's")
-    node_gbits: Size | None = Field(
-        None, description="Gb/s of all network adapters of a node together. Default: the machine's"
-    )
+    machine: str | None = None
+    """A machine that comes with fourfold, or your own `.toml`."""
+    gpus: Count
+    """Number of GPUs of the run."""
+    gpus_per_node: Count | None = None
+    """Number of GPUs per node. Default: the machine's."""
+    node_gbits: Size | None = None
+    """Gb/s of all network adapters of a node together. Default: the machine's."""
 
-    model: str = Field("", description="text: the model's name, which is the same in all rows of a sweep")
-    architecture: Literal["dense", "moe", "hybrid"] = Field(
-        "dense", description="`hybrid` (blocks other than attention and MLP, latent attention) is not predicted"
-    )
-    layers: Count | None = Field(None, le=MOST_LAYERS, description="number of blocks")
-    hidden: Count | None = Field(None, description="width of the residual stream")
-    ffn_hidden: Count | None = Field(None, description="width of the MLP. Default: 4 · hidden")
-    mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = Field(
-        "gelu",
-        description="`swiglu` has rotary embeddings. `gelu` and `geglu` have one table for embedding and head, "
-        "`swiglu` has two",
-    )
-    heads: Count | None = Field(None, description="number of query heads")
-    kv_heads: Count | None = Field(None, description="number of key and value heads. Default: heads")
-    head_dim: Count | None = Field(None, description="channels of a head. Default: hidden / heads")
-    experts: Count | None = Field(
-        None, description="number of experts per block. A mixture is not predicted without it"
-    )
-    experts_per_token: Count | None = Field(None, description="number of experts per token")
-    expert_ffn_hidden: Count | None = Field(None, description="width of an expert, which is gated")
-    shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST, description="width of the shared expert, which is gated")
-    dense_layers: float = Field(
-        0.0, ge=0, lt=LARGEST, description="number of blocks without experts. Their MLP is ffn_hidden wide"
-    )
-    capacity_factor: Size | None = Field(
-        None, description="an expert takes at most this many times its equal share of the tokens. Default: no limit"
-    )
-    vocab: Count | None = Field(None, description="rows of the vocabulary. Default: GPT-2's, 51,200")
+    model: str = ""
+    """The model's name, which is the same in all rows of a sweep."""
+    architecture: Literal["dense", "moe", "hybrid"] = "dense"
+    """`hybrid` (blocks other than attention and MLP, latent attention) is not predicted."""
+    layers: Count | None = Field(None, le=MOST_LAYERS)
+    """Number of blocks."""
+    hidden: Count | None = None
+    """Width of the residual stream."""
+    ffn_hidden: Count | None = None
+    """Width of the MLP. Default: 4 · hidden."""
+    mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
+    """`swiglu` has rotary embeddings. `gelu` and `geglu` have one table for embedding and head, `swiglu` has two."""
+    heads: Count | None = None
+    """Number of query heads."""
+    kv_heads: Count | None = None
+    """Number of key and value heads. Default: heads."""
+    head_dim: Count | None = None
+    """Channels of a head. Default: hidden / heads."""
+    experts: Count | None = None
+    """Number of experts per block. A mixture is not predicted without it."""
+    experts_per_token: Count | None = None
+    """Number of experts per token."""
+    expert_ffn_hidden: Count | None = None
+    """Width of an expert, which is gated."""
+    shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
+    """Width of the shared expert, which is gated."""
+    dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
+    """Number of blocks without experts. Their MLP is ffn_hidden wide."""
+    capacity_factor: Size | None = None
+    """An expert takes at most this many times its equal share of the tokens. Default: no limit."""
+    vocab: Count | None = None
+    """Rows of the vocabulary. Default: GPT-2's, 51,200."""
 
-    seq_len: Count | None = Field(None, description="tokens of a sequence")
-    global_batch: Count | None = Field(None, description="sequences of a step")
-    micro_batch: Count | None = Field(None, description="sequences of a micro-batch on one rank")
-    precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
-        description="precision of the matmuls. nvfp4 is not predicted"
-    )
+    seq_len: Count | None = None
+    """Tokens of a sequence."""
+    global_batch: Count | None = None
+    """Sequences of a step."""
+    micro_batch: Count | None = None
+    """Sequences of a micro-batch on one rank."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+    """Precision of the matmuls. nvfp4 is not predicted."""
 
-    tp: Count | None = Field(None, description="tensor parallel size")
-    pp: Count | None = Field(None, description="number of pipeline stages")
-    vpp: Count = Field(1.0, description="chunks of layers per stage (interleaved 1F1B)")
-    cp: Count = Field(1.0, description="context parallel size")
-    ep: Count = Field(1.0, description="expert parallel size")
-    experts_over_tp: Flag = Field(
-        True, description="tp divides each expert. With `no`, experts are whole, and ep spans the ranks of tp too"
-    )
-    dispatcher: Literal["alltoall", "deepep"] = Field(
-        "alltoall",
-        description="send a token to each of its experts (alltoall), or once to each GPU that has any of them "
-        "(deepep: DeepEP, HybridEP)",
-    )
-    fused_experts: Flag = Field(
-        False,
-        description="expert matmuls compute the activation and round to 8 bits, and exchanges put rows in their place",
-    )
-    ep_overlap: Flag = Field(False, description="exchange tokens behind another micro-batch's matmuls")
-    cuda_graph: Literal["none", "blocks", "step"] = Field(
-        "none",
-        description="the host launches each kernel (none), all kernels of a block except the experts' (blocks), or "
-        "all kernels of a step (step)",
-    )
-    seq_parallel: Flag | None = Field(
-        None, description="the residual stream is sharded over tp. Default: the program's"
-    )
-    end_layers: Flag = Field(
-        False, description="embedding and head count as one layer each when layers are divided into stages"
-    )
+    tp: Count | None = None
+    """Tensor parallel size."""
+    pp: Count | None = None
+    """Number of pipeline stages."""
+    vpp: Count = 1.0
+    """Chunks of layers per stage (interleaved 1F1B)."""
+    cp: Count = 1.0
+    """Context parallel size."""
+    ep: Count = 1.0
+    """Expert parallel size."""
+    experts_over_tp: Flag = True
+    """tp divides each expert. With `no`, experts are whole, and ep spans the ranks of tp too."""
+    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """Send a token to each of its experts (alltoall), or once to each GPU that has any of them (deepep: DeepEP,
+    HybridEP)."""
+    fused_experts: Flag = False
+    """Expert matmuls compute the activation and round to 8 bits, and exchanges put rows in their place."""
+    ep_overlap: Flag = False
+    """Exchange tokens behind another micro-batch's matmuls."""
+    cuda_graph: Literal["none", "blocks", "step"] = "none"
+    """The host launches each kernel (none), all kernels of a block except the experts' (blocks), or all kernels of a
+    step (step)."""
+    seq_parallel: Flag | None = None
+    """The residual stream is sharded over tp. Default: the program's."""
+    end_layers: Flag = False
+    """Embedding and head count as one layer each when layers are divided into stages."""
 
-    program: Annotated[str, AfterValidator(_program)] = Field(
-        description="the training program, a name in `planning/calibration/programs.py`"
-    )
-    sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
-        "none", description="what data-parallel ranks shard. `hsdp` shards within a group, by default one node"
-    )
-    shard_group: Count | None = Field(
-        None, description="number of GPUs in a group of fsdp or hsdp. Default for fsdp: all"
-    )
-    recompute: Literal["none", "selective", "full"] | None = Field(
-        None, description="activations that the backward recomputes"
-    )
-    recompute_what: Literal["attention", "ops", "layers"] = Field(
-        "attention",
-        description="what selective recompute repeats: the attention core (attention), all but attention and every "
-        "second matmul (ops, torchtitan's per-op), or some of the layers (layers)",
-    )
-    recompute_every: Count = Field(1.0, description="every n-th layer recomputes")
-    attention: Literal["flash", "unfused"] = Field(
-        "flash", description="one fused kernel, or scores that pass through memory"
-    )
-    compiled: Flag = Field(False, description="torch.compile fuses pointwise operations")
-    tp_overlap: Literal["none", "backward", "pieces"] | None = Field(
-        None,
-        description="what hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also "
-        "the matmuls that read them, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's",
-    )
-    blocking: Flag = Field(False, description="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)")
+    program: Annotated[str, AfterValidator(_program)]
+    """The training program, a name in `planning/calibration/programs.py`."""
+    sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
+    """What data-parallel ranks shard. `hsdp` shards within a group, by default one node."""
+    shard_group: Count | None = None
+    """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activations that the backward recomputes."""
+    recompute_what: Literal["attention", "ops", "layers"] = "attention"
+    """What selective recompute repeats: the attention core (attention), all but attention and every second matmul (ops,
+    torchtitan's per-op), or some of the layers (layers)."""
+    recompute_every: Count = 1.0
+    """Every n-th layer recomputes."""
+    attention: Literal["flash", "unfused"] = "flash"
+    """One fused kernel, or scores that pass through memory."""
+    compiled: Flag = False
+    """torch.compile fuses pointwise operations."""
+    tp_overlap: Literal["none", "backward", "pieces"] | None = None
+    """What hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also the matmuls that
+    read them, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's."""
+    blocking: Flag = False
+    """The host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
-    step_seconds: Size | None = Field(None, description="seconds of an optimizer step")
-    time_from: Literal["printed", "tokens", "flops"] = Field(
-        "printed",
-        description="whether the source prints the step time, or it follows from the source's tokens/s or FLOP/s",
-    )
-    memory_gb: Size | None = Field(None, description="10⁹ bytes of the fullest GPU at the peak")
-    memory_kind: Literal["device", "allocator"] = Field(
-        "allocator",
-        description="everything that the device holds (device, from nvidia-smi), or what PyTorch's allocator has "
-        "reserved (allocator)",
-    )
-    out_of_memory: Flag = Field(False, description="`yes` if the run ran out of memory")
-    cp_method: Literal["gathered", "ring", "ulysses"] = Field(
-        "gathered",
-        description="how cp shares the attention: keys and values are gathered or passed around a ring, or heads "
-        "are exchanged for tokens (ulysses)",
-    )
-    tiled: Literal["none", "loss", "both"] = Field(
-        "none",
-        description="what runs on some of the tokens at a time: the loss, or also the MLP, on as many tokens as "
-        "the hidden size (both)",
-    )
-    offload: Literal["none", "inputs", "optimizer", "both"] = Field(
-        "none",
-        description="what is in the host's memory: inputs of recomputed blocks (activations), or gradients, "
-        "optimizer states, and 32-bit weights (optimizer)",
-    )
+    step_seconds: Size | None = None
+    """Seconds of an optimizer step."""
+    time_from: Literal["printed", "tokens", "flops"] = "printed"
+    """Whether the source prints the step time, or it follows from the source's tokens/s or FLOP/s."""
+    memory_gb: Size | None = None
+    """10⁹ bytes of the fullest GPU at the peak."""
+    memory_kind: Literal["device", "allocator"] = "allocator"
+    """Everything that the device holds (device, from nvidia-smi), or what PyTorch's allocator reserved (allocator)."""
+    out_of_memory: Flag = False
+    """`yes` if the run ran out of memory."""
+    cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
+    """How cp shares the attention: keys and values are gathered or passed around a ring, or heads are exchanged for
+    tokens (ulysses)."""
+    tiled: Literal["none", "loss", "both"] = "none"
+    """What runs on some of the tokens at a time: the loss, or also the MLP, on as many tokens as the hidden size
+    (both)."""
+    offload: Literal["none", "inputs", "optimizer", "both"] = "none"
+    """What is in the host's memory: inputs of recomputed blocks (activations), or gradients, optimizer states, and
+    32-bit weights (optimizer)."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
