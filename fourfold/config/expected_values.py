@@ -178,3 +178,8 @@ def _one_of(names: list[str]) -> str:
 
 def _number(value: float) -> str:
     return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value >= 2**20 else f"{value:g}"
+
+
+def round_to_multiple(number: int, of: int) -> int:
+    """Return the multiple of ``of`` (at least one) that is nearest to ``number``."""
+    return max(1, round(number / of)) * of

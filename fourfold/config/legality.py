@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from fourfold.config.expected_values import round_to_multiple
 from fourfold.config.layout_sizes import FLOAT8_MULTIPLE, Number, Sizes
-from fourfold.config.model import round_to_multiple
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import balanced
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.expected_values import shown
+from fourfold.config.expected_values import round_to_multiple, shown
 from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
@@ -47,8 +47,7 @@ class ModelConfig(Strict):
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
     from_hf: PathText | None = None
-    """Start from the sizes and weights of a Hugging Face model, given as a folder or an id on the Hub. Any other key
-    overrides its config.json."""
+    """Start from a Hugging Face model's sizes and weights (folder or Hub id). Other keys override its config.json."""
     vocab_size: Size = Field(examples=[50257])
     """Number of tokens in the tokenizer's vocabulary."""
     hidden_size: Size = Field(examples=[768])
@@ -58,8 +57,7 @@ class ModelConfig(Strict):
     num_attention_heads: Size = Field(examples=[12])
     """Number of query heads."""
     num_key_value_heads: Size = UNSET
-    """Number of key and value heads. Must divide num_attention_heads, which is the default. Fewer heads (GQA) make the
-    KV cache smaller."""
+    """Number of key and value heads (GQA). Must divide num_attention_heads, which is the default."""
     head_dim: Size = UNSET
     """Width of one head. Default: hidden_size / num_attention_heads."""
     intermediate_size: int = Field(UNSET, gt=0)
@@ -87,16 +85,13 @@ class ModelConfig(Strict):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. By default, and with rope_type = 'default', they stay as
-    trained."""
+    """Stretch the rotary frequencies for longer contexts. With rope_type = 'default' they stay as trained (default)."""
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention type of each layer, repeated over all layers. Only sliding_attention uses sliding_window. By default
-    every layer uses it if it is set."""
+    """Attention types, repeated over all layers. Only sliding_attention uses sliding_window (default: every layer)."""
     rope_local_base_freq: float = Field(0.0, ge=0)
-    """Base of the rotary frequencies in sliding-window layers, without rope_scaling (Gemma 3). 0 uses the same
-    frequencies in all layers."""
+    """Rotary base in sliding-window layers, without rope_scaling (Gemma 3). 0 uses the same base in all layers."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
@@ -130,8 +125,7 @@ class ModelConfig(Strict):
     norm_topk_prob: bool = True
     """Divide the chosen experts' scores by their sum."""
     router_bias: bool = False
-    """Add a bias per expert to the scores when experts are chosen, and only then (DeepSeek-V3). It balances the load
-    without a loss."""
+    """Add a bias per expert to the scores only when experts are chosen, which balances the load (DeepSeek-V3)."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
@@ -290,8 +284,7 @@ class ModelConfig(Strict):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the rows of embedding and head. The number does not depend on the grid, so checkpoints do not
-        either."""
+        """Return the rows of embedding and head, which do not depend on the grid. So checkpoints do not either."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 
@@ -346,8 +339,3 @@ class ModelConfig(Strict):
         width = experts * self.moe_intermediate_size + self.shared_expert_intermediate_size
         router = self.num_experts * (self.hidden_size + self.router_bias)
         return router + 3 * self.hidden_size * width + self.hidden_size * self.shared_expert_gate
-
-
-def round_to_multiple(number: int, of: int) -> int:
-    """Return the multiple of ``of`` (at least one) that is nearest to ``number``."""
-    return max(1, round(number / of)) * of

@@ -56,8 +56,7 @@ class ParallelConfig(Strict):
     ep: AxisSize = 1
     """Split the experts over this many neighbors among the dp·cp·z processes. It adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher values save memory and
-    cost communication."""
+    """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How cp ranks attend. ring passes keys and values around. ulysses exchanges heads for tokens. auto is ulysses if
@@ -122,8 +121,7 @@ class TrainingConfig(Strict):
     """Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, or the same as
     `precision`, which halves memory and traffic but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in 8-bit floats, by torchao's recipe of that name. Needs precision = 'bf16' and a GPU
-    with float8."""
+    """Run the blocks' matmuls in float8, by torchao's recipe of that name. Needs precision = 'bf16' and such a GPU."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine tune-matmul` found faster
     on this machine. measured also measures missing sizes at the start."""
@@ -169,8 +167,7 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. wsd keeps it constant until the last `decay_ratio` of the run, and
-    then lowers it linearly."""
+    """How the learning rate falls after the warm-up. wsd lowers it only in the last `decay_ratio` of the run."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: fraction of the steps in which the rate decays."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -192,8 +189,7 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If it is the run's last checkpoint, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the newest checkpoint in the run's folder, 'never' starts afresh, and a path resumes from
-    that checkpoint."""
+    """'auto' resumes from the run's newest checkpoint, 'never' starts afresh, and a path resumes from there."""
 
 
 class MetricsConfig(Strict):

@@ -45,8 +45,7 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Names that transformers also reads or writes. Each maps to the key of theirs that it overrides."""
     lists_dense_layers: bool = False
-    """Whether their mlp_only_layers names the layers without experts. The decoder needs these to be the first
-    layers."""
+    """Whether their mlp_only_layers names the layers without experts, which the decoder needs to come first."""
     counts_shared_experts: bool = False
     """Whether their n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
@@ -123,11 +122,7 @@ _GPT2_KEYS = {
     "initializer_range": "initializer_range",
 }
 _GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
-_GPT2_FIXED = dict.fromkeys(_NO_BIASES, True) | {
-    "norm": "layernorm",
-    "position_embedding": "learned",
-    "qk_norm": False,
-}
+_GPT2_FIXED = dict.fromkeys(_NO_BIASES, True) | {"norm": "layernorm", "position_embedding": "learned", "qk_norm": False}
 _GPT_NEOX_KEYS = {key: key for key in (*_SAME_NAMES, "attention_bias")} | {
     "norm_eps": "layer_norm_eps",
     "parallel_residual": "use_parallel_residual",

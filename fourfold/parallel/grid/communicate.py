@@ -23,7 +23,6 @@ from fourfold.parallel.grid.grid import Axis
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-
 NCCL_TYPES = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64}
     | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}

@@ -24,8 +24,7 @@ class BlockTime(Cases):
     """Seconds of one block (head: of the head) for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
 
     - forward, backward: computation.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (sums over y): what selective recompute
-      repeats.
+    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): what selective recompute repeats.
     - last_product, last_sum: the end of the block, which full recompute skips.
     - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
@@ -153,8 +152,7 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return forward, input gradients, and weight gradients of the four linear layers (q, k, v in one, gate and up in
-    one)."""
+    """Return forward, input gradients, and weight gradients of the four linear layers (q-k-v and gate-up joined)."""
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # widths are means over all blocks, with an MLP or without
     shapes = (
