@@ -59,6 +59,7 @@ def test_bytes_are_those_of_the_operations() -> None:
 
 def test_pieces_are_those_of_the_attention() -> None:
     assert tensor_sizes.CAPPED_QUERIES == block_attention.CAPPED_ROWS == document_attention.MOST_QUERIES
+    assert tensor_sizes.WIDEST_FLASH == block_attention.WIDEST_FLASH
     assert tensor_sizes.LEAST_QUERIES == document_attention.LEAST_QUERIES
 
 

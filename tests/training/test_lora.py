@@ -254,5 +254,5 @@ def test_what_makes_no_sense_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert code == 2 and "name that model in model.from_hf" in err
     with pytest.raises(UserError, match="this model has no gate_proj"):
         build_model(tiny_run(GPT, {}, lora=LORA | {"targets": ["gate_proj"]}))
-    with pytest.raises(UserError, match="computes weight gradients apart"):
+    with pytest.raises(UserError, match="computes weight gradients separately"):
         tiny_run(GPT, {"pp": 2, "schedule": "ZBVZeroBubble"}, lora=LORA)

@@ -54,7 +54,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
             "float8 = 'rowwise' is for dense models",
         ),
         (MIXTURE, {}, {"training": {"compile": True}}, "training.compile = true is for dense models"),
-        (MIXTURE, {}, BIAS, "set model.router_bias = true"),
+        (MIXTURE, {}, BIAS, "router_bias = true works"),
         ({"preset": "llama-tiny"}, {}, LOSSES, "is for mixtures of experts, and model.num_experts = 0; moe"),
         (DEEPSEEK, {}, BIAS | {"lora": {"rank": 2}}, "freezes the biases of routers"),
     ],

@@ -23,6 +23,7 @@ from fourfold.planning.cost.tensor_sizes import (
     attention_over_y,
     capped_scores,
     caps_scores,
+    flash_workspace,
     heads_here,
     log_sums,
     pieces,
@@ -149,8 +150,8 @@ def head_kept_bytes(work: Workload) -> Number:
     )
 
 
-def backward_bytes(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of one block's backward, without what the forward has kept.
+def mlp_backward(work: Workload) -> tuple[Number, Number]:
+    """Return the peak bytes of the MLP's backward, without what the forward has kept.
 
     The first number is for weights sharded over data. The second is for whole weights, whose gradients are in fp32 at
     once.
@@ -161,26 +162,31 @@ def backward_bytes(work: Workload) -> tuple[Number, Number]:
     down = p.inner + p.gathered + step.item_bytes * weight
     activation = mlp_made_again(work)  # and the gradients before it, which are as large
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
-    if np.any(caps_scores(work)):
-        attention = _capped_backward(work)
-        sharded, replicated = np.maximum(sharded, attention), np.maximum(replicated, attention)
     return p.residual + sharded, p.residual + replicated
 
 
-def _capped_backward(work: Workload) -> Number:
-    """Return the peak bytes of the backward of an attention with capped scores. It is 0 in cases with a fused kernel.
+def attention_backward(work: Workload) -> Number:
+    """Return the peak bytes of attention's backward, without what the forward has kept.
 
-    It leaves out the gradient of the residual stream, and what the block has kept for its MLP, which is free by then.
+    What the block has kept for its MLP is free by then, and makes the number smaller.
+    """
+    p = pieces(work)
+    in_kernel = p.queries + 2 * p.keys + flash_workspace(work)
+    held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
+    return p.residual + held - (p.gathered + work.model.norms / 2 * p.residual + 2 * mlp_made_again(work))
+
+
+def _capped_backward(work: Workload) -> Number:
+    """Return the bytes that the backward of capped scores adds at its peak.
+
     It counts in 32 bits, for each score: its weight, its slope, its capped value, the gradient of its weight, and the
     result made from that gradient. It adds keys, values, and their gradients for each query head, and the sums of all
     gradients.
     """
-    model, item, p, scores = work.model, work.step.item_bytes, pieces(work), capped_scores(work)
-    of_heads = scores.heads * scores.keys * model.head_dim * (2 * item + 2 * 4)
+    item, p, scores = work.step.item_bytes, pieces(work), capped_scores(work)
+    of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
     sums = 4 / item * (p.queries + 2 * p.keys)
-    freed = p.gathered + model.norms / 2 * p.residual + 2 * mlp_made_again(work)
-    held = 20 * scores.heads * scores.queries * scores.keys + of_heads + sums + p.queries - freed
-    return np.where(caps_scores(work), held, 0)
+    return 20 * scores.heads * scores.queries * scores.keys + of_heads + sums
 
 
 def is_replicated(work: Workload) -> Flag:
@@ -205,8 +211,9 @@ class BlockBytes(Cases):
     """Bytes of one micro-batch. They depend only on x, y, cp, its method, ep, and the micro-batch.
 
     - whole, selective, full: kept by a block without recompute, with selective, and with full recompute.
-    - backward, backward_replicated: ``backward_bytes``.
-    - mlp_again: ``mlp_made_again``.
+    - backward, backward_replicated: ``mlp_backward``, or the backward of experts.
+    - attention_backward: ``attention_backward``.
+    - mlp_again, core_again: what a selective recompute makes again, ``mlp_made_again`` and the inside of attention.
     - head, head_kept: peak of head and loss, and what they keep until their backward.
     - dense: the bytes of blocks with a dense MLP, if some blocks of a mixture have one.
     """
@@ -216,7 +223,9 @@ class BlockBytes(Cases):
     full: Number
     backward: Number
     backward_replicated: Number
+    attention_backward: Number
     mlp_again: Number
+    core_again: Number
     head: Number
     head_kept: Number
     dense: BlockBytes | None = None
@@ -233,13 +242,11 @@ class BlockBytes(Cases):
         """Return the bytes in the backward of one of ``layers`` blocks, in addition to the kept bytes."""
         layout, program = work.layout, work.program
         full = layout.recompute == 2
-        mlp_again = (
-            np.asarray(program.recomputes_mlp, bool)
-            & (layout.recompute == 1)
-            & ~np.asarray(program.recomputes_per_op, bool)
-        )
-        again = np.where(full, self.whole, np.where(mlp_again, self.mlp_again, 0))
+        by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
+        again = np.where(full, self.whole, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
+        core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
+        backward = np.maximum(backward, self.attention_backward + core_again)
         # The input of the block that the backward reaches next is on its way back from the host's memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
@@ -257,12 +264,15 @@ def block_bytes(work: Workload) -> BlockBytes:
 
 
 def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
+    core, core_kept = kept_by_core(work)
     block = BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),
         pieces(work).residual,
-        *backward_bytes(work),
+        *mlp_backward(work),
+        attention_backward(work),
         mlp_made_again(work),
+        core - core_kept,
         head_bytes(work),
         head_kept_bytes(work),
     )
@@ -285,6 +295,7 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
         selective=block.selective + kept_by_experts(work, True),
         backward=np.maximum(block.backward, sharded),
         backward_replicated=np.maximum(block.backward_replicated, replicated),
+        attention_backward=block.attention_backward - kept_by_experts(work, False),
         mlp_again=block.mlp_again + experts_made_again(work),
     )
 

@@ -12,6 +12,9 @@ from fourfold.planning.workload import CP_METHODS, Workload
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
 """Queries of one piece of an attention in single operations."""
 
+WIDEST_FLASH = 256
+"""The largest ``head_dim`` that FlashAttention's kernels take."""
+
 
 class TensorBytes(NamedTuple):
     """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
@@ -116,3 +119,27 @@ def capped_scores(work: Workload) -> CappedScores:
         (1 - model.sliding) * whole + model.sliding * near,
         here * ((1 - model.sliding) / queries + model.sliding / some) * np.where(ring, layout.cp, 1),
     )
+
+
+def flash_workspace(work: Workload) -> Number:
+    """Return the bytes that FlashAttention's backward allocates and frees, as ``recorder.flash_backward_bytes`` counts
+    them in the trace of a GPU run. It is 0 if attention has no such kernel."""
+    model, layout, seq = work.model, work.layout, work.step.seq
+    split = attention_over_y(work)
+    ring = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
+    tokens = seq / np.where(ring, layout.cp, 1)
+    heads = layout.micro_batch * heads_here(work) / np.where(ring, 1, layout.cp)
+    width = np.ceil(model.head_dim / 8) * 8
+    multiple = np.where(width <= 128, 32, 64)
+    summed = np.ceil(width / multiple) * multiple
+    rows = np.where(model.sliding > 0, tokens + 128, np.ceil(tokens / 128) * 128)  # windows take the packed kernel
+    accumulated = 4 * heads * rows * (summed + 1)
+    expanded = np.where(model.keys == model.queries, 0, 4 * heads * tokens * width)
+    has_kernel = (
+        np.asarray(work.program.flash, bool)
+        & (work.step.item_bytes == 2)
+        & (model.head_dim <= WIDEST_FLASH)
+        & (split != "sequence")
+        & ~caps_scores(work)
+    )
+    return np.where(has_kernel, accumulated + expanded, 0)
