@@ -263,6 +263,7 @@ class Recorder(TorchDispatchMode):
     def _use_briefly(self, size: int) -> None:
         """Count memory that an operation frees before it returns."""
         if size:
+            self._find_gradients_and_weights()
             self.live.update({"activations": size, "total": size})
             self._settle()
             self.live.subtract({"activations": size, "total": size})

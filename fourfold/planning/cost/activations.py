@@ -25,6 +25,7 @@ from fourfold.planning.cost.tensor_sizes import (
     caps_scores,
     flash_workspace,
     heads_here,
+    is_ring,
     log_sums,
     pieces,
     puts_in_order,
@@ -170,10 +171,14 @@ def attention_backward(work: Workload) -> Number:
 
     What the block has kept for its MLP is free by then, and makes the number smaller.
     """
-    p = pieces(work)
-    in_kernel = p.queries + 2 * p.keys + flash_workspace(work)
+    model, p = work.model, pieces(work)
+    # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
+    passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
+    in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    return p.residual + held - (p.gathered + work.model.norms / 2 * p.residual + 2 * mlp_made_again(work))
+    # The norm of attention's output has also freed what it kept.
+    freed = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
+    return p.residual + held - (p.gathered + freed + 2 * mlp_made_again(work))
 
 
 def _capped_backward(work: Workload) -> Number:

@@ -69,6 +69,12 @@ def puts_in_order(work: Workload) -> Flag:
     return copies
 
 
+def is_ring(work: Workload) -> Flag:
+    """Return whether cp ranks pass keys and values around a ring."""
+    rings: Flag = (work.layout.cp > 1) & np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
+    return rings
+
+
 def heads_here(work: Workload) -> Number:
     """Return the number of query heads on the rank, or a fraction of one if ranks share it."""
     model, layout = work.model, work.layout
@@ -104,7 +110,7 @@ def capped_scores(work: Workload) -> CappedScores:
     """Return the pieces that ``parallel.document_attention`` and ``block_attention`` cut, and a ring's pieces."""
     model, layout, seq = work.model, work.layout, work.step.seq
     shares_queries = attention_over_y(work) == "sequence"
-    ring = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
+    ring = is_ring(work)
     heads = layout.micro_batch * heads_here(work) * np.where(shares_queries, layout.y, 1)
     here = seq / np.where(shares_queries, layout.y, 1) / np.where(ring, layout.cp, 1)
     queries, keys = np.minimum(here, CAPPED_QUERIES), seq / np.where(ring, layout.cp, 1)
@@ -126,13 +132,14 @@ def flash_workspace(work: Workload) -> Number:
     them in the trace of a GPU run. It is 0 if attention has no such kernel."""
     model, layout, seq = work.model, work.layout, work.step.seq
     split = attention_over_y(work)
-    ring = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
+    ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    heads = layout.micro_batch * heads_here(work) / np.where(ring, 1, layout.cp)
+    heads = work.together * heads_here(work) / np.where(ring, 1, layout.cp)  # of all sequences that it reads at once
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)
     summed = np.ceil(width / multiple) * multiple
-    rows = np.where(model.sliding > 0, tokens + 128, np.ceil(tokens / 128) * 128)  # windows take the packed kernel
+    # Windows take the packed kernel, which pads differently.
+    rows = model.sliding * (tokens + 128) + (1 - model.sliding) * np.ceil(tokens / 128) * 128
     accumulated = 4 * heads * rows * (summed + 1)
     expanded = np.where(model.keys == model.queries, 0, 4 * heads * tokens * width)
     has_kernel = (
