@@ -136,9 +136,9 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # For all tokens but as many as the hidden size, there are gate, up, silu(gate), their product, and two gradients. A
-    # weight gradient is smaller than half of one of them.
-    assert 5.5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
+    # For all tokens but as many as the hidden size, there are gate, up, silu(gate), their product, and two gradients.
+    # With tiles, attention's backward is the peak. It needs less than one of them more than a tile's backward.
+    assert 5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
     assert plain["optimizer"] > 0 == optimizer["optimizer"] == optimizer["gradients"]
