@@ -16,5 +16,5 @@ def main() -> None:
         sys.exit(ended_by(signal.SIGINT))
 
 
-if __name__ == "__main__":  # workers import this module, and must not run it
+if __name__ == "__main__":  # Worker processes import this module. They must not run the command line.
     main()

@@ -11,7 +11,8 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM numbers its own steps from here: the batch script, the interactive shell of salloc, and the external step."""
+"""SLURM gives its own steps ids from this number on: the batch script, the interactive shell of salloc, and the
+external step."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class Place:
 def read_environment(environ: Mapping[str, str]) -> Place | None:
     """Return this process's place as its launcher describes it, or None if there is no launcher.
 
-    An srun step with one task does not count as a launch, because shells and one torchrun per node are started that
-    way.
+    An srun step with one task does not count as a launch, because people also start shells and torchrun this way.
 
     Raises:
         UserError: The launcher's variables are incomplete, invalid, or contradict each other.
@@ -88,7 +88,8 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
     """Return this process's place as a task of srun, or None in a batch script or a shell of salloc.
 
-    Those also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id distinguishes them.
+    Batch scripts and shells also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id tells
+    them from tasks.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
         return None

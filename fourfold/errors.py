@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1200
-"""Most characters of a printed message. A damaged file could fill more."""
+"""Largest length of a printed message. The content of a damaged file could make it longer."""
 
 
 class UserError(ValueError):
@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Put an option in front of a refusal of its value by code that does not know the option."""
+    """Prefix the option to an error that its value caused in code that does not know the option."""
     try:
         yield
     except UserError as error:

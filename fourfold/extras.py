@@ -20,7 +20,7 @@ torchao warns about kernels that were built for another GPU or Python, but it wo
 is meant for the authors of torchao."""
 
 RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
-"""torch's warning about its own code, which still calls collectives by their deprecated names."""
+"""A warning that torch's own code causes, because it still calls collectives by deprecated names."""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
@@ -51,7 +51,7 @@ def require_extra(module: str, extra: str, purpose: str) -> None:
 
 
 def drop_harmless_warnings() -> None:
-    """Stop these warnings from being printed, and no others."""
+    """Suppress exactly these warnings."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

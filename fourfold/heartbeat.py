@@ -1,6 +1,7 @@
-"""A process's signs of life, in memory that its watchdog reads: the step, and what the process began to do last.
+"""Record a process's signs of life in memory that its watchdog reads: the step, and the last action that the process
+began.
 
-Everything that may take long calls `doing`. A call costs about a microsecond with a watchdog and nothing without.
+Code that may take long calls `doing` first. A call costs about a microsecond with a watchdog, and nothing without one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Beat(NamedTuple):
     steps_begun: int
     """Number of steps that this process has begun. The first one still counts as start-up."""
     signs_before_step: int
-    """Number of signs of life before the step began."""
+    """Number of signs of life at the beginning of the step."""
     step: int
     """The step, counted from 1. It is 0 before the first step."""
     time: float
@@ -47,7 +48,8 @@ class Heartbeat:
         self._memory = mmap.mmap(descriptor, SIZE)
         self._count = self._begun = self._step = self._before = 0
         self._entered: dict[str, tuple[int, Iterator[int]]] = {}
-        """Each group's place in the memory, and its count. Two threads may take from the count at once."""
+        """Each group's index in the memory, and the counter of its collectives. Two threads may advance a counter at
+        once."""
 
     def begin_step(self, step: int) -> None:
         """Record that a step begins. Steps are counted from 0."""
@@ -56,16 +58,16 @@ class Heartbeat:
         self.beat("reading the batch")
 
     def join(self, group: str) -> tuple[int, Iterator[int]]:
-        """Record that this process is in a group. Return the group's place in the memory and its count."""
+        """Record that this process is in a group. Return the group's index in the memory and its counter."""
         if group not in self._entered:
-            number = min(len(self._entered), GROUPS)  # all further groups share the nameless last place
+            number = min(len(self._entered), GROUPS)  # All further groups share the last entry, which has no name.
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
             _GROUP.pack_into(self._memory, place, 0, group.encode() if number < GROUPS else b"")
         return self._entered[group]
 
     def beat(self, doing: str, group: str = "") -> None:
-        """Record what begins now.
+        """Record the action that begins now.
 
         Args:
             doing: What begins.
@@ -115,7 +117,7 @@ def is_watched() -> bool:
 
 
 def doing(what: str, axis: str = "", group: str = "") -> None:
-    """Record what this process begins to do.
+    """Record the action that this process begins.
 
     Args:
         what: What begins.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Until(Enum):
-    """Condition for a batch part's next step."""
+    """The condition for a batch part's next step."""
 
     GATHERED = auto()
     """The part's input is gathered. The next step runs a matmul on it."""
@@ -34,7 +34,7 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition for the part's next step. None if it can continue at once."""
     matmuls: int = -1
-    """Number of steps with matmuls that all parts together had taken when this part's last step ended."""
+    """Number of steps with matmuls that all parts together had run when this part's last step ended."""
 
 
 def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:

@@ -23,7 +23,7 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Limits of open files: the least that two local processes need, and enough for a large job.
+"""Limits of open files: the minimum for two local processes, and a number that is enough for a large job.
 
 Rank 0 of a large job has a connection to every rank, and NCCL has several connections to each peer.
 """
@@ -39,14 +39,15 @@ def time_of_start() -> float:
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine booted
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # Seconds since the machine booted.
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Pause garbage collection while large libraries are imported. It takes a fifth of the time and finds no
-    garbage.
+    """Pause garbage collection while large libraries are imported.
+
+    It takes a fifth of the time and finds no garbage.
     """
     collected = gc.isenabled()
     gc.disable()
@@ -63,7 +64,7 @@ def raise_file_limit() -> None:
     Raises:
         UserError: The limit is too low even for two processes to connect to each other.
     """
-    import resource  # POSIX only, but other systems import this module too
+    import resource  # The resource module exists on POSIX only, but other systems import this module too.
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
@@ -88,7 +89,7 @@ def prepare_environment(world_size: int) -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A file that discards what it cannot write.
+    """A file that silently discards output that it cannot write.
 
     Args:
         descriptor: The file.
@@ -122,16 +123,17 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # a full disk, or the block has closed the stream
+            with contextlib.suppress(OSError, ValueError):  # The disk is full, or the block has closed the stream.
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
-    """Return a lossy stream to the same file. Return the stream itself if a program has replaced it by
-    something else.
+    """Return a lossy stream to the same file.
+
+    Return the stream itself if a program has replaced it by something else.
     """
-    if stream is None:  # the shell closed it
+    if stream is None:  # The shell closed the file.
         return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -150,8 +152,9 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
 
 
 def end_with_starter() -> None:
-    """Make the kernel kill this process when the thread that started it ends. Does nothing on systems other
-    than Linux.
+    """Make the kernel kill this process when the thread that started it ends.
+
+    Does nothing on systems other than Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -163,7 +166,7 @@ def end_with_parent() -> None:
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         end_with_starter()
-        if not parent.is_alive():  # it ended before the call above
+        if not parent.is_alive():  # The parent ended before the call above.
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

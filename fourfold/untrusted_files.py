@@ -77,7 +77,7 @@ def _check_index(index: Path) -> None:
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return  # the reader of the index will report that it is damaged
+        return  # The reader of the index will report the damage.
     for tensor, file in listed.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
             raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

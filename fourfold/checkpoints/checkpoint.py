@@ -300,7 +300,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
-    if job.average is not None and job.optimizer.steps_taken():  # the first update starts the average otherwise
+    # Without this, the first update would start the average from scratch.
+    if job.average is not None and job.optimizer.steps_taken():
         _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
     torch.set_rng_state(generator.get_state())
@@ -311,7 +312,7 @@ def _begin_average(trained: Sequence[LocalShard], average: AveragedWeights, is_l
     if is_loaded:
         fill_second_copies(trained, lambda index: {"average": average.averages[index]})
         average.has_begun = True
-    else:  # the run had no average until now
+    else:  # An older checkpoint of a run without averages has none.
         average.restart()
 
 

@@ -14,7 +14,7 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 
 HEADER_BYTES = 512
-"""Most bytes that a file spends on the header entry of one tensor."""
+"""Upper limit of the bytes that one tensor's entry takes in a file's header."""
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -50,7 +50,9 @@ def check_room(folder: Path, run: RunConfig) -> None:
 
 
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
-    """Check that one checkpoint of the run fits on the disk. Warn if all those that the run keeps do not fit.
+    """Check that one checkpoint of the run fits on the disk.
+
+    Warn if the disk has no room for all the checkpoints that the run keeps.
 
     Raises:
         WriteFailed: Not even one checkpoint fits.

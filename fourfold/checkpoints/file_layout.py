@@ -1,7 +1,8 @@
-"""`layout.json`: a rule that says which file of a checkpoint has which part of which tensor.
+"""`layout.json`: says which part of which tensor is in which file of a checkpoint.
 
-Each process writes at most one file. The sizes of the grid and the way each tensor is cut decide what is in it. So no
-process gathers, writes, or reads a list of all parts, and each finds the few files that it needs.
+Each process writes at most one file. Its content follows from the sizes of the grid and from the axes that cut each
+tensor. So no process gathers, writes, or reads a list of all parts, and every process can compute which few files it
+needs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SavedTensor(Strict):
     pp: int = 0
     """Pipeline rank that writes the tensor."""
     copy_number: int = 0
-    """Number of the copy that is written."""
+    """Index of the copy that is written, among the processes that hold copies."""
 
     @property
     def cuts(self) -> Cuts:
@@ -157,7 +158,10 @@ class CheckpointTensors(Strict):
                 yield self._rank(tensor, place, piece), self._part(tensor, tile, piece)
 
     def _cuts(self, tensor: SavedTensor, place: Mapping[str, int]) -> list[tuple[int | None, int, int]]:
-        """Return (dim, number of pieces, index of the piece) for each axis. An axis that does not cut has one piece."""
+        """Return (dim, number of pieces, index of the piece) for each axis.
+
+        An axis that does not cut the tensor has one piece.
+        """
         sizes = {**self.sizes, "ep": self.ep}
         dims = {axis: getattr(tensor, axis) for axis in CUTTING}
         return [(dim, 1, 0) if dim is None else (dim, sizes[axis], place.get(axis, 0)) for axis, dim in dims.items()]
@@ -166,7 +170,7 @@ class CheckpointTensors(Strict):
         return cut(tensor.shape, self._cuts(tensor, place))
 
     def _experts(self, tensor: SavedTensor) -> int:
-        """Return how many neighbors among the token ranks hold different tiles of a tensor."""
+        """Return the number of neighboring token ranks that hold different tiles of a tensor."""
         return 1 if tensor.ep is None else self.ep
 
     def _pieces_of(self, tensor: SavedTensor) -> int:
@@ -177,7 +181,7 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return the ep rank, the piece, and the number of the copy that a process holds of a tensor."""
+        """Return which part of a tensor a process holds: its ep rank, its piece, and the index of its copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -186,11 +190,11 @@ class CheckpointTensors(Strict):
         return ep, piece_of(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """Return the axes among y and x that hold copies, the outer one first."""
+        """Return which of the axes y and x hold copies, outermost first."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
-        """Return the row-major number of a place on some of the axes."""
+        """Return the row-major index of a process on some of the axes."""
         return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
 
     def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
@@ -265,7 +269,7 @@ def is_empty(box: Box) -> bool:
 
 
 def _unravel(number: int, sizes: list[int]) -> list[int]:
-    """Return the place on each axis of a row-major number."""
+    """Return the index on each axis for a row-major index."""
     place = []
     for size in reversed(sizes):
         number, each = divmod(number, size)
@@ -274,7 +278,7 @@ def _unravel(number: int, sizes: list[int]) -> list[int]:
 
 
 def _ravel(places: list[tuple[int, int]]) -> int:
-    """Return the row-major number of (place, axis size) pairs."""
+    """Return the row-major index of (index on the axis, axis size) pairs."""
     number = 0
     for place, size in places:
         number = number * size + place

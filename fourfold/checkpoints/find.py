@@ -36,8 +36,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the newest in the folder of checkpoints or of a run. None if there is
-    none.
+    """Return the checkpoint at `path`, or the newest in the folder of checkpoints or of a run.
+
+    None if there is none.
     """
     found = checkpoints_at(path)
     return found[-1] if found else None

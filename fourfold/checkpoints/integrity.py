@@ -2,7 +2,7 @@
 
     manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
 
-Checksums are XXH3 (128 bits), which is faster than memory. They detect damage, not an attacker.
+Checksums are XXH3 (128 bits), which runs faster than memory can be read. They detect damage, but not an attacker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIECE = 2**24
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of a message about damage if no other checkpoint was found yet."""
+"""End of a message about damage if no other checkpoint has been found yet."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model. It holds small files for the export and is not checked."""

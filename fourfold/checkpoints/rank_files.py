@@ -121,7 +121,7 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
 
 
 def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
-    """Check that a process's file holds the parts that the layout says.
+    """Check that a process's file holds the parts that the layout lists for it.
 
     Raises:
         DamagedCheckpoint: It does not.

@@ -54,9 +54,9 @@ class StreamPosition(Strict):
     tokenizer: str
     """Fingerprint of the tokenizer."""
     shuffle_buffer: int = 0
-    """Documents that are shuffled together."""
+    """Number of documents that are shuffled together."""
     positions: list[dict[str, Any]]
-    """Position of each of its streams, see `data/stream.py`."""
+    """Position of each of its streams (see `data/stream.py`)."""
 
 
 class BestValidation(Strict):
@@ -64,7 +64,7 @@ class BestValidation(Strict):
 
     loss: float | None = None
     step: int = 0
-    """Number of steps when the loss was reached."""
+    """Number of finished steps when the model reached this loss."""
     since: int = 0
     """Number of validations since then."""
 
@@ -84,7 +84,7 @@ class CheckpointState(Strict):
     optimizer_steps: int | None = Field(None, ge=0)
     """Number of steps that changed the weights. It is below `step` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
-    """The loss scale, and the number of steps since it last changed."""
+    """The loss scale and the number of steps since it last changed."""
     recent: RecentSteps = RecentSteps()
     best: BestValidation = BestValidation()
     has_averages: bool = False
@@ -187,7 +187,7 @@ def read_state(path: Path) -> CheckpointState:
     try:
         text = file.read_text(encoding="utf-8")
         known = parse_json(text)
-        has_manifest = any(path.glob("manifest-*.json"))  # the first format had none
+        has_manifest = any(path.glob("manifest-*.json"))  # The first format had no version number.
         if has_manifest:
             check_small_file(file)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:

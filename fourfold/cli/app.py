@@ -96,16 +96,17 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback.
 
-    When the reader of its output has gone (``| head``), the command does its work without a word.
+    If the reader of its output has gone (``| head``), the command finishes its work silently.
     """
     try:
         try:
             with lossy_output():
-                if not os.environ.get("COLUMNS", "").strip(" 0"):  # shells without a terminal set 0: no line would fit
+                # Shells without a terminal set 0, and no line would fit.
+                if not os.environ.get("COLUMNS", "").strip(" 0"):
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
-                sys.stdout.flush()  # here a full disk is still an error
+                sys.stdout.flush()  # A full disk is still an error here.
             sys.exit(code)
         except NoArgsIsHelpError as error:
             error.show()

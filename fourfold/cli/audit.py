@@ -91,7 +91,7 @@ def audit(
     show(record, as_json, audit_tables)
     if record is None:
         return
-    if out is not None:  # last: a report that cannot be written is still shown
+    if out is not None:  # Write the report last, so that it is shown even if it cannot be written.
         page = write_audit_report(record, out)
         if not as_json:
             print(f"Report: {page}")

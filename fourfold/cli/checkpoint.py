@@ -18,7 +18,7 @@ checkpoint.command("export-hf")(export_hf)
 
 @checkpoint.command()
 def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
-    """Compare every file of checkpoints with what was written. Exit code 1 when one is damaged."""
+    """Check that the files of checkpoints are unchanged since they were written. Exit code 1 if one is damaged."""
     from fourfold.checkpoints.find import STATE_FILE, checkpoints_at
     from fourfold.checkpoints.integrity import size_of
     from fourfold.checkpoints.verify import verify
@@ -35,7 +35,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
                 verify(path)
             files, size = size_of(path)
         except UserError as damage:
-            if not path.exists():  # the run has removed it meanwhile
+            if not path.exists():  # The run has removed this checkpoint in the meantime.
                 continue
             damaged += 1
             typer.echo(sentence(damage))

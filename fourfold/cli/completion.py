@@ -1,4 +1,4 @@
-"""Complete values of arguments and options with the Tab key. The shell completes all further paths itself."""
+"""Complete values of arguments and options with the Tab key. The shell itself completes all other paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 def toml_files(incomplete: str) -> list[str]:
-    """Return the .toml files, and those in folders, that begin with the text, or nothing if there are none."""
+    """Return the .toml files whose paths begin with the text, also inside folders. Return nothing if there are none."""
     folder, start = os.path.split(incomplete)
     found = []
     for entry in _entries(folder or "."):
@@ -27,7 +27,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def one_of_or_toml(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Make a completion of names, or else of .toml files."""
+    """Make a completion of names. If no name matches, complete .toml files."""
     return lambda incomplete: one_of(names)(incomplete) or toml_files(incomplete)
 
 
@@ -35,5 +35,5 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except OSError:  # not there, or not readable: nothing to offer
+    except OSError:  # The folder does not exist or is not readable.
         return []

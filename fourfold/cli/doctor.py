@@ -17,11 +17,12 @@ def doctor(
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Examine this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
+    """Check this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
 
-    Each finding is one line: ok, a warning, or an error, with what to do. An error makes the exit code 1. It takes a
-    minute or two. Under srun or torchrun, the all-reduce includes all processes, and all machines but the first show
-    only their warnings and errors. With --json every machine prints one line.
+    Each finding is one line: ok, a warning, or an error, and what to do about it. The exit code is 1 if there is an
+    error. The check takes a minute or two. Under srun or torchrun, the all-reduce includes all processes. The first
+    machine shows every finding, and the remaining machines show only warnings and errors. With --json, every machine
+    prints one line.
     """
     import os
     import socket

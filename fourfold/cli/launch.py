@@ -50,7 +50,8 @@ def slurm(
 ) -> None:
     """Write a batch script for `sbatch`, with the conventions of a site.
 
-    It trains, saves before the wall time ends, starts itself again until the run is done, and stops at a mistake.
+    The job trains, saves before the wall time ends, and submits itself again until the run is done. A mistake in the
+    run file stops it.
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """

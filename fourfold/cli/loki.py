@@ -51,7 +51,7 @@ def calibrate(
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the principal components of a model's keys, and write them as a basis for Loki.
+    """Compute the principal components of a model's keys, and save them as a basis for Loki.
 
     Prints how many components explain 90 % of the variance in each layer. Calibrate on text of the kind and length that
     you will generate from. A few tens of thousands of tokens are enough.
@@ -97,8 +97,8 @@ def evaluate(
 ) -> None:
     """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    Loki is compared with full attention, with the exact best keys (no ranking can do better), and with random
-    directions (the control). --tasks also runs lm-eval tasks. Tasks that generate text exercise decoding.
+    Compares Loki with full attention, with the exact best keys (no ranking can do better), and with random directions
+    (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
@@ -134,7 +134,7 @@ def _open(
     length: int | None,
     max_tokens: int | None,
 ) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
-    """The model, its tokenizer, and the windows of the files."""
+    """A loaded model, its tokenizer, and the files cut into windows."""
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows

@@ -38,7 +38,10 @@ LokiValues = Annotated[
 
 
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
-    """The configuration of these KEY=VALUE pairs. Raises ``UserError``, with the nearest key, for an unknown one."""
+    """Parse KEY=VALUE pairs into a configuration.
+
+    An unknown key raises ``UserError``, which suggests the nearest key.
+    """
     from fourfold.inference.loki import LokiConfig
 
     kinds = typing.get_type_hints(LokiConfig)

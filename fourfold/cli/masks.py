@@ -17,10 +17,10 @@ def masks(
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Show which tokens a run's masks leave out, on its own data, before training.
+    """Show which tokens of its own data a run's masks leave out, before you train.
 
-    Prints training sequences with their trained tokens marked, the share of tokens that are trained, the longest
-    passage without a gap, and how much of a document a model could repeat at most.
+    Prints training sequences with their trained tokens marked, the fraction of tokens that are trained, and the longest
+    passage without a gap, which is the longest that the model can learn verbatim.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

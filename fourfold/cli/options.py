@@ -34,13 +34,16 @@ KNOBS = (
     "selective, full. interleave: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Limits of a search and their values, as ``planning.search.limits`` reads them."""
+"""Limits of a search and their values, in the form that ``planning.search.limits`` reads."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of a model's weights. auto is the stored type."""
+"""Type of a model's weights. auto keeps the stored type."""
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
-    """Print a record as JSON or as tables. Print nothing for None, as on all but the first process of a launcher."""
+    """Print a record as JSON or as tables.
+
+    Print nothing for None, which all processes of a launcher except the first return.
+    """
     if record is not None:
         if as_json:
             print(json.dumps(record))

@@ -22,10 +22,10 @@ def parity(
 ) -> None:
     """Check that the run file's grid computes what one process computes.
 
-    Trains the model for a few steps on the grid, and from the same weights on one process in float64 and in float32.
-    Compares the loss, the norm, every gradient and weight, and all of it again after saving, loading on another grid
-    and continuing. The grid may differ from float64 by ten times what one process in float32 does. Exit code 1 if it
-    differs by more.
+    Trains the model for a few steps on the grid and, from the same weights, on one process in float64 and in float32.
+    Compares the loss, the gradient norm, every gradient, and every weight. Then saves, loads on another grid,
+    continues, and compares again. The grid's error against float64 may be ten times as large as the error of one
+    process in float32. Exit code 1 if it is larger.
     """
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.reports.terminal import parity_table
@@ -39,7 +39,7 @@ def parity(
             run.parallel.world_size,
             wanted_device=run.training.device,
         )
-    if result is None:  # not the first process of a launcher's
+    if result is None:  # Only the launcher's first process has a result.
         return
     show(result.record(), as_json, lambda _: parity_table(result))
     if not result.ok:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LayoutUnlessNamed(TyperGroup):
-    """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
+    """Run ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -63,7 +63,7 @@ Batch = Annotated[
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
-    """An option with these names, separated by ``|``, which the run file may give."""
+    """An option whose value the run file may give. Its names are separated by ``|``."""
     complete = one_of(lambda: names.split("|"))
     option: OptionInfo = typer.Option(
         metavar=names, help=f"Default: the run file's, or {default}.", autocompletion=complete
@@ -123,7 +123,7 @@ def layout(
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     _print_note(request)
-    with working("Searching layouts") as watch:  # seconds, and more for 100,000 GPUs
+    with working("Searching layouts") as watch:  # The search takes seconds, and longer for 100,000 GPUs.
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
@@ -205,7 +205,7 @@ def scaling(
     ] = None,
     limits: Limit = [],  # noqa: B006
 ) -> None:
-    """Replan a model at growing numbers of GPUs.
+    """Plan a model again at growing numbers of GPUs.
 
     Example: fourfold plan scaling --model gpt-80b --machine frontier --gpus 512:8192 --strong
     """
@@ -238,6 +238,6 @@ def scaling(
 
 
 def _print_note(request: Request) -> None:
-    """Say on stderr what the user should know about the model's file."""
+    """Print notes about the model's file on standard error."""
     if request.note is not None:
         print(f"note: {request.note}", file=sys.stderr)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _of_text = partial(typer.Option, rich_help_panel="Options of --format text")
-"""An option that other formats refuse."""
+"""An option of one format. The remaining formats refuse it."""
 
 
 def prepare(
@@ -93,8 +93,8 @@ def prepare(
     Writes Megatron-LM's indexed format (OUT.bin, OUT.idx), a description (OUT.json), and the tokenizer
     (OUT-tokenizer.json). An interrupted preparation continues when you start it again.
 
-    With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them
-    for `fourfold audit`.
+    --canaries plants documents a known number of times at random places and lists them in OUT-canaries.jsonl, which
+    `fourfold audit` reads.
 
     Example: fourfold prepare python-stdlib --out data/stdlib --train-tokenizer 4096
     """

@@ -1,4 +1,4 @@
-"""`fourfold report`: the page of one run, or of several compared."""
+"""`fourfold report`: the page of one run, or a comparison of several."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +15,9 @@ def report(
         typer.Option(metavar="PAGE.html", help="The page of several runs. Default: comparison.html in the first one."),
     ] = None,
 ) -> None:
-    """Write RUN_DIR/report.html: curves, facts, run file and sample on one page that needs no network.
+    """Write RUN_DIR/report.html: one page with curves, facts, run file, and sample. It needs no network.
 
-    Of several runs: one page with their curves over each other, and what differs in their run files.
+    For several runs, write one page that overlays their curves and lists the differences between their run files.
 
     Example: fourfold report runs/adamw runs/muon --out muon.html
     """

@@ -26,11 +26,11 @@ def trace(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Show what one rank holds and sends in a training step, at any number of processes, on this machine.
+    """Show what one rank of any grid holds and sends in a training step. Runs on this machine, in one process.
 
-    The real step runs in one process without data. The bytes of a collective are the size of its full tensor: after a
-    gather, or before a reduction. With a machine, the planner's terms give seconds: each collective alone, and exposed,
-    if the matmuls that run concurrently take less time.
+    Runs the real step without data. The bytes of a collective are the size of its full tensor: after a gather, or
+    before a reduction. If you name a machine, the planner's terms give the seconds that each collective takes alone,
+    and the exposed seconds that concurrent matmuls do not cover.
     """
     from fourfold.planning.machines.machine import load_machine
     from fourfold.run_file.load import load_run
@@ -38,7 +38,9 @@ def trace(
     run = load_run(run_file, overrides)
     where = None if machine is None else load_machine(machine)
     from fourfold.reports.terminal import trace_tables
-    from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for
+
+    # Import torch late, so that a mistake is reported without waiting for it.
+    from fourfold.verification.trace import trace as trace_run
 
     with working("Tracing one rank's step"):
         report = trace_run(run, whole, where)

@@ -71,7 +71,7 @@ def tune(
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest layout of a run by real trials of a few steps, in the order that the planner predicts.
+    """Find the fastest layout of a run: try layouts for a few real steps each, the most promising ones first.
 
     Writes into its folder: best.toml (the run file), machine.toml (the calibration), tune.json, and the trials.
     The same command continues a search that was interrupted.

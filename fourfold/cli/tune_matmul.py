@@ -25,11 +25,11 @@ def tune_matmul(
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Find the fastest memory layouts of the run file's matrix products on this machine.
+    """Find the fastest memory layouts for the run file's matmuls on this machine.
 
-    Outputs, input gradients and weight gradients of every linear layer are timed in the sizes of one rank, with
-    weights and operands in other orders and with padded rows. What is faster than operands as stored by more than the
-    noise goes into a table in the user's cache directory, which runs with training.tuned_products read.
+    Times the forward, the input gradient, and the weight gradient of every linear layer at the sizes of one rank, with
+    transposed operands and with padded rows. A layout that is faster than the operands as stored, by more than the
+    noise, is saved to a table in your cache directory. Runs with training.tuned_products read this table.
     """
     from fourfold.data.files import write_output
     from fourfold.planning.machines.machine import load_machine
@@ -39,7 +39,8 @@ def tune_matmul(
     if (machine is None) != (out is None):
         raise UserError(f"--machine {machine} and --out {out}: one is read and one is written; give both, or neither")
     run = load_run(run_file, overrides)
-    from fourfold.products.product_report import tune_products  # brings torch, which no mistake should wait for
+    # Import torch late, so that a mistake is reported without waiting for it.
+    from fourfold.products.product_report import tune_products
 
     base = load_machine(str(machine)) if machine is not None else None
     with working("Timing the products"):

@@ -1,4 +1,4 @@
-"""Mistakes in a command line that typer finds, each as one sentence in place of its box."""
+"""Print each mistake that typer finds in a command line as one sentence, instead of typer's box."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typer.core import TyperGroup
 from fourfold.errors import UserError
 
 LARGEST = 2**64 - 1
-"""The largest whole number that an option takes, as --seed does."""
+"""The largest integer that an option such as --seed takes."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ``UserError`` for an empty value, as of a shell's unset variable, and for a number that nothing holds."""
+    """Raise ``UserError`` for an empty value, which an unset shell variable gives, and for a number that is too
+    large."""
     for before, argument in pairwise(("", *arguments)):
         given, equals, value = argument.partition("=")
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)
@@ -32,11 +33,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def usage_sentence(error: ClickException) -> str:
-    """Say what is wrong with the command line, where, and what works."""
+    """Return one sentence that says what is wrong with the command line, where, and what works."""
     context = error.ctx if isinstance(error, UsageError) else None
     path = "fourfold" if context is None else context.command_path
     name = path.removeprefix("fourfold").strip()
-    name = "plan" if name == "plan layout" else name  # as users write it
+    name = "plan" if name == "plan layout" else name  # Spell the option as users write it.
     where = f" for `{name}`" if name else ""
     more = f"`fourfold {name} --help`".replace("  ", " ")
     message = error.format_message().rstrip(".")
@@ -82,7 +83,7 @@ def _given(error: BadParameter) -> str:
 
 
 def _example(context: Context | None) -> str:
-    """The example of a command's help."""
+    """Return the example in a command's help."""
     command: Command | None = None if context is None else context.command
     found = re.search(r"Example: (fourfold [^\n]*)", (command and command.help) or "")
     return f"for example {found[1]}" if found else ""

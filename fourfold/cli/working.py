@@ -21,13 +21,13 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty() or (place is not None and place.rank > 0):
         yield lambda done, total: None
         return
-    from rich import progress  # slow to import, and only a terminal needs it
+    from rich import progress  # rich is slow to import, and only a terminal needs it.
     from rich.console import Console
 
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     task = bar.add_task(name, total=None)
-    # The thread that draws takes no signal. A job's signals are for this thread, which may hold them back.
+    # The drawing thread blocks all signals. Only this thread handles a job's signals, and it may delay them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         bar.start()

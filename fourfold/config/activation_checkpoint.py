@@ -15,8 +15,8 @@ class ActivationCheckpointConfig(Strict):
     and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
     """selective: what to recompute. Choose the attention core, the MLP's activation (mlp), and the norms. With gathers,
-    linear layers keep only their own part of an input that x or y ranks share, and gather it again. All but
-    attention cost next to nothing."""
+    linear layers keep only their own shard of an input that x or y splits, and gather the input again. Every choice
+    except attention costs next to nothing."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. The remaining blocks keep everything."""
     offload: bool = False

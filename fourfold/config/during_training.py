@@ -9,8 +9,11 @@ from fourfold.config.strict import PathText, Strict
 
 
 class ValidationConfig(Strict):
-    """Validation during training. The validation loss decides which checkpoint is the best, and can end the run. If
-    [ema] keeps a moving average of the weights, the average's loss decides."""
+    """Validation during training.
+
+    The validation loss decides which checkpoint is the best, and can end the run. If [ema] keeps a moving average of
+    the weights, the average's loss decides.
+    """
 
     interval: int = Field(0, ge=0)
     """Number of steps between validations. 0 disables validation."""
@@ -54,7 +57,7 @@ class DPOConfig(Strict):
     """
 
     beta: float = Field(0.0, ge=0)
-    """Strength of the pull towards the reference, such as 0.1. 0 trains on next tokens."""
+    """Strength of the pull towards the reference, such as 0.1. 0 turns DPO off and trains on next tokens."""
 
 
 class AuditConfig(Strict):

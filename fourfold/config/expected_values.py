@@ -22,7 +22,7 @@ SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 SIMPLE: tuple[Any, ...] = (1, 0.5, 2.0, "name", ["name"], [1], [])
 """Values to suggest for keys that have neither an example nor a default."""
 PATTERN = "string_pattern_mismatch"
-"""The error of a name that no folder should have. Only names of runs have a pattern."""
+"""The error of a name that is unsuitable for a folder. Only names of runs have a pattern."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Key:
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
             if isinstance(candidate, dict) and candidate in self.samples:
-                return candidate  # a preset gives the keys that the schema misses
+                return candidate  # A preset fills in the missing keys.
             if isinstance(candidate, BaseModel):
                 return {name: value for name, value in candidate if value is not None and type(value) in NAMES}
             if candidate is not None and (type(candidate), candidate) != (type(given), given):

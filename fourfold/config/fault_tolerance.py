@@ -30,5 +30,8 @@ class FaultToleranceConfig(Strict):
 
     @property
     def group_timeout(self) -> timedelta:
-        """Return the timeout of collectives. It is longer than the watchdog's, whose report says more."""
+        """Return the timeout of collectives.
+
+        It is longer than the watchdog's, so that the watchdog's better report comes first.
+        """
         return timedelta(seconds=1.2 * self.timeout + 60 if self.timeout else 600)

@@ -13,14 +13,15 @@ AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Number of logits that one rank makes at once: what fits a CPU's cache, and enough rows for a GPU's matrix units."""
+"""Number of logits that one rank computes at once: few enough for a CPU's cache, and enough rows for a GPU's tensor
+cores."""
 
 
 class ProductSizes(NamedTuple):
     """Sizes of one linear layer's matmuls on one rank."""
 
     tokens: int
-    """Rows of its input that it multiplies at once."""
+    """Rows of the input in one matmul."""
     outputs: int
     inputs: int
 
@@ -75,7 +76,7 @@ def attention_split(run: RunConfig) -> AttentionSplit:
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """Return how the ranks of cp attend. auto is "ulysses" if the heads divide."""
+    """Return how the cp ranks share the attention. auto is "ulysses" if the heads divide."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

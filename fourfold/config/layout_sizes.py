@@ -53,7 +53,7 @@ class Sizes:
     layers_per_stage: tuple[int, ...] | None = None
     vocab_multiple: int = 1
     experts: int = 0
-    """0 for dense MLPs."""
+    """Number of experts. 0 for dense MLPs."""
     expert_inner: int = 0
     """Width of one expert."""
     shared_inner: int = 0
@@ -177,7 +177,7 @@ class Sizes:
 
     @property
     def uneven_float8(self) -> Number:
-        """Return whether a float8 matmul has a size that its kernel does not take."""
+        """Return whether a float8 matmul has a size that its kernel does not support."""
         return self.float8 and sum(size % FLOAT8_MULTIPLE for size in self.float8_sizes.values()) != 0
 
 

@@ -18,7 +18,7 @@ IGNORE_INDEX = -100
 MOST_LAYERS = 100_000
 
 MOST_PARAMETERS = 2**58
-"""With more parameters, sizes in bytes overflow 64 bits."""
+"""Largest number of parameters. With more, sizes in bytes overflow 64 bits."""
 
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from other sizes."""
@@ -251,7 +251,7 @@ class ModelConfig(Strict):
             )
 
     def check_countable(self) -> None:
-        """Raise ``UserError`` for more parameters than any machine can count the bytes of."""
+        """Raise ``UserError`` if the model has so many parameters that their bytes overflow 64 bits."""
         if self.num_parameters > MOST_PARAMETERS:
             raise UserError(
                 f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make model.hidden_size = "

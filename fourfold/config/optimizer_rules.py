@@ -29,7 +29,8 @@ class ParameterGroup(Strict):
     lr_ratio: float = Field(1.0, ge=0)
     """Factor on their learning rate. 0 freezes them."""
     weight_decay: float | None = Field(None, ge=0)
-    """Their weight decay, which also applies to norms and biases that the group names. By default nothing changes."""
+    """Their weight decay, which also applies to norms and biases that the group names. Default: as without the
+    group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:
@@ -41,8 +42,10 @@ class ParameterGroup(Strict):
 
 
 class OptimizerConfig(Strict):
-    """The optimizer ([optimizers.md](optimizers.md)). Weight decay applies to matrices. Norms and biases have none
-    unless a group gives them one."""
+    """The optimizer ([optimizers.md](optimizers.md)).
+
+    Weight decay applies to matrices. Norms and biases have none unless a group gives them one.
+    """
 
     name: Rule = "adamw"
     """`adamw`, `lion`, or `muon`: Muon for the layers' matrices, and AdamW with the same `lr` for embeddings, head,
@@ -61,8 +64,8 @@ class OptimizerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global norm."""
     stochastic_rounding: bool = False
-    """With training.master_weights = 'bf16', round updates up or down at random. Updates too small for bf16 are then
-    right on average. Moments stay in float32."""
+    """With training.master_weights = 'bf16', round updates up or down at random, so updates that are too small for bf16
+    are right on average. Moments stay in float32."""
     groups: list[ParameterGroup] = Field([], examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]])
     """Parameters with their own learning rate or weight decay."""
 
@@ -76,7 +79,8 @@ class OptimizerConfig(Strict):
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
     """Return the rule that a parameter follows. Muon steps only matrices of the layers, and no router.
 
-    A router, and the gate of a shared expert, are vectors of single outputs. Muon's authors leave these to AdamW.
+    Each row of a router, and the gate of a shared expert, computes one output by itself. Muon's authors leave such
+    weights to AdamW.
     """
     if optimizer != "muon":
         return optimizer

@@ -59,13 +59,13 @@ class ParallelConfig(Strict):
     """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp ranks attend. ring passes keys and values around. ulysses exchanges heads for tokens. auto is ulysses if
-    the heads divide, and ring otherwise."""
+    """How cp ranks share the attention. ring passes keys and values around. ulysses exchanges heads for tokens. auto is
+    ulysses if the heads divide, and ring otherwise."""
     schedule: Schedule = "1F1B"
     """Order in which pp runs the micro-batches, by torch's names."""
     stages_per_rank: int = Field(2, ge=2)
-    """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, all further
-    schedules 1. More stages shrink the bubble and add transfers."""
+    """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, and the remaining
+    schedules have 1. More stages shrink the bubble and add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
     """Number of layers in each stage. By default they are balanced, counting embedding and head."""
 
@@ -99,9 +99,9 @@ class OverlapConfig(Strict):
     """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
     more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of a shard group's ranks in one node, which is its GPUs / (x·y). The group is z, or dp·cp·z with
-    parallel.zero. If it is more than 1, weights are gathered and gradients summed inside nodes and then across
-    nodes, not in one ring over all ranks."""
+    """Number of ranks of a shard group in one node: the node's GPUs / (x·y). The group is z, or dp·cp·z with
+    parallel.zero. Above 1, weights are gathered and gradients are summed inside nodes first and then across nodes,
+    instead of in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -209,7 +209,7 @@ class MetricsConfig(Strict):
 
 
 class RunConfig(Strict):
-    """A whole run."""
+    """A whole run file."""
 
     name: PathText = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     """Name of the run, and of its folder inside output_dir."""

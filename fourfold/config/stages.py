@@ -20,7 +20,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that give rank r of p the stages r and 2p − 1 − r, so the first and last stage meet on rank 0."""
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute weight gradients apart from input gradients (Qi et al. 2024, arXiv 2401.10241)."""
+"""Schedules that compute weight gradients separately from input gradients (Qi et al. 2024, arXiv 2401.10241)."""
 
 
 def stages_per_rank(grid: ParallelConfig) -> int:
@@ -31,20 +31,25 @@ def stages_per_rank(grid: ParallelConfig) -> int:
 
 
 def splits_backward(grid: ParallelConfig) -> bool:
-    """Return whether weight gradients are computed apart from input gradients."""
+    """Return whether weight gradients are computed separately from input gradients."""
     return grid.pp > 1 and grid.schedule in SPLIT_BACKWARD
 
 
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
-    """Return the pp rank that has a stage. Ranks take turns, or go down the stages and up again."""
+    """Return the pp rank that has a stage.
+
+    Stages are dealt to the ranks in turn, or from the first rank to the last and back.
+    """
     if grid.schedule in V_SHAPED:
         return min(stage, 2 * grid.pp - 1 - stage)
     return stage % grid.pp
 
 
 def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
-    """Return the layers of every stage: as in ``parallel.layers_per_stage``, or so that the largest stage is as
-    small as possible."""
+    """Return the layers of every stage.
+
+    ``parallel.layers_per_stage`` sets them. By default the largest stage is as small as possible.
+    """
     counts = grid.layers_per_stage
     if counts is None:
         embedding = model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

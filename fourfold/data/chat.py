@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @property
     def _taken(self) -> set[str]:
-        """Names that transformers or fourfold assigns, so a row cannot."""
+        """Variables that transformers or fourfold sets. A row cannot set them."""
         return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
             "tools",
             "documents",

@@ -162,7 +162,7 @@ def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArra
 
     Args:
         answers: One mark per token: whether it is trained.
-        offsets: Where each conversation begins, and the end of the last [conversations + 1].
+        offsets: Start of each conversation, then the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
     # The first token of a conversation does not count, because no token before it can predict it.

@@ -14,7 +14,7 @@ from fourfold.data.order import hash64, sample_permutation
 from fourfold.errors import UserError
 
 BLOCK = 10_000
-"""A mixture's proportions are exact in every block of this many samples."""
+"""Number of samples in a block. The proportions of a mixture are exact in every block."""
 
 NO_DOCUMENT = -(2**31)
 """Document number of places before the first token of a corpus."""
@@ -221,7 +221,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
-    shares = np.array(weights) / max(weights)  # their sum is finite
+    shares = np.array(weights) / max(weights)  # The sum of the weights is finite.
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")

@@ -198,7 +198,7 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool, refusal: str) -> None:
-    import fcntl  # POSIX only, but this module must import anywhere
+    import fcntl  # fcntl exists on POSIX only, but every system must be able to import this module.
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -78,7 +78,7 @@ class HubStream:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place. Begin at `place`, or at the first document if None.
+        """Yield the place and the text of each document. Begin at `place`, or at the first document if it is None.
 
         Raises:
             UserError: A row has no text under the key, or no row has any text.

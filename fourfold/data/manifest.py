@@ -49,7 +49,7 @@ class Manifest:
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know about how the input was read, except for files that were left out."""
+    """Notes for the user about how the input was read. They do not list the files that were left out."""
 
 
 _MANIFEST = TypeAdapter(Manifest)

@@ -22,8 +22,8 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
-    A Feistel network permutes the next power of two. It is applied again to results of `size` or more ("cycle walking",
-    under two rounds on average), which makes it a bijection on [0, size).
+    A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through it
+    again ("cycle walking", under two rounds on average), so the whole is a bijection on [0, size).
 
     Args:
         indices: Integers in [0, size), any shape.

@@ -8,7 +8,10 @@ _PATTERNS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt")
 
 
 def describe_other_tokenizer(path: Path) -> str | None:
-    """Say what the tokenizer file at or in `path` is and how to convert it. Return None if it is unknown."""
+    """Return a sentence that names the format of the tokenizer file at or in `path` and says how to convert it.
+
+    None if the format is unknown.
+    """
     found = [path] if path.is_file() else [file for pattern in _PATTERNS for file in sorted(path.glob(pattern))]
     file = next((file for file in found if file.is_file() and any(map(file.match, _PATTERNS))), None)
     if file is None:

@@ -30,7 +30,7 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
 
-_TRAINING_BYTES = 1 << 30  # a tokenizer is trained on at most this much input: more takes hours and changes little
+_TRAINING_BYTES = 1 << 30  # Train a tokenizer on at most this much input. More takes hours and changes little.
 _TRAINING_SAMPLE_SEED = 0
 
 
@@ -46,7 +46,7 @@ class PrepareSummary:
     reused: bool
     """Whether the corpus existed already."""
     notes: tuple[str, ...] = ()
-    """What the user should know about how the input was read, such as files that were left out."""
+    """Notes for the user about how the input was read, such as which files were left out."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def prepare(
         workers: Number of processes (default: one per core). It does not change the result.
         eos_token: Special token that ends every document (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
-        text_key: Key or column of the text. Separate several with commas: the first that a row has is taken.
+        text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
+            it has.
         encoding: Encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
         validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
         seed: Seed of that choice.
@@ -155,7 +156,7 @@ def _make(
                 ledger = ledger_path(prefix)
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
-            ledger_path(prefix).unlink(missing_ok=True)  # an earlier corpus may have left one
+            ledger_path(prefix).unlink(missing_ok=True)  # An earlier corpus may have left one behind.
         decoded = read_decodings(shards, parts)
         notes = [describe_files(f"read as {how}", paths) for how, paths in decoded.items()] + collect_notes([], loaded)
         if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
@@ -244,7 +245,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
         finally:
             if all(path.name == "lock" for path in parts.iterdir()):
                 (parts / "lock").unlink(missing_ok=True)
-                with suppress(OSError):  # another process has started to use it
+                with suppress(OSError):  # Another process has started to use the folder.
                     parts.rmdir()
 
 

@@ -131,7 +131,7 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Everything besides the rows that decides the tokens: the tokenizer and the template."""
+        """Digest of the tokenizer and the template. Together with the rows, they determine the tokens."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:

@@ -51,8 +51,10 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Name of the result. Equal exactly for the same tokenizer and the same input, by size and modification
-        time.
+        """Name of the result.
+
+        Two shards have the same name exactly if their tokenizer and their input files (by size and modification time)
+        are the same.
         """
         encoding = [] if self.encoding is None else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
@@ -131,7 +133,7 @@ def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.
 
 
 def read_decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
-    """Return how text files of completed shards were decoded if they are not UTF-8: the encoding, and the paths."""
+    """Return the text files of completed shards that are not UTF-8: the encoding, and the paths that it decoded."""
     found: dict[str, list[str]] = {}
     for shard in shards:
         for how, paths in json.loads(_report(shard, folder).read_bytes()).items():
@@ -168,7 +170,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
                 if characters >= _CHARACTERS_AT_ONCE:
                     yield texts
                     texts, characters = [], 0
-        except UnreadableFile as error:  # read on, so that one message names all unreadable files
+        except UnreadableFile as error:  # Read on, so that one message names all unreadable files.
             failed.append(error)
     if failed:
         raise UnreadableFiles(failed)

@@ -14,10 +14,10 @@ from fourfold.data.stream import DocumentStream
 class ShuffledDocuments:
     """A stream whose documents are shuffled in consecutive blocks of `size`, each in its own order.
 
-    A block ends at the end of an epoch, so each epoch has every document once. A size of all documents or more shuffles
-    the whole dataset. The seed and the block's number decide the order within a block. A place is therefore the place
-    of the block and a number in it. A shuffle buffer that draws at random could not be resumed without saving its
-    content.
+    A block ends at the end of an epoch, so each epoch has every document once. If `size` is at least the number of
+    documents, the whole dataset is shuffled. The seed and the index of a block determine the order within the block. So
+    a position in the shuffled stream is only the block's start and an index in the block. A shuffle buffer that draws
+    at random could not be resumed without saving its content.
 
     Args:
         documents: The stream. Its places have an `epoch`.
@@ -42,7 +42,7 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Read the documents from a block's place on. A block is emptied before the next block is read."""
+        """Read the documents from the start of a block. Each block is freed before the next one is read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

@@ -22,11 +22,12 @@ from fourfold.untrusted_files import check_regular
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
-"""Suffix of the files that `datasets` keeps in its cache. Only a name hf:… leads to such a file."""
+"""Suffix of the files that `datasets` keeps in its cache. Only inputs named hf:… are such files."""
 TABLES = (".parquet", ARROW)
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 LONGEST_TEXT = 2**31 - 1
-"""Most bytes of a compressed text file or of a line. The format on disk limits a document to this many tokens."""
+"""Largest size of a decompressed text file or of a line, in bytes. The format on disk limits a document to this many
+tokens."""
 
 _KNOWN = ", ".join(SUFFIXES)
 BLOCK = 1 << 24
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, and its size and modification time to notice a change."""
+    """A file at the time it was found: its absolute path, size, and modification time, which reveal later changes."""
 
     path: str
     size: int
@@ -94,12 +95,13 @@ def read_documents(
 
     Args:
         path: The file.
-        text_key: Key or column of the text. Separate several with commas: the first that a row has is taken.
+        text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
+            it has.
         start: First byte of the part to read. With `stop`, read the lines of a .jsonl file that begin at bytes [start,
             stop), so that several processes can share a large file.
         stop: See `start`.
         encoding: Encoding of a text file that is not UTF-8 and has no byte-order mark.
-        decoded: Receives the path of a text file that is not UTF-8, under how it was decoded.
+        decoded: Filled with the paths of text files that are not UTF-8, by the encoding that decoded them.
 
     Raises:
         UserError: The file cannot be read. The message names the line if there is one.
@@ -256,7 +258,7 @@ def _parse_row(line: bytes, having: str = "") -> dict[str, Any]:
         raise ValueError("not UTF-8, the encoding of JSON; convert the file with iconv") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
-    except ValueError as error:  # a number is too long, or lists are nested too deeply
+    except ValueError as error:  # A number is too long, or lists are nested too deeply.
         raise ValueError(f"JSON that cannot be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected an object{having}, found a {type(row).__name__}")

@@ -1,7 +1,7 @@
 """Number the samples of a document stream, tokenize them in the background, and resume exactly from a checkpoint.
 
-Each of V streams is a part of the dataset. Sample n is window n // V of stream n mod V, so it depends on n alone and
-not on the grid. A process opens only the streams of its own samples.
+The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
+the grid. A process opens only the streams of its own samples.
 """
 
 import threading
@@ -20,7 +20,8 @@ from fourfold.errors import UserError
 
 _GLANCE = 0.1  # seconds between checks for a request to end
 _PATIENCE = 2.0  # seconds to wait for threads to end, which may never happen if the network is down
-_KEPT = 8  # steps whose ends are remembered, more than enough because the loader is at most one step ahead
+# Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
+_KEPT = 8
 
 
 class DocumentStream(Protocol):
@@ -111,7 +112,7 @@ class StreamedWindows:
         seq_length: Tokens per sample.
         global_batch_size: Samples per step, a multiple of the number of streams.
         look_back: Tokens before each window that masks see.
-        ahead: Most windows of one stream to hold in memory.
+        ahead: Largest number of windows of one stream to hold in memory.
         timeout: Seconds without a document after which a stream counts as dead and `read` raises UserError.
         text_key: Column of the text, for checkpoints.
         shuffle_buffer: Documents shuffled together, for checkpoints.
@@ -157,7 +158,7 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            unseen = max(0, -absent)  # the masks of a checkpoint may have looked further back
+            unseen = max(0, -absent)  # The checkpoint may have been written with masks that look further back.
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
             starts.append(begins[begins >= 0])
@@ -169,7 +170,7 @@ class StreamedWindows:
 
         Args:
             steps: Number of finished steps.
-            mine: Numbers of this process's samples. The result has each stream whose last sample is among them.
+            mine: Numbers of this process's samples. The result holds the streams whose last sample is among them.
         """
         count, places = len(self.streams), steps * self._of_a_step
         own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))
@@ -287,7 +288,7 @@ class _Ahead:
                     return
         except UserError as error:
             self._put(error)
-        except Exception as error:  # libraries pass on any exception of the network or the files
+        except Exception as error:  # Libraries pass on any exception of the network or the files.
             text = " ".join(str(error).split())
             self._put(UserError(f"{self._name} can no longer be read: {type(error).__name__}: {text}"))
 

@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 
 UTF_8 = "utf-8"
 MOST_NAMED = 10
-"""Most files named in one message."""
+"""Largest number of files named in one message."""
 
 _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the mark of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -24,7 +24,7 @@ _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the
 }
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
 _NUL_SHARE = 0.25  # half the bytes of English text in UTF-16 are NUL
-_SAMPLE = 1 << 16  # bytes that detection looks at
+_SAMPLE = 1 << 16  # Number of bytes that the detection reads.
 _WITHOUT = "remove such characters, or leave the file out"
 _WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
 _CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
@@ -69,7 +69,7 @@ def resolve_encoding(name: str) -> str:
     """
     try:
         found = codecs.lookup(name).name
-        if b"x".decode(name, errors="replace"):  # punycode, which encodes host names, fails this
+        if b"x".decode(name, errors="replace"):  # This test rejects punycode, which encodes host names.
             return found
     except (LookupError, UnicodeError):
         pass
@@ -80,9 +80,10 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     """Decode the content of a text file.
 
     A byte-order mark decides the encoding. Without one:
-        1. The file is UTF-16 or UTF-32 if as many of its bytes are NUL as in such text.
-        2. It is decoded as `named` if all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does.
-        3. It is UTF-8 if it can be.
+        1. The file is UTF-16 or UTF-32 if the fraction of NUL bytes is typical of such text.
+        2. If all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does, it is decoded as
+          `named`.
+        3. If it is valid UTF-8, it is decoded as UTF-8.
         4. Otherwise it is decoded as `named`.
 
     Args:
@@ -91,7 +92,7 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
         named: The encoding that the user named.
 
     Returns:
-        The text, and how it was decoded, for a report. The latter is None for UTF-8.
+        The text, and the encoding that decoded it (None for UTF-8).
 
     Raises:
         UnreadableFile: The text cannot be decoded, or has control characters that only a wrong encoding produces.
@@ -158,7 +159,7 @@ def _is_seven_bit(encoding: str) -> bool:
 
 
 def _detect_wide_encoding(content: bytes | bytearray) -> str | None:
-    """Return UTF-16 or UTF-32 if as many bytes are NUL as in text of Latin letters. Otherwise return None."""
+    """Return UTF-16 or UTF-32 if the fraction of NUL bytes is typical of Latin text in it. Otherwise return None."""
     sample = content[:_SAMPLE]
     if sample.count(0) < len(sample) * _NUL_SHARE:
         return None

@@ -19,13 +19,12 @@ from fourfold.processes import end_with_parent
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`.
 
-    Shards that were completed before an error remain. Files that cannot be read are named together, after all shards
-    were tried.
+    Shards that were completed before an error remain. One error at the end names all files that could not be read.
 
     Args:
         shards: The shards.
         folder: Folder of the results.
-        workers: Most processes to use. One worker is this process itself.
+        workers: Largest number of processes. 1 uses only this process.
 
     Raises:
         UserError: Input cannot be read, or a process was killed.
@@ -46,7 +45,7 @@ def _tokenize(
             failed += _finish_shard(partial(tokenize, shard, folder))
             advance(shard.bytes)
         return failed
-    # Spawn and don't fork: the caller may have threads (of torch or a GPU) that do not survive a fork.
+    # Spawn instead of forking, because threads of torch or a GPU in the caller do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         running = {pool.submit(tokenize, shard, folder): shard for shard in shards}

@@ -19,7 +19,7 @@ from fourfold.untrusted_files import check_model_folder
 
 END_OF_TEXT = "<|endoftext|>"
 OWN = "auto"
-"""As a `bos_token`: use the beginning-of-text token that the tokenizer itself names."""
+"""Value of `bos_token` that selects the tokenizer's own beginning-of-text token."""
 _USUAL_NAMES = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
@@ -28,7 +28,7 @@ _SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 
 
 class NoSuchToken(UserError):
-    """The tokenizer lacks a token that the corpus has, so it is not the corpus's tokenizer."""
+    """The tokenizer lacks a token that the corpus contains, so another tokenizer made the corpus."""
 
 
 class Tokenizer(Protocol):
@@ -110,7 +110,7 @@ class HFTokenizer:
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # The library raises no narrower exception.
             other = describe_other_tokenizer(self.path) or str(error)
             raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {other}") from error
         self._tokenizer.no_truncation()
@@ -138,7 +138,10 @@ class HFTokenizer:
 
     @lru_cache(maxsize=8)  # noqa: B019 (a job opens few tokenizers)
     def eod_of(self, fingerprint: str) -> int | None:
-        """Return the token that ends the documents of a corpus with that fingerprint. None if another file made it."""
+        """Return the token that ends the documents of a corpus with that fingerprint.
+
+        None if another tokenizer made it.
+        """
         ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
         return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)
 

@@ -29,7 +29,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """Seconds of the fastest all-reduce of a few bytes and of many bytes, and the ranks with wrong sums."""
+    """Times of the fastest small and the fastest large all-reduce in seconds, and the ranks with wrong sums."""
 
     backend: str
     world_size: int
@@ -40,7 +40,7 @@ class AllReduceTimes:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes that each rank sends in a ring, per second. nccl-tests call this bus bandwidth."""
+        """Return the bytes per second that each rank sends in a ring all-reduce (the bus bandwidth of nccl-tests)."""
         return 2 * (self.world_size - 1) / self.world_size * self.size / self.seconds
 
 
@@ -64,7 +64,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
 
 
 def measure(place: Place) -> AllReduceTimes:
-    """All-reduce whole numbers in the default group of every process. Rank 0's result counts."""
+    """All-reduce integers over the default group. Every process calls this, and rank 0's result is used."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     pattern = torch.arange(BYTES[backend] // 8, device=device) % 8191
@@ -96,7 +96,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def all_reduce(measured: AllReduceTimes) -> Finding:
-    """Judge the sums, and show the speed."""
+    """Return a finding about the sums and the speed."""
     over = f"{measured.backend} over {measured.world_size} process{'es' * (measured.world_size > 1)}"
     if measured.wrong:
         ranks = ", ".join(map(str, measured.wrong))
@@ -108,7 +108,7 @@ def all_reduce(measured: AllReduceTimes) -> Finding:
 
 
 def nccl_network(log: str, several_machines: bool) -> Iterator[Finding]:
-    """Find the network in NCCL's own log."""
+    """Find the name of the network in NCCL's own log."""
     networks = sorted(set(re.findall(r"Using network (.+)", log)))
     if not networks:
         return

@@ -22,7 +22,7 @@ SLOWED = {
 """nvidia-smi's reasons for lower clocks that mean trouble. Idleness and the power cap do not."""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The field's name in newer and in older drivers."""
+"""The field's name in newer and older drivers."""
 
 FIELDS = (
     "uuid",

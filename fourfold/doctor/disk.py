@@ -17,7 +17,8 @@ BLOCK = 4 * 2**20
 MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
 """Limits of the test file, whichever comes first."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
-"""Below these, a checkpoint of a billion parameters (16 GB with its moments) does not fit or takes minutes."""
+"""Free space and speed below which a checkpoint of a billion parameters (16 GB with its moments) does not fit or takes
+minutes."""
 
 
 class Speed(NamedTuple):
@@ -28,7 +29,7 @@ class Speed(NamedTuple):
 
 
 def examine_disk(folder: Path) -> Iterator[Finding]:
-    """Examine the folder, or its first parent that exists. Nothing stays there."""
+    """Examine the folder, or its first parent that exists. The test file is removed."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     yield room(place, shutil.disk_usage(place).free)
     try:
@@ -60,7 +61,7 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 
 def measure(descriptor: int) -> Speed | None:
     """Write blocks, flush them to disk, and read them again, past the kernel's cache if it allows that."""
-    block = os.urandom(BLOCK)  # a disk that compresses gains nothing
+    block = os.urandom(BLOCK)  # Random bytes, which a disk cannot compress.
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:
         _write_whole(descriptor, block)

@@ -1,4 +1,4 @@
-"""One result of an examination: a level, a line with the figure, and what to do."""
+"""A finding of the doctor: a level, a line with the figure, and what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ok(subject: str, text: str, **figures: Any) -> Finding:
 
 
 def warning(subject: str, text: str, advice: str, **figures: Any) -> Finding:
-    """Return a finding that is slow, or a danger in some runs."""
+    """Return a finding that makes runs slow, or that some runs fail with."""
     return Finding(subject, "warning", text, advice, figures)
 
 

@@ -51,12 +51,12 @@ def link_kinds(matrix: str) -> Counter[str]:
     rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
     kinds: Counter[str] = Counter()
     for number, row in enumerate(rows):
-        kinds.update(row[number + 2 : len(rows) + 1])  # the upper triangle: the first word is the row's name
+        kinds.update(row[number + 2 : len(rows) + 1])  # Read the upper triangle. The first word is the row's name.
     return kinds
 
 
 def topology(kinds: Counter[str]) -> Finding:
-    """Judge the links: all alike, or some slower."""
+    """Return a finding about the links, which may be all alike or some of them slower."""
     parts = [f"{count} by {NAMES.get(re.sub(r'[0-9]', '', kind), kind)} ({kind})" for kind, count in kinds.items()]
     text = f"pairs of GPUs: {', '.join(parts)}"
     by_nvlink = [kind.startswith("NV") for kind in kinds]

@@ -17,7 +17,7 @@ from fourfold.doctor.finding import Finding, error, ok, warning
 CLASSES = Path("/sys/class")
 SIOCGIFADDR = 0x8915
 VIRTUAL = ("docker", "lo")
-"""Beginnings of names that NCCL takes last."""
+"""Prefixes of interface names that NCCL uses only as a last resort."""
 
 
 class Interface(NamedTuple):
@@ -58,7 +58,7 @@ def interfaces() -> list[Interface]:
 def gloo_choice(
     found: Sequence[Interface], environ: Mapping[str, str], address_of_name: str | None, several_machines: bool
 ) -> Finding:
-    """Find gloo's interface: GLOO_SOCKET_IFNAME, or else the interface of the host name's address.
+    """Find gloo's interface: GLOO_SOCKET_IFNAME if it is set, otherwise the interface with the host name's address.
 
     On one machine, fourfold makes gloo use loopback.
     """
@@ -76,7 +76,7 @@ def gloo_choice(
 
 
 def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
-    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, or else ib*, or else any but docker* and lo."""
+    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, then ib*, then any interface except docker* and lo."""
     chosen = environ.get("NCCL_SOCKET_IFNAME")
     setting = f"NCCL_SOCKET_IFNAME = {chosen}"
     if chosen and not chosen.startswith("^"):

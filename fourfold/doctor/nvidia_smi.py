@@ -6,11 +6,11 @@ import shutil
 import subprocess
 
 SECONDS = 30
-"""A driver in trouble does not answer at all."""
+"""Seconds to wait for nvidia-smi, because a faulty driver may never answer."""
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """Return nvidia-smi's output, or None if it is missing, refuses, or does not answer."""
+    """Return nvidia-smi's output, or None if the program is missing, fails, or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""Check that a port can be opened and reached, because the processes of a job meet at one."""
+"""Check that a port can be opened and reached, because the processes of a job connect through one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 5
 
 
 def examine_ports(several_machines: bool) -> Iterator[Finding]:
-    """Examine loopback, and the address of the host name, where other machines look for this one."""
+    """Examine loopback and the host name's address, which other machines use to reach this machine."""
     failure = failure_to_connect("127.0.0.1")
     if failure:
         yield error("loopback", failure, "a firewall or sandbox forbids local connections; allow them")

@@ -12,7 +12,7 @@ from fourfold.training.console import format_bytes
 
 
 def examine_limits() -> Iterator[Finding]:
-    """Examine open files, and with InfiniBand locked memory."""
+    """Examine the limit of open files and, if there is InfiniBand, the limit of locked memory."""
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if (CLASSES / "infiniband").is_dir():
         yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])

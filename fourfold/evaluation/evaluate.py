@@ -38,8 +38,8 @@ class EvaluationRequest(ScoringRequest):
     overlap: int = 1
     """Number of tokens that each window repeats from the window before."""
     context: int | None = None
-    """Length of the longest input in tokens. By default it is the model's context, capped at ``LONGEST_UNKNOWN`` if the
-    model was not trained here."""
+    """Length of the longest input in tokens. By default it is the model's context, but at most ``LONGEST_UNKNOWN`` if
+    fourfold did not train the model."""
     tasks: tuple[str, ...] = ()
     """lm-eval tasks."""
     include_path: Path | None = None
@@ -92,7 +92,8 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """Return the token that the first token of a text is predicted from.
 
-    It is the beginning-of-text token, or else the end-of-text token. A corpus records a beginning-of-text token only if
+    It is the beginning-of-text token if there is one, and otherwise the end-of-text token. A corpus records a
+    beginning-of-text token only if
     its documents begin with one. For an imported model, the original tokenizer can name one.
     """
     begin = tokenizer.bos_id

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on a process, and all processes know it. The model and its grid remain usable."""
+    """A task failed on one process, and all processes were told. The model and its grid remain usable."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -55,7 +55,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
 
         Raises:
-            UserError: A task is unknown. No task has run then.
+            UserError: A task is unknown. In that case no task has run.
         """
         find_tasks(tasks, folder)
         scores: dict[str, dict[str, float]] = {}
@@ -78,10 +78,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
-        except TaskFailed:  # on another process, which this one learned before a pass
+        except TaskFailed:  # The task failed on another process, and this process was told before its next pass.
             raise
         except Exception as error:  # a task is third-party code, templates, and data, and can raise anything
-            if self._is_scoring:  # the model's own error: processes may have left the pass at different places
+            # The model itself failed, and the processes may have left the pass at different points.
+            if self._is_scoring:
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
             failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
@@ -163,7 +164,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         _raise_together(None)
         self._is_scoring = True
         yield
-        self._is_scoring = False  # stays True if the pass fails
+        self._is_scoring = False  # It stays True if the pass fails.
 
 
 def _raise_together(failure: TaskFailed | None) -> None:

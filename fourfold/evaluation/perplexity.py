@@ -18,7 +18,7 @@ class Perplexity:
     tokens: int
     bytes: int
     nats: float
-    """Sum over all tokens, each predicted once."""
+    """Sum of the losses of all tokens, each predicted once, in nats."""
 
     @property
     def loss(self) -> float:
@@ -42,7 +42,7 @@ class ScoredWindow:
 
     tokens: NDArray[np.int64]
     first: int
-    """The first token whose prediction counts. Earlier tokens are context."""
+    """Index of the first token whose prediction counts. Earlier tokens are context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
@@ -66,8 +66,10 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 def perplexity(
     model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
-    """Measure a tokenized text on the model's grid. All its processes call this. Return None on all but the first
-    process."""
+    """Measure a tokenized text on the model's grid.
+
+    All its processes call this. Return None on all but the first process.
+    """
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])
     if scores is None:

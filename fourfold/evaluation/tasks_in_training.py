@@ -26,7 +26,8 @@ class TasksInTraining:
     """A training callback that runs the tasks of [evaluation] on the training grid at the configured interval.
 
     Every process of the job calls it, and the first one writes. A resumed run replaces the lines of later steps. A task
-    that fails later than the start is only a warning, then and at the end, because its scores are not worth the run.
+    that fails after the start only causes a warning, then and again at the end. Lost scores are no reason to end the
+    run.
 
     Raises:
         UserError: At the start, if lm-eval or a tokenizer is missing, or if lm-eval does not know or cannot run a task.
@@ -63,7 +64,7 @@ class TasksInTraining:
                     print(f"warning: after step {steps}, {why}", file=sys.stderr)
 
     def close(self) -> None:
-        """Say whether scores are missing."""
+        """Warn at the end if scores are missing."""
         if self.failed_after and dist.get_rank() == 0:
             after = ", ".join(map(str, self.failed_after))
             print(f"warning: tasks failed after steps {after}; {self.path} says which, and why", file=sys.stderr)

@@ -28,10 +28,11 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor, made of the adapters (rank r each) of the parameters that it joins.
+    """One peft adapter for a Hugging Face tensor that joins several of our parameters, each of which has an adapter of
+    rank r.
 
-    Its rank is r times their number. A stacks their A. B has each part's B in the rows and columns of that part and
-    zeros elsewhere, so its product is exactly theirs.
+    Its rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is block-diagonal and
+    holds the parameters' B matrices, so B·A is exactly the joined adapters.
     """
 
     tensor: TheirTensor

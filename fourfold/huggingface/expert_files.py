@@ -1,4 +1,5 @@
-"""Experts of transformers' models in files: one matrix each, as on the Hub, though the modules stack and join them."""
+"""Map the experts of transformers' modules, which stack and join them, to files with one matrix per expert, as on the
+Hub."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 Rows = dict[str, range]
-"""Maps tensors in files to the rows of a parameter that each holds, counted through all the experts that it stacks."""
+"""Maps each tensor in files to the rows of a parameter that it holds. Rows are counted through all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, Rows]:
-    """Find the tensors in files that every parameter of a model becomes, by all its names.
+    """Find, for every name of every parameter of a model, the tensors that it becomes in files.
 
-    transformers has a table for its models: stacks of experts become one matrix per expert, and some parameters have
-    another name. A parameter that files hold in another order keeps its own name.
+    A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
+    name in files. A parameter whose elements the files hold in another order keeps its own name.
     """
     found: dict[str, Rows] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -40,8 +41,9 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
 
 def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's weights by the names of its modules, from all tensors of its files. The result is
-    differentiable.
+    """Return a model's weights by the names of its modules, from all tensors of its files.
+
+    The result is differentiable.
 
     Args:
         model: The model.

@@ -61,14 +61,16 @@ def export_huggingface(
     Args:
         checkpoint: The checkpoint's folder.
         out: The folder to write.
-        dtype: Type of the weights. "auto" is the original model's type, or otherwise the stored type.
-        kind: The model_type to write. By default the original's, or otherwise the first that computes the same.
-        tokenizer: A tokenizer.json. By default the original's files, or otherwise the corpus's tokenizer.
+        dtype: Type of the weights. "auto" uses the original model's type if there is one, and otherwise the stored
+            type.
+        kind: The model_type to write. By default it is the original model's, or the first that computes the same.
+        tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
+            tokenizer if there is no original.
         merge: Merge adapters into their base model.
         averaged: Write the moving average of [ema] instead of the weights.
 
     Returns:
-        What was written.
+        A record of the model and the sizes of the files.
 
     Raises:
         UserError: No family computes the model, an option does not fit it, or ``out`` exists.
@@ -166,7 +168,7 @@ def _newest(path: Path) -> Path:
 
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
-    """Return the original's config.json unchanged if it still describes the model, or otherwise a new one."""
+    """Return the original config.json unchanged if it still describes the model. Otherwise write a new one."""
     if source is None:
         return config_of(model, kind)
     original = read_config(source)

@@ -47,7 +47,8 @@ def parallelize(
         The model on the grid.
 
     Raises:
-        UserError: Something cannot be laid out; the message names it. ``model`` is then partly replaced and unusable.
+        UserError: A module cannot be put on the grid. The message names it. ``model`` is then partly replaced and
+            unusable.
     """
     for axis in ("cp", "pp", "ep"):
         if (size := getattr(grid.sizes, axis)) > 1:
@@ -71,7 +72,7 @@ def parallelize(
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
-    for name, buffer in buffers.items():  # allocating memory has emptied them
+    for name, buffer in buffers.items():  # Allocating memory has overwritten their values.
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._buffers[key] = buffer.to(device)
     parallelized = Parallelized(on_grid, placed, in_files)
@@ -99,7 +100,8 @@ def _step_types(weights: Mapping[str, Tensor], precision: str | None) -> StepTyp
 
 
 def _units(model: nn.Module) -> Units:
-    """Divide the model into units: the largest ``ModuleList`` is the blocks, and modules outside it with weights."""
+    """Divide the model into units: each block of the largest ``ModuleList``, and each module outside it that has
+    weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
     inside = {module for block in blocks for module in block.modules()}

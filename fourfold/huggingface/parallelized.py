@@ -76,7 +76,8 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            if kind not in ("ForCausalLM", None):  # None: transformers computes a causal loss if a class names none
+            # None, because transformers computes a causal loss if a class names no loss.
+            if kind not in ("ForCausalLM", None):
                 raise UserError(
                     f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"
                 )
@@ -102,7 +103,7 @@ class Parallelized(nn.Module):
         if positions is None or (mask is None and kwargs.get("use_cache") is False):
             return
         again = positions[..., 1:] <= positions[..., :-1]
-        if mask is not None:  # the positions of padding mean nothing
+        if mask is not None:  # Positions of padding have no meaning.
             again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
         if not again.any():
             return
@@ -139,7 +140,7 @@ class Parallelized(nn.Module):
         return all_reduce((labels[..., 1:] != IGNORE_INDEX).sum(), self.grid.tokens, "kept tokens")
 
     def total(self, share: Tensor) -> Tensor:
-        """Sum a loss over all processes with sequences of their own, without a gradient."""
+        """Sum a loss over all processes that hold different sequences, without a gradient."""
         return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
@@ -176,7 +177,7 @@ class Parallelized(nn.Module):
                 parameter.grad = None if total is None else total.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of the gradients over all processes to ``max_norm``, and return the norm before."""
+        """Clip the norm of the gradients over all processes to ``max_norm``, and return the norm before clipping."""
         return self.on_grid.clip_gradients(max_norm)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
@@ -210,7 +211,7 @@ class Parallelized(nn.Module):
         write_pretrained(self.module, self.shards, self._in_files, Path(folder))
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that any grid can load, or replace the one that is there.
+        """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.
 
         Args:
             folder: The checkpoint's folder.

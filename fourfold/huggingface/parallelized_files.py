@@ -36,7 +36,7 @@ PROGRESS_FILE = "parallelized.json"
 """File of a checkpoint with the numbers that the optimizer keeps, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
-"""By parameter: the numbers in the optimizer's state, and the names of the tensors in it."""
+"""Maps each parameter to the numbers in its optimizer state and to the names of the tensors in that state."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight in files. A shard's global shape may have the last dim in several parts (``InputFirst``)."""
@@ -48,7 +48,8 @@ class ParallelizedTensors:
 
     shapes: Shapes
     rows: Mapping[str, Rows]
-    """By each name of a parameter: the tensors of files that it is made of, and which rows of it each one is."""
+    """Maps each name of a parameter to the tensors in files that it consists of, and to the rows that each tensor
+    fills."""
     tied: Sequence[Sequence[str]]
     """The names of each parameter that has more than one name."""
 
@@ -115,7 +116,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """Return the whole tensor. Several entries may be parts of it, so it is gathered once for all of them."""
+        """Return the whole tensor. Several entries may be parts of one tensor, so it is gathered only once."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))
@@ -127,10 +128,10 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # ours, or transformers refuses to write a configuration
+        except ValueError as error:  # Our own error, or transformers refuses to write a configuration.
             raise UserError(str(error)) from None
         finally:
-            while waiting:  # all other ranks take part here, and rank 0 joins them if it cannot write
+            while waiting:  # All other ranks take part here. Rank 0 joins them if it cannot write.
                 _gather(waiting.pop(0))
 
 

@@ -21,9 +21,9 @@ from fourfold.huggingface.model_folder import GENERATION_FILE, TOKENIZER_FILE
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
-    """Raise ``UserError`` if a corpus was made with another vocabulary than that model ``name`` has.
+    """Raise ``UserError`` if the corpus was tokenized with another vocabulary than the model ``name`` uses.
 
-    Nothing is checked if the corpus or the model names no tokenizer.
+    If the corpus or the model names no tokenizer, nothing is checked.
     """
     file = local_folder(name, (TOKENIZER_FILE,)) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
@@ -76,7 +76,7 @@ def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
 def _opened(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # The library raises no narrower exception.
         raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
 
 

@@ -17,7 +17,7 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SEVERAL_SEQUENCES = ("num_return_sequences", "num_beams", "num_beam_groups", "early_stopping", "length_penalty")
-"""Keys of a generation_config.json that concern several sequences."""
+"""Keys of a generation_config.json that matter only for several sequences."""
 
 
 def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
@@ -40,7 +40,8 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # no table of keys: important ones are errors below
+    # Do not print transformers' table of keys. Missing keys that matter raise errors below.
+    transformers.logging.set_verbosity_error()
     try:
         settings = _generation_settings(Path(name), transformers)
         model, keys = transformers.AutoModelForCausalLM.from_pretrained(
@@ -80,7 +81,7 @@ def _is_causal(model: Any) -> bool:
     rounding."""
     tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
     one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
-    # Logits that are not a number differ from themselves. They are refused elsewhere.
+    # NaN logits differ from themselves. Another check refuses them.
     return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 
@@ -92,7 +93,7 @@ def _generation_settings(folder: Path, transformers: Any) -> Any:
     settings = parse_json(file.read_bytes())
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is not a table of settings")
-    # transformers refuses several sequences in a file whose further settings give one.
+    # transformers refuses a file that asks for several sequences if its remaining settings can give only one.
     return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 
@@ -119,5 +120,5 @@ def checked_ids(model: Any, ids: list[int]) -> list[int]:
 
 
 def positions_of(model: Any) -> int | None:
-    """Return the longest sequence that a model supports, or None if it does not say."""
+    """Return the length of the longest sequence that a model supports, or None if its configuration does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

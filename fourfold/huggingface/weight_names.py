@@ -1,8 +1,8 @@
-"""Where every parameter of the decoder is in a Hugging Face model's files: one table per family.
+"""Map every parameter of the decoder to the tensors in a Hugging Face model's files. Each family has one table.
 
-A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, whole or head
-by head. ``i`` is the layer's number, and ``e`` the number of an expert in a parameter that stacks experts. A parameter
-that a model lacks (a bias) has no row in its map.
+A row maps one Hugging Face tensor to those of our parameters that it joins along the output dim, in this order, whole
+or head by head. ``i`` is the layer's number, and ``e`` the number of an expert in a parameter that stacks experts. A
+parameter that a model lacks (a bias) has no row in its map.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ _GPT_NEOX: Table = {
 
 
 def _experts(block: str, **matrices: str) -> Table:
-    """Return rows for a router and its experts. ``matrices`` maps our names of an expert's matrices to theirs."""
+    """Return rows for a router and its experts.
+
+    ``matrices`` maps our names of an expert's matrices to the Hugging Face names.
+    """
     theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     router = ("gate.weight", "gate.e_score_correction_bias")
     routers: Table = {theirs + name: (ours + name,) for name in router}
@@ -116,7 +119,7 @@ def _experts(block: str, **matrices: str) -> Table:
 
 
 def _shared_expert(name: str) -> Table:
-    """Return rows for the expert that reads every token, by their name of it."""
+    """Return rows for the shared expert, given its Hugging Face name."""
     parts = {"gate_proj": "up.gate_proj", "up_proj": "up.up_proj", "down_proj": "down_proj"}
     modules = {f"{name}.{theirs}": f"layers.{{i}}.mlp.shared_expert.{ours}" for theirs, ours in parts.items()}
     return _weight_and_bias("model.layers.{i}.mlp.", modules)
@@ -133,13 +136,13 @@ class Format:
 
     table: Table
     prefix: str = "model."
-    """A prefix that files of the model without its head leave out."""
+    """A prefix that is missing from the names in files of a model without its head."""
     transposed: tuple[str, ...] = ()
     """Tensors stored as [in, out]. Ours are [out, in]."""
     by_head: tuple[str, ...] = ()
     """Tensors that join the rows of our parameters head by head."""
     layers_beyond: str | None = None
-    """Their key for the number of extra layers, which predict further tokens and are not imported."""
+    """Key of config.json for the number of extra layers, which predict further tokens and are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the beginnings of the names of layers after the ``last``, which are not imported."""
@@ -174,14 +177,15 @@ BUFFERS = (
 HEAD = "lm_head.weight"
 
 VOCABULARY = ("embed_tokens.weight", HEAD)
-"""Parameters with a row per token. Ours are padded, theirs are not."""
+"""Parameters with one row per token. Our parameters are padded, and the Hugging Face tensors are not."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, in ``groups`` of equal size.
+    """One of our parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal size.
 
-    The first group begins at ``first``, and each next group ``stride`` rows later. Our further rows are padding.
+    The first group begins at row ``first``, and each next group ``stride`` rows later. Any remaining rows of our
+    parameter are padding.
     """
 
     name: str
@@ -197,8 +201,8 @@ class TensorPiece:
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield rows of ours (all inside ``self.rows``) as consecutive runs: positions here, counted from the first,
-        and there."""
+        """Yield consecutive runs of our rows (all inside ``self.rows``): their positions in our parameter, counted from
+        the first row, and in the Hugging Face tensor."""
         size = self.rows // self.groups
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
             begin, end = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
@@ -208,7 +212,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
+    """A tensor of a Hugging Face model, and those of our parameters that it joins."""
 
     name: str
     shape: tuple[int, ...]
@@ -216,14 +220,15 @@ class TheirTensor:
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
-        """Join the pieces to the tensor: without padding, one below the other, transposed if theirs is."""
+        """Join the pieces to the Hugging Face tensor: drop the padding, stack the rows, and transpose if that tensor is
+        stored as [in, out]."""
         groups = [t[: piece.rows].unflatten(0, (piece.groups, -1)) for piece, t in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
         return whole.T.contiguous() if self.transposed else whole
 
 
 def head_of(kind: str) -> str:
-    """Return their name of the head."""
+    """Return the Hugging Face name of the LM head."""
     return next(theirs for theirs, ours in FORMATS[kind].table.items() if ours == (HEAD,))
 
 
@@ -242,7 +247,8 @@ def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
 
 
 def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """Yield a table's rows for every layer and expert: their name, ours, and the expert's number if it is one."""
+    """Yield a table's rows for every layer and expert: the Hugging Face name, our names, and the expert's index or
+    None."""
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):

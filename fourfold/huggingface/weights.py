@@ -1,4 +1,4 @@
-"""Read a Hugging Face model's weights by our names: any slice of a parameter, and nothing more."""
+"""Read a Hugging Face model's weights by our names. Only the requested slice of a parameter is read."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Pretrained:
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Where each parameter of ours is. Stacked experts have one place each, in their order."""
+        """Location of each of our parameters in the files. A stack of experts has one location per expert, in order."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in self.tensors}
-        """The name in the files for every tensor of theirs."""
+        """Maps every Hugging Face tensor to its name in these files."""
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored type of a parameter of ours. Raise ``UserError`` for experts of several types."""
+        """Return the stored type of one of our parameters. Raise ``UserError`` if its experts have several types."""
         types = {self.files.dtype(self._names[tensor.name]) for tensor, _ in self._places[name]}
         if len(types) > 1:
             raise UserError(
@@ -50,7 +50,7 @@ class Pretrained:
         return types.pop()
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one whole parameter of ours, or one expert of a parameter that stacks experts."""
+        """Read one of our parameters whole, or one expert of a parameter that stacks experts."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
         self.read_into(whole, name, slices)
@@ -58,7 +58,7 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of a parameter of ours into ``out``. Rows of the vocabulary's padding are zero."""
+        """Copy the part ``slices`` of one of our parameters into ``out``. Rows that pad the vocabulary are zero."""
         places = self._places[name]
         if places[0][1].expert is None:
             self._read_piece(out, *places[0], slices)

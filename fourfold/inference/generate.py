@@ -17,7 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
 COLDEST = 1e-6
-"""A lower temperature makes scaled logits infinite in 32 bits."""
+"""Lowest temperature above 0. A lower one makes the scaled logits overflow float32."""
 SCORE_KEYS = (
     "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
@@ -43,9 +43,9 @@ class Sampling:
     temperature: float = 0.0
     """0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from this many of the most likely tokens."""
+    """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw from the most likely tokens that together have this probability."""
+    """Draw only from the most likely tokens whose probabilities add up to this number."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # the next token completes the character
+        if not text.endswith("\ufffd"):  # The next token will complete the character.
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -162,7 +162,7 @@ def generate(
     begin = time.perf_counter()
     out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
-    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # its name before transformers 5.24
+    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # The argument's name before transformers 5.24.
     step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
@@ -192,7 +192,8 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        model.generation_config = own  # transformers reads it for every argument that is not given
+        # transformers reads the model's configuration for every argument that is not given.
+        model.generation_config = own
         return model.generate(
             tokens,
             own,
@@ -245,7 +246,7 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text: the model's own, or else the tokenizer's, if the model has them."""
+    """Return the ids that end a text: the model's own or, if it names none, the tokenizer's ids that the model has."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -67,7 +67,7 @@ def _tasks_in(folder: Path | None) -> TaskManager:
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Run two documents of each task with random answers. This loads its dataset and renders its templates.
+    """Try two documents of each task with random answers, which loads the dataset and renders the templates.
 
     Raises:
         UserError: A task is unknown or fails.

@@ -44,7 +44,7 @@ def run_on_grid(
         args: Arguments of the function after the place.
         world_size: Number of processes.
         wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        timeout: Longest wait for another process.
+        timeout: Longest time to wait for another process, in seconds.
         heeds_stop_signals: Whether the function enters `stop_request`. Stop signals are held back until then.
         restarts: Number of times that local workers were restarted.
         started: Start of the command, by `time.time` (default: now).
@@ -63,7 +63,7 @@ def run_on_grid(
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
             return _run_here(place, function, args, world_size, wanted_device, timeout, started)
     with temporary_folder() as folder:
-        meeting_point = (folder / "store").as_uri()  # a file, because another program could take a port
+        meeting_point = (folder / "store").as_uri()  # Meet through a file, because another program could take a port.
         task = (meeting_point, function, args, wanted_device, timeout)
         modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
@@ -85,7 +85,7 @@ def _run_here(
         place = Place(0, 0, 1, 1, launcher="local")
     else:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_starter()  # otherwise a killed torchrun leaves its processes running
+            end_with_starter()  # Without this, a killed torchrun leaves its processes running.
         _check_world_size(place, world_size)
         host, port = rendezvous(os.environ, place)
         meeting_point = f"tcp://{host}:{port}"
@@ -116,7 +116,7 @@ def run_in_group(
         try:
             with _no_silent_exit():
                 return call(place, *args)
-        except SystemExit as end:  # a library raised it, so its code says nothing about the job
+        except SystemExit as end:  # A library raised it, so its exit code says nothing about the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
 
 
@@ -128,7 +128,7 @@ def _no_silent_exit() -> Iterator[None]:
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # a forked child may exit as it likes
+        if status == DONE and os.getpid() == process_id:  # Forked children may exit this way.
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH

@@ -29,7 +29,7 @@ from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
-"""After a failure, wait until no worker has reported for this long. Then choose the cause among the reports."""
+"""Seconds without a new report after a failure until the cause is chosen among the reports."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -53,7 +53,7 @@ class WorkerEnd:
     value: Any
     """Return value, message of the UserError, exit code, or traceback."""
     time: float = field(default_factory=time.monotonic)
-    """Time of the end, by the clock that all processes of a machine share."""
+    """Time at which the worker ended, by the clock that all processes of a machine share."""
 
 
 class JobHung(WorkerFailed):
@@ -120,7 +120,7 @@ def _show_cursor() -> None:
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
     """Run the task and report the result. The task is unpickled here, because unpickling may import torch."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent.
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
@@ -179,7 +179,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    if report.value > 128 and report.value - 128 in received:  # the worker did not stop in time for the watchdog
+    # The watchdog killed the worker, because it did not stop in time.
+    if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
         return WorkerFailed(f"{worker} exited with code {report.value} before it had finished")
@@ -231,7 +232,7 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block the stop signals while workers start. The workers inherit the block and keep it until they are ready."""
-    resource_tracker.ensure_running()  # start it now, because its start unblocks SIGINT
+    resource_tracker.ensure_running()  # Start the resource tracker now, because its start unblocks SIGINT.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
     try:
         yield
@@ -241,8 +242,9 @@ def _signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handler(signum: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal differently inside the block. Only the main thread receives signals, so other threads do
-    nothing.
+    """Handle a signal differently inside the block.
+
+    Only the main thread receives signals, so other threads do nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

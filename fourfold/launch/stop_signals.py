@@ -52,9 +52,10 @@ class StopRequest:
                 return
             if self._received:
                 raise KeyboardInterrupt
-            self._interrupted_at, self._received = now, True  # before the output, which a second one may interrupt
+            # Record the signal before the output, because a second signal may interrupt the output.
+            self._interrupted_at, self._received = now, True
             if self._announce:
-                os.write(2, SAVING)  # the signal may have interrupted a print, which does not nest
+                os.write(2, SAVING)  # The signal may have interrupted a print, and prints do not nest.
         self._received = True
 
 

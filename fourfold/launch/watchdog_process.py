@@ -105,7 +105,7 @@ def _watch(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # Time during which this process was stopped too, as by Ctrl-Z, does not count as silence.
+        # Time during which this process was stopped too, for example by Ctrl-Z, does not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -147,8 +147,9 @@ def end_rank(watch: Watch, code: int) -> None:
 
 
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
-    """Write this rank's report. The first rank that can names the rank that went silent. All other ranks wait
-    for it.
+    """Write this rank's report.
+
+    The first rank that can names the rank that went silent. All other ranks wait for it.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -167,7 +168,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_read_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        if report.state in STOPPED:  # this resumes the rank, so do it only after all ranks have reported
+        if report.state in STOPPED:  # This resumes the rank, so do it only after all ranks have reported.
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs; writing {folder}: {error.strerror}", file=sys.stderr, flush=True)
@@ -202,8 +203,8 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
 def find_awaited(reports: list[HangingRank]) -> HangingRank:
     """Return the rank that all ranks wait for, directly or through ranks that wait too.
 
-    This is a stopped rank, or a rank that has done less than its peers while no peer has done less. If no rank is
-    behind, it is the rank that has been silent longest. Clocks are compared only within a machine.
+    If a rank is stopped, return it. Otherwise return a rank that is behind some peer and ahead of none. If no rank is
+    behind, return the rank that has been silent longest. Clocks are compared only within a machine.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]

@@ -1,6 +1,7 @@
-"""The processes of local workers, forked from a starter that has imported what they need.
+"""Start the processes of local workers by forking a starter that has imported the modules they need.
 
-Imports take seconds of a core, so they run once. The starter is a new process without threads, because threads of the
+Imports take seconds of CPU time, so they run only once. The starter is a new process without threads, because threads
+of the
 caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new processes, and
 each imports for itself.
 """
@@ -23,7 +24,7 @@ from typing import Any
 from fourfold.processes import end_with_parent, importing, prepare_environment
 
 Work = Callable[..., None]
-"""Everything that a worker does: `work(*args, sender)`, where `sender` is the pipe for its report."""
+"""The function that a worker runs: `work(*args, sender)`, where `sender` is the pipe for its report."""
 
 STARTED_BY: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
 """How multiprocessing starts the starter itself."""
@@ -56,7 +57,7 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            end.close()  # so that a worker's pipe closes when the worker dies
+            end.close()  # Close our end, so that a worker's pipe closes when the worker dies.
 
     def wait_for_start(self) -> None:
         """Wait until all workers exist, or the starter has failed and said why."""
@@ -87,7 +88,7 @@ class WorkerProcesses:
 
     def kill(self) -> None:
         """Kill all workers and wait until they are gone."""
-        self.send(signal.SIGKILL)  # at SIGTERM they would try to save, but their peers are gone
+        self.send(signal.SIGKILL)  # At SIGTERM the workers would try to save, but their peers are gone.
         if self._starter is not None and self._starter.pid is not None:
             if not self.ids:
                 self._starter.kill()
@@ -116,7 +117,7 @@ def _start(
         for module in modules:
             with importing(), contextlib.suppress(Exception):  # the workers will report what is wrong
                 importlib.import_module(module)
-        gc.freeze()  # a collection in a worker would copy every shared page
+        gc.freeze()  # A garbage collection in a worker would copy every shared page.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes = []
     for rank, sender in enumerate(senders):
@@ -137,7 +138,7 @@ def _start(
             process.kill()
         for process in processes:
             process.join()
-        os._exit(0)  # nothing is left to do, and a normal exit of an interpreter with torch takes time
+        os._exit(0)  # Nothing is left to do, and an interpreter with torch takes long to exit normally.
 
 
 def _work(work: Work, args: tuple[Any, ...], sender: Connection, others: Sequence[Connection]) -> None:

@@ -81,7 +81,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     generated = _generated(scorer, documents, inputs, request)
     reference = None
     if other_model is not None:
-        del scorer  # makes room for the second model
+        del scorer  # Free the first model's memory for the second model.
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
@@ -196,7 +196,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
 
 
 def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
-    """Score every document without the ``offset`` tokens before it."""
+    """Score every document, leaving out the scores of the ``offset`` tokens before it."""
     fields = scorer.score(list(inputs))
     if fields is None:
         return None

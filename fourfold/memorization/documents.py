@@ -28,9 +28,9 @@ class AuditDocument:
     count: int | None
     """Number of times the model was trained on it. None if unknown."""
     canary: int | None = None
-    """Its number in the ledger, if ``fourfold prepare`` planted it."""
+    """Its number in the ledger. None if ``fourfold prepare`` did not plant it."""
     planted: Canaries | None = None
-    """How its planted copies vary."""
+    """The noise and shift of its planted copies."""
     eod_id: int | None = None
     """Token that ends the document in its corpus. None if unknown."""
 
@@ -86,7 +86,8 @@ def read_documents(
 def with_others_before(documents: Sequence[AuditDocument], offset: int) -> list[Tokens]:
     """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
 
-    Each of them ends with the token that ends it in its corpus. Recall can depend on a document's position in the
+    Each unrelated document ends with the token that ends it in its corpus. Recall can depend on a document's position
+    in the
     context (arXiv 2505.13171).
 
     Raises:
@@ -135,7 +136,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """Return the number of a planted canary, and how its copies vary."""
+    """Return the number of a planted canary, and the noise and shift of its copies."""
     noise = row.get("noise")
     if not isinstance(noise, int | float) or not 0 <= noise < 1:
         return None, None

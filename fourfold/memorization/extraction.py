@@ -22,7 +22,7 @@ class Extraction:
     """Whether greedy decoding after the tokens before the suffix gives the suffix (Carlini et al. 2023, arXiv
     2202.07646)."""
     longest_span: int
-    """Longest run of tokens that greedy decoding reproduces, each from the true text before it."""
+    """Longest run of tokens that each are the most likely one after the true text before them."""
     token_agreement: float
     """Fraction of all tokens that are the most likely ones."""
     extraction_strength: float
@@ -90,7 +90,7 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return 1, 2, 4, … and 50, as far as some document is long enough."""
+    """Return the lengths 1, 2, 4, … and 50, up to the longest document."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})

@@ -24,7 +24,7 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
         # A pass predicts each token of a document, so the new token needs a placeholder, which is never an input.
         fields = scorer.score([np.append(text, 0) for text in texts])
         new = [0] * len(texts)
-        if fields is not None:  # without the columns of padding
+        if fields is not None:  # Drop the columns of padding.
             new = [int(of_text[1, len(text) - 1]) for of_text, text in zip(fields, texts, strict=True)]
         if dist.is_initialized():
             dist.broadcast_object_list(new, src=0)
@@ -33,7 +33,7 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
 
 
 def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Return ROUGE-L (F1), edit similarity, and longest common span: means over documents, on token ids, with
+    """Return the means over documents of ROUGE-L (F1), edit similarity, and longest common span of token ids, with
     intervals.
 
     ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length.
@@ -76,5 +76,5 @@ def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
         cost = np.empty_like(row)
         cost[0] = number
         cost[1:] = np.minimum(row[1:] + 1, row[:-1] + (b != token))
-        row = np.minimum.accumulate(cost - places) + places  # insertions: one more for each place
+        row = np.minimum.accumulate(cost - places) + places  # Each further column costs one more insertion.
     return int(row[-1])

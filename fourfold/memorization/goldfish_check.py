@@ -21,7 +21,7 @@ from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
 
 COPIES = 300
-"""Copies of each near-duplicate canary whose masks are compared."""
+"""Number of copies of each near-duplicate canary whose masks are compared."""
 
 REPLAYABLE = ("hash", "hash-table")
 
@@ -31,9 +31,9 @@ class MaskReplay:
     """The mask of one document of T tokens in training."""
 
     known: NDArray[np.bool_]
-    """[T - 1], whether the document alone decides if this token is dropped."""
+    """Whether the document alone decides if a token is dropped [T - 1]."""
     dropped: NDArray[np.bool_]
-    """[T - 1], whether this token was dropped."""
+    """Whether a token was dropped [T - 1]."""
 
 
 def check_replayable(config: GoldfishConfig) -> None:
@@ -48,11 +48,12 @@ def check_replayable(config: GoldfishConfig) -> None:
 def replay_mask(
     config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0
 ) -> MaskReplay:
-    """Return the mask of a document. "hash" keeps its first h tokens. In "hash-table" they depend on the document
-    before it.
+    """Return the mask of a document.
+
+    "hash" keeps the first h tokens. In "hash-table", their mask depends on the document before.
 
     Args:
-        shift: The largest number of tokens by which copies began late. Each copy kept its own first tokens.
+        shift: The largest number of tokens that were cut off the start of a copy. Each copy kept its own first tokens.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]

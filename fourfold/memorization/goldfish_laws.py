@@ -1,6 +1,6 @@
 """Predict extraction under a goldfish mask before any training.
 
-Both laws assume that a model memorizes every token that is kept, as it does if a document is repeated often enough.
+Both laws assume that a model memorizes every token that is kept. This is true if a document is repeated often enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def exact_match_law(k: int, suffix: int) -> float:
     """Return (1 - 1/k)^S: the chance that no token of a suffix of S tokens is dropped, so that it can be extracted
     whole.
 
-    Suffixes with guessable dropped tokens come on top. If a fraction q can be guessed, 1/k becomes (1 - q)/k.
+    A model can also extract a suffix by guessing its dropped tokens. If it guesses a fraction q of them, 1/k becomes (1
+    - q)/k.
     """
     return (1 - 1 / k) ** suffix
 

@@ -33,7 +33,7 @@ class CanaryAudit:
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.run, self.job, self.path = run, job, run_dir / MEMORIZATION_FILE
         self.scorer = GridScorer(job, AttackSampling())
-        assert run.audit.documents is not None  # there is no audit without documents
+        assert run.audit.documents is not None  # Without documents there is no audit.
         documents = read_documents(
             Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1
         )

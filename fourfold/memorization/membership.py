@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from fourfold.memorization.intervals import auc, auc_interval, true_positive_rate
 
-if TYPE_CHECKING:  # reports, which need no torch, read ATTACKS
+if TYPE_CHECKING:  # Reports read ATTACKS, so this module must not import torch.
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""Fraction of a document's tokens, the least likely ones, that min-k % averages."""
+"""min-k % averages over this fraction of a document's tokens, the least likely ones."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
@@ -35,7 +35,9 @@ ATTACKS = {
 
 
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
-    """Return every attack's score for one document, except attacks that lack its text or a reference model.
+    """Return each attack's score for one document.
+
+    Attacks that need its text or a reference model are left out if these are missing.
 
     Sources: loss, Yeom et al. 2018. zlib and reference, Carlini et al. 2021. min-k %, Shi et al. 2024 (arXiv
     2310.16789). min-k %++, Zhang et al. 2024 (arXiv 2404.02936).
@@ -100,9 +102,9 @@ def bag_of_words_guard(
 ) -> dict[str, Any] | None:
     """Test whether words alone separate members from controls, without any model. Return None with too few documents.
 
-    A naive Bayes classifier over token counts is cross-validated over unique documents. If its AUC exceeds 95 % of
-    random relabelings, members and controls differ in distribution, and a membership attack may detect nothing else
-    (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
+    A naive Bayes classifier over token counts is cross-validated over unique documents. If its AUC exceeds the AUC of
+    95 % of random relabelings, members and controls differ in distribution. A membership attack may then only detect
+    this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:
@@ -128,7 +130,7 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once, because a copy in both parts of a fold would be recognized as a whole."""
+    """Return each document once. A copy on both sides of a fold would be recognized at once."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

@@ -23,7 +23,7 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context, in tokens, of a model that states none, and the longest context that an imported model gets."""
+"""Context in tokens of a model that states none. It is also the upper limit for imported models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model that exists, and the run that describes it."""
+    """A model that was found, and the run that describes it."""
 
     name: str
     checkpoint: Path | None = None
@@ -95,7 +95,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
         table = read_table(run_file)
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    # An imported model has no seq_length of training, only the largest number of positions.
+    # An imported model states its largest number of positions, but not the sequence length of its training.
     longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}

@@ -58,7 +58,8 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without an optimizer and averages."""
-        training = run.training.model_copy(update={"tuned_products": "off"})  # tuned layouts are for whole steps
+        # Tuned layouts apply only to whole training steps.
+        training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
@@ -79,7 +80,7 @@ class GridScorer:
             )
         ]
         with scoring_head(self.job, self.sampling):
-            outputs = self.job.outputs(micro_batches)  # empty except on ranks of the last stage
+            outputs = self.job.outputs(micro_batches)  # The result is empty except on ranks of the last stage.
         scored = [
             (number, fields_5S)
             for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
@@ -133,7 +134,7 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            for module in self.model.modules():  # dynamic frequencies also follow the longest sequence so far
+            for module in self.model.modules():  # Dynamic frequencies also depend on the longest sequence seen so far.
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)

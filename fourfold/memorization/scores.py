@@ -37,7 +37,7 @@ class TokenScores:
     """Scores of one document of T tokens. Every field is [T - 1], for the tokens after the first."""
 
     tokens: NDArray[np.int64]
-    """[T]"""
+    """Token ids [T]."""
     log_prob: NDArray[np.float64]
     """ln p of the token, in nats."""
     predicted: NDArray[np.int64]

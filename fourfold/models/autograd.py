@@ -1,4 +1,4 @@
-"""Base classes for autograd functions with types, which torch's lack."""
+"""Typed base classes for autograd functions, because torch's classes have no types."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # a recomputation gives them only once
+        kept = ctx.saved_tensors  # A recomputation returns saved tensors only once.
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 

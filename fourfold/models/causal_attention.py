@@ -19,12 +19,12 @@ from fourfold.models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
-    """Queries, keys, and values → the heads' outputs: normalize, rotate, attend."""
+    """The attention core: normalize and rotate queries and keys, and attend. Returns the heads' outputs."""
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     is_for_gpu = False
-    """Compute as on a GPU, whatever device the tensors are on. The trace of a run for GPUs sets it."""
+    """Use the GPU's operations on any device. The trace of a GPU run sets this."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class AttentionCore(nn.Module):
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
             # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. Without
-            # them torch would keep all scores.
+            # these kernels, torch would keep all scores.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.softcap and mask is not None:

@@ -19,7 +19,9 @@ ALIGNMENT = 16
 
 
 class HostNumbers:
-    """Integers on their way from a device to the host, after all work issued so far. Only ``read`` waits for them.
+    """Integers that are being copied from a device to the host, after all work issued so far.
+
+    Only ``read`` waits for them.
 
     ``on_device`` has the same integers.
     """
@@ -61,7 +63,7 @@ class Groups:
 
     @cached_property
     def ends_E(self) -> Tensor:
-        """The row after each group, int32 on the device."""
+        """The end of each group: the index of the row after it, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -98,7 +100,10 @@ def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tens
 
 
 class _KeepOperands(Function):
-    """Keep the operands, and compute their gradients. The output is only the place for the matmul's gradient."""
+    """Keep the operands, and compute their gradients.
+
+    The output is a placeholder that receives the matmul's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Context[Groups], rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
@@ -141,11 +146,11 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
     """Return gradᵀ x of each group, [E, O, I], which is zero for an empty group."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
-        groups.zero_empty(out_EOI)  # some kernels leave them as they were (pytorch issue 172439)
+        groups.zero_empty(out_EOI)  # Some kernels do not write the matrices of empty groups (pytorch issue 172439).
         return out_EOI
     out_EOI = rows_NI.new_empty(len(groups.sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(groups.split(grad_NO), groups.split(rows_NI), out_EOI, strict=True):
-        torch.mm(grad.T, rows, out=out_OI)  # zero if there are no rows
+        torch.mm(grad.T, rows, out=out_OI)  # An empty group has a zero gradient.
     return out_EOI
 
 

@@ -18,10 +18,11 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Normal numbers per generator. More would waste more draws, and fewer would make seeding expensive."""
+"""Number of normal numbers per generator. With more, a process would discard more draws. With fewer, seeding would cost
+too much."""
 
 BLOCKS_AT_ONCE = 256
-"""Blocks that are drawn together and copied in one piece: 64 MiB."""
+"""Number of blocks that are drawn together and copied in one piece, 64 MiB in all."""
 
 Slices = tuple[slice, ...]
 

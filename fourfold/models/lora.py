@@ -13,7 +13,7 @@ from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 NEVER_ADAPTED = "shared_expert_gate"
-"""It has only one output, so a low-rank adapter would be as large as the layer."""
+"""The shared expert's gate gets no adapter. It has only one output, so an adapter would be as large as the layer."""
 
 
 class LoRALinear(nn.Linear):

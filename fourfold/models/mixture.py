@@ -168,7 +168,10 @@ class Order(NamedTuple):
     """The number of rows that were not dropped, [], on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
-        """Return how many rows the experts get. On a GPU they also get dropped rows, so the host need not wait."""
+        """Return how many rows the experts get.
+
+        On a GPU this includes dropped rows, so the host need not wait for the exact number.
+        """
         return len(self.place_N) if self.given is None or self.place_N.is_cuda else sum(groups.sizes)
 
 
@@ -205,7 +208,7 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero, whether they are missing at the end or not."""
+    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero. They may be missing at the end."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
@@ -222,7 +225,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # no expert has written the rows after its own
+    if given is not None and not missing:  # No expert has written the rows after the last group.
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH
@@ -248,7 +251,8 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     sorted_N = keys_N[order_N]
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
-    before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)  # rows of its expert before it
+    # The number of rows of the same expert before each row.
+    before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)
     lengths_B = (experts_BSK[..., 0] < num_experts).sum(1)
     kept_BN = before_N.view(sequences, -1) < capacity(factor, lengths_B, chosen, num_experts)[:, None]
     return kept_BN.view_as(experts_BSK)

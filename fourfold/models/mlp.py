@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
     @recomputable
     def down(self, *up_BSF: Tensor) -> Tensor:
-        """Project gate and up, or up alone, to the hidden size."""
+        """Apply the activation to gate and up, or to up alone, and project to the hidden size."""
         out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
         return out_BSH
 

@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """Compute what ``RMSNorm`` computes."""
+    """Return x / rms(x) · weight, as in ``RMSNorm``."""
     normal = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
     if zero_centered:
         return (normal * (1 + weight.float())).to(x.dtype)
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, which can run again in the backward."""
+    """torch's LayerNorm, as a method that the backward can recompute."""
 
     forward = recomputable(nn.LayerNorm.forward)
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
-"""True while a part of the model runs again. Nothing reads its output."""
+"""True while a part of the model is recomputed. Nothing reads the output of this pass."""
 
 MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None)
 """Results of the first forward, for the forward that runs again."""
@@ -45,10 +45,10 @@ def is_recomputed(module: nn.Module, name: str) -> bool:
 
 
 def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Call a function, keep only its inputs, and call it again in the backward."""
+    """Call a function, keep only its inputs, and call the function again in the backward."""
     # Nothing in a block is random, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if not torch.compiler.is_compiling():  # compiled code takes no contexts, and asks for none
+    if not torch.compiler.is_compiling():  # Compiled code accepts no context managers and needs none.
         options["context_fn"] = _first_and_again
     out: Tensor = checkpoint(forward, *inputs, **options)
     return out

@@ -21,7 +21,7 @@ def rope_frequencies(
     2023 (arXiv 2309.00071).
 
     Args:
-        local: return the frequencies of sliding layers, which have a base of their own.
+        local: return the frequencies of sliding layers, which have their own base.
     """
     channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
     theta = config.rope_local_base_freq if local else config.rope_theta
@@ -75,7 +75,7 @@ def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """Rotate, and rotate the other way in the backward. This halves autograd's passes over memory."""
+    """Rotate in the forward, and rotate back in the backward. This needs half of autograd's passes over memory."""
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from fourfold.untrusted_files import check_model_folder, check_regular
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
-"""Bytes read at once. Then the file is closed, so its pages leave this process's memory."""
+"""Number of bytes to read before the file is closed and opened again, which releases its pages from memory."""
 
 PIECE_BYTES = 1 << 24
 """Bytes written at once."""
@@ -129,7 +129,7 @@ class TensorFiles:
 
     def _listed(self) -> dict[str, Path]:
         """Return the file of every tensor according to the index, or nothing if there is a single file."""
-        if (self.folder / SINGLE_FILE).exists():  # transformers reads it too, and not the index
+        if (self.folder / SINGLE_FILE).exists():  # transformers also reads this file and ignores the index.
             return {}
         index = self.folder / INDEX_FILE
         if not index.exists():
@@ -147,7 +147,7 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write. ``make`` is called just before."""
+    """A tensor to write. ``make`` computes it just before it is written."""
 
     name: str
     dtype: torch.dtype
@@ -211,11 +211,11 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
     text += b" " * (-len(text) % 8)
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
-        for content in _contents(text, entries):  # both let other threads run
+        for content in _contents(text, entries):  # Writing and hashing both release the GIL.
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
-            del content  # and with it the tensor, before the next one is made
+            del content  # Free the tensor Free the piece before the next one is made..
         file.flush()
         os.fsync(file.fileno())
     return Written(size, checksum.hexdigest())
@@ -234,7 +234,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
-    """Return the slices of a whole tensor, or of one part along its first dim."""
+    """Return slices that select a whole tensor, or one part of it along the first dim."""
     slices = tuple(slice(0, n) for n in shape)
     return slices if part is None else (slice(part, part + 1), *slices[1:])
 

@@ -30,7 +30,7 @@ from fourfold.parallel.tensor.preference_head import PreferenceHead
 from fourfold.parallel.tensor.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
-"""A pattern of module names → a function of (name, module) that makes the replacement."""
+"""Maps a pattern of module names to a function (name, module) that makes the replacement."""
 
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts: Layouts | None = None) -> DataParallel:
@@ -49,7 +49,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        across_blocks = run.activation_checkpoint.mode != "full"  # otherwise each block runs again on its own
+        across_blocks = run.activation_checkpoint.mode != "full"  # Otherwise each block is recomputed by itself.
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
@@ -86,7 +86,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
     }
-    if split != "sequence":  # some of the queries need a mask
+    if split != "sequence":  # A part of the queries needs a mask.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(

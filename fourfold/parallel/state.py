@@ -62,7 +62,9 @@ def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: i
 
 
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
-    """Complete the gradients of norms and biases. Each rank of x (or y) has the part from its own tokens or heads.
+    """Complete the gradients of norms and biases.
+
+    Before this, each rank of x (or y) has only the share from its own tokens or heads.
 
     This takes one collective per set of axes, once a step, after the sums over dp, cp, and z. Sums commute.
     """
@@ -88,7 +90,7 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     Args:
         shards: This process's shards.
         max_norm: The largest norm.
-        loss_scale: The factor by which the gradients are too large.
+        loss_scale: The factor that the loss was multiplied by. The gradients are divided by it.
 
     Returns:
         The norm before clipping, a scalar.
@@ -127,7 +129,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Join parts to whole tensors by name. What no part covers is NaN."""
+    """Join parts to whole tensors by name. Elements that no part covers are NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

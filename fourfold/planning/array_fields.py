@@ -1,4 +1,4 @@
-"""Cases: dataclasses of numbers or arrays, so that many layouts are predicted at once."""
+"""Dataclasses whose fields are numbers or arrays, so that one call predicts many layouts (cases)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ SomeCases = TypeVar("SomeCases", bound=Cases)
 
 
 def stack(cases: Sequence[SomeCases]) -> SomeCases:
-    """Stack single cases: numbers become arrays (bool if the field's default is bool), and other fields are the
-    first's."""
+    """Stack single cases.
+
+    Numbers become arrays (bool if the field's default is bool). Other fields are taken from the first case.
+    """
     columns: dict[str, Any] = {}
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
@@ -68,7 +70,7 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     rows."""
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
-        if any(np.asarray(column).strides):  # a broadcast scalar distinguishes no rows
+        if any(np.asarray(column).strides):  # A broadcast scalar is equal in all rows.
             values = int(column.max()) + 1
             if numbers * values >= 2**63:
                 kinds, codes = np.unique(codes, return_inverse=True)

@@ -74,7 +74,8 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
 
 
 def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float, float | None]:
-    """Return the seconds that a checkpoint of ``saved`` bytes takes, and the best seconds between two checkpoints.
+    """Return the seconds to write a checkpoint of ``saved`` bytes, and the best interval between checkpoints in
+    seconds.
 
     The interval is None if the machine file does not say how often a GPU fails.
     """
@@ -84,6 +85,6 @@ def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
-    """Return the seconds between checkpoints that lose the least time, √(2 · writing · MTBF) (Young 1974, Daly
-    2006)."""
+    """Return the interval between checkpoints that loses the least time, √(2 · writing · MTBF) seconds (Young 1974,
+    Daly 2006)."""
     return math.sqrt(2 * writing * mtbf)

@@ -40,7 +40,7 @@ class PlanRecord:
     own: Prediction | None
     """The prediction for the run file's own layout."""
     own_refused: str
-    """Why the run file's own layout is illegal. Empty if it is legal."""
+    """The reason why the run file's own layout is illegal. Empty if it is legal."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
@@ -72,7 +72,10 @@ class PlanRecord:
 
     @property
     def is_own_drawn(self) -> bool:
-        """Return whether charts show the run file's own layout. A much longer step would flatten all remaining ones."""
+        """Return whether charts show the run file's own layout.
+
+        If its step is much longer, it would squeeze all other layouts together.
+        """
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 

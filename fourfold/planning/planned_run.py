@@ -20,8 +20,10 @@ REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:
-    """Return a run with a planned layout. Its remaining keys are the request's run file's, or defaults with built-in
-    text."""
+    """Return a run with a planned layout.
+
+    Its remaining keys are the request's run file's, or defaults with built-in text.
+    """
     table: dict[str, Any] = {
         "name": request.name,
         "model": request.model.model_dump(mode="json", exclude_none=True),
@@ -54,7 +56,7 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """Say in one sentence that the learning rate was chosen for another optimizer, if the request replaces the
+    """Return a sentence that says that the learning rate was chosen for another optimizer, if the request replaces the
     optimizer.
 
     AdamW and Muon use the same rate (docs/optimizers.md).

@@ -1,4 +1,4 @@
-"""Differences between training programs that change what a step costs."""
+"""Flags for the differences between training programs that change a step's time or memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Program(Cases):
     tiled_mlp: Flag = False
     """Whether the MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
     offloads_optimizer: Flag = False
-    """Whether gradients, optimizer states, and 32-bit weights are in the host's memory."""
+    """Whether gradients, optimizer states, and 32-bit weights are kept in the host's memory."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 
@@ -91,10 +91,10 @@ class Program(Cases):
     """Whether x divides the experts' widths. If not, ep divides the experts over the ranks of x too, and each expert is
     whole (Megatron-LM's expert_tensor_parallel_size of 1)."""
     sends_once: Flag = False
-    """Whether a token goes once to each rank that has any of its experts, and once over the network to each node
-    (DeepEP). Otherwise it goes once for each expert."""
+    """Whether a token is sent only once to each rank that has any of its experts, and only once over the network to
+    each node (DeepEP). Otherwise it is sent once for each expert."""
     fused_experts: Flag = False
-    """Whether expert matmuls compute the activation, and round what they read and write to 8 bits."""
+    """Whether the expert matmuls also compute the activation and round their inputs and outputs to 8 bits."""
     overlap_ep: Flag = False
     """Whether tokens are exchanged over ep behind another micro-batch's computation."""
     captured: Flag = False

@@ -18,9 +18,10 @@ from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
 
 STEP_TOKENS = 4 << 20
-"""Tokens of a step without ``--global-batch``, a common size for models with billions of parameters."""
+"""Number of tokens in a step if ``--global-batch`` is not given, a common size for models with billions of
+parameters."""
 LONGEST_DEFAULT = 8192
-"""Tokens of a sequence without ``--seq``, if the model's own context is longer."""
+"""Length of a sequence in tokens if ``--seq`` is not given and the model's own context is longer."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
 """Largest values. Beyond them, a layout's sizes do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
@@ -41,7 +42,7 @@ class Request:
     precision: str | None
     optimizer: str | None
     note: str | None = None
-    """What the user should know about the model's file."""
+    """Notes for the user about the model's file."""
 
 
 def request_from_options(
@@ -104,6 +105,6 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    if config.pop(QUANTIZED, None):  # it changes the stored weights, not the trained model
+    if config.pop(QUANTIZED, None):  # This key changes how weights are stored, but not the trained model.
         note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
     return model_of(config, name), folder.resolve().name, note

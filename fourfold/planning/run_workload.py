@@ -50,7 +50,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
-    """Return one token of a model on one device under fourfold. Complete it with ``Workload.but``."""
+    """Return a workload of one token on one device, trained by fourfold. Complete it with ``Workload.but``."""
     return Workload(model_shape(model), Layout(ends=_ends(model)))
 
 
@@ -110,5 +110,5 @@ def workload_of(run: RunConfig) -> Workload:
 
 
 def _ends(model: ModelConfig) -> float:
-    """Return the head's work in layers, which the embedding counts for too."""
+    """Return the work of the head as a number of layers. The embedding counts for the same number."""
     return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

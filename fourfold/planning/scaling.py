@@ -25,13 +25,13 @@ class ScalingPoint:
     efficiency: float | None
     """Tokens per second per GPU, relative to the first size that fits."""
     why_not: str
-    """Why nothing fits, or empty."""
+    """The reason why nothing fits. Empty if something fits."""
     published_pflops: float | None
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """Return the PFLOP/s of all GPUs: by model FLOPs, as MFU counts, and by Megatron-LM's count, as published
-        figures do."""
+        """Return the PFLOP/s of all GPUs in two counts: model FLOPs, which MFU uses, and Megatron-LM's count, which
+        published figures use."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 
@@ -84,8 +84,7 @@ def scaling_curve(
         limits: Limits of the search.
         model: The model's name.
         watch: Called with the number of finished sizes and the number of all sizes.
-        known: The plan of ``base`` on one of the sizes, under the same limits, which is not made again (strong scaling
-            only).
+        known: A plan that exists already: of ``base`` on one of the sizes, under the same limits (strong scaling only).
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None

@@ -12,7 +12,7 @@ from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of ``Layout.recompute``. Selective runs parts of a block again in the backward, full runs the whole block."""
+"""Values of ``Layout.recompute``. Selective recomputes parts of a block in the backward, full the whole block."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -34,9 +34,9 @@ class ModelShape(Cases):
     layers: Number
     hidden: Number
     queries: Number
-    """Features of all query heads."""
+    """Number of features of all query heads together."""
     keys: Number
-    """Features of all key heads. All value heads have the same number."""
+    """Number of features of all key heads together. The value heads have the same number."""
     head_dim: Number
     inner: Number
     """Width of a dense MLP. 0 if there is none."""
@@ -57,7 +57,7 @@ class ModelShape(Cases):
     head_norms: Flag = False
     """Whether queries and keys are normalized."""
     joint_head_norms: Flag = False
-    """Whether they are normalized over all heads at once."""
+    """Whether queries and keys are normalized over all heads at once."""
     layer_norm: Flag = False
     """Whether norms are LayerNorm instead of RMSNorm."""
     zero_centered: Flag = False
@@ -83,7 +83,7 @@ class ModelShape(Cases):
     expert_inner: Number = 0
     """Width of an expert, which has a gate."""
     shared_inner: Number = 0
-    """Width of the shared expert, a gated MLP that every token passes. 0 if there is none."""
+    """Width of the shared expert, a gated MLP that processes every token. 0 if there is none."""
     shared_gate: Flag = False
     """Whether a per-token gate multiplies the shared expert's output."""
     sparse: Number = 0
@@ -95,14 +95,13 @@ class ModelShape(Cases):
         return np.where(np.greater(self.sparse, 0), np.rint(self.layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
-        """Return the number of keys that a query sees, the mean over queries and blocks: the causal half, or the
-        window."""
+        """Return the mean number of keys that a query sees, over queries and blocks: the causal half, or the window."""
         window = np.minimum(self.window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
 
     @property
     def mean_inner(self) -> Number:
-        """Return the width of the MLP that every token passes, dense or shared, as the mean over all blocks."""
+        """Return the mean width of the MLP that processes every token (dense, or a shared expert), over all blocks."""
         return (1 - self.sparse) * self.inner + self.sparse * self.shared_inner
 
     @property
@@ -117,18 +116,18 @@ class ModelShape(Cases):
 
     @property
     def block_weights(self) -> Number:
-        """Return the matrix entries of one block (the mean of all), without its experts."""
+        """Return the mean number of matrix entries of a block, without its experts."""
         router = self.sparse * self.experts
         return self.hidden * (2 * self.queries + 2 * self.keys + self.mean_gate_up + self.mean_inner + router)
 
     @property
     def expert_weights(self) -> Number:
-        """Return the matrix entries of all experts of one block (the mean of all)."""
+        """Return the mean number of matrix entries of a block's experts."""
         return self.experts * self.sparse * 3 * self.hidden * self.expert_inner
 
     @property
     def active_weights(self) -> Number:
-        """Return the matrix entries of one block (the mean of all) that a token is multiplied by."""
+        """Return the mean number of a block's matrix entries that a token is multiplied by."""
         return self.block_weights + self.chosen * self.sparse * 3 * self.hidden * self.expert_inner
 
 
@@ -163,9 +162,9 @@ class Layout(Cases):
     offload: Flag = False
     """Whether full recompute keeps its block inputs in the host's memory."""
     ends: Number = 0.0
-    """Work of the embedding, and of the head, in layers, when layers are split into stages."""
+    """Number of layers that the embedding, and the head, each count for when layers are divided into stages."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Explicit split of a single layout, from its run file."""
+    """Number of layers of each stage, if a run file gives it. Only for a single layout."""
 
     @property
     def gpus(self) -> Number:
@@ -178,7 +177,7 @@ class Layout(Cases):
 
     @property
     def split_backward(self) -> Flag:
-        """Return whether weight gradients are computed apart from input gradients."""
+        """Return whether weight gradients are computed separately from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property
@@ -211,7 +210,7 @@ class Step(Cases):
     batch: Number = 1
     """Sequences of the global batch."""
     bits: Number = 16
-    """16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
+    """Bits of the computation: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
     reduce_bytes: Number = 4
     """Bytes per gradient entry in sums over micro-batches and over ranks."""
     weight_bytes: Number = 4
@@ -259,7 +258,8 @@ class Workload(Cases):
     def micro_batches(self) -> Number:
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
-        return self.step.batch / layout.micro_batch / (layout.z * layout.dp)  # a product of three may exceed 32 bits
+        # The product of three sizes may exceed 32 bits.
+        return self.step.batch / layout.micro_batch / (layout.z * layout.dp)
 
     @property
     def parts(self) -> Number:
@@ -268,8 +268,8 @@ class Workload(Cases):
 
     @property
     def together(self) -> Number:
-        """Return the sequences of one part: all of them if they are too few to divide, and a part is some tokens of
-        each."""
+        """Return the number of sequences in one part. If there are too few to divide, a part has some tokens of all
+        sequences."""
         whole = self.layout.micro_batch
         return np.where(whole % self.parts == 0, whole // self.parts, whole)
 
@@ -320,7 +320,7 @@ class Workload(Cases):
         return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:
-        """Return the model FLOPs plus what the layout recomputes. HFU uses these FLOPs."""
+        """Return the model FLOPs plus the recomputed FLOPs of the layout. HFU uses them."""
         model, recompute, attention = self.model, self.layout.recompute, self.token_attention
         last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden * model.mean_inner
         full = 2 * model.layers * (model.active_weights - last) + attention
@@ -329,7 +329,7 @@ class Workload(Cases):
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
-        """Return the FLOPs that Megatron-LM publishes: everything recomputed, in every layout, and no causal mask.
+        """Return the FLOPs in Megatron-LM's count, which assumes full recompute in every layout and no causal mask.
 
         Use it only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """
@@ -341,7 +341,7 @@ class Workload(Cases):
 
 PARTS = {"model": ModelShape, "layout": Layout, "step": Step, "program": Program}
 PART_OF = {field.name: part for part, kind in PARTS.items() for field in fields(kind)}
-"""The part of a workload that has a field."""
+"""Maps each field to the part of a workload that has it."""
 assert len(PART_OF) == sum(len(fields(kind)) for kind in PARTS.values()), "fields of a workload have unique names"
 
 

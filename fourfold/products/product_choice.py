@@ -62,7 +62,7 @@ def tuned_layers(
     layers = {}
     for sizes in dict.fromkeys(product_sizes(run).values()):
         key = key_of(sizes, dtype)
-        table = read_table(machine)  # another process may have written since
+        table = read_table(machine)  # Another process may have written the table since.
         if again or key not in table.layers:
             table.layers[key] = tune_layer(sizes, dtype, device)
             write_table(table)

@@ -18,7 +18,8 @@ from fourfold.products.product_choice import tuned_layers
 from fourfold.products.product_table import TunedLayer, machine_of, table_file
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
-"""The three matmuls of a layer, and their keys in a machine file's section ``layouts``, named after stored operands."""
+"""Maps the three matmuls of a layer to their keys in a machine file's section ``layouts``. A key names the layouts of
+the stored operands."""
 
 
 def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
         again: Also measure sizes that are in the table.
     """
     device = choose_device(Place(0, 0, 1, 1, launcher="local"), run.training.device)
-    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch has read it already
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch has already read the variable.
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
     machine = machine_of(device)
@@ -63,7 +64,7 @@ def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSize
 
 
 def rates(layers: Mapping[ProductSizes, TunedLayer]) -> dict[str, float]:
-    """Return FLOP/s of each of the three matmuls over all sizes, in the chosen layouts."""
+    """Return the FLOP/s of each of the three matmuls over all sizes, in the chosen layouts."""
     flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
     gains = {kind: [tuned.gains[product] for tuned in layers.values()] for product, kind in KINDS.items()}
     return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

@@ -22,16 +22,16 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """One matmul's measured time, and what its layout gains over operands as stored."""
+    """One matmul's measured time, and the gain of its layout over operands as stored."""
 
     seconds: float = Field(gt=0)
-    """With operands as stored."""
+    """Seconds with operands as stored."""
     gain: float = Field(gt=0)
     """Seconds as stored divided by seconds of the layout: the median of the rounds."""
     low: float = Field(gt=0)
-    """The lower quartile of the rounds."""
+    """Lower quartile of this gain over the rounds."""
     high: float = Field(gt=0)
-    """The upper quartile of the rounds."""
+    """Upper quartile of this gain over the rounds."""
 
 
 class TunedLayer(Strict):
@@ -40,7 +40,7 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls if the weight had the order that was not chosen."""
+    """The gain of all three matmuls with the weight order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -82,7 +82,7 @@ def machine_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, which Python knows only on some systems."""
+    """Return the processor's name. Python itself knows it only on some systems."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -1,7 +1,8 @@
 """Time a linear layer's matmuls in all layouts, and choose layouts that are faster by more than the noise.
 
-Timings are noisy, and the best of many is often the luckiest. So the first rounds only nominate one layout per matmul
-for each way to store the weight. New rounds, which alternate with operands as stored, decide.
+Timings are noisy, and the best of many is often just the luckiest. So the first rounds only nominate one layout per
+matmul for each way to store the weight. New rounds then alternate between the nominee and operands as stored, and
+decide.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ HOPELESS = 1.1
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""A matmul is repeated for about this time, so the clock's resolution and a GPU's launches matter little."""
+"""Seconds for which a matmul is repeated, long enough that the clock's resolution and a GPU's launches matter
+little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -45,7 +47,8 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The copies to try for each matmul. Its other operand already has its columns along the sum."""
+"""The copies to try for each matmul, of the operand whose rows run along the sum. The second operand's columns already
+do."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -90,7 +93,7 @@ def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) ->
 
 
 def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the seconds of all three matmuls as stored, divided by those in ``layout``, in new rounds that run
+    """Return how many times faster all three matmuls are in ``layout`` than as stored, measured in new rounds that run
     both."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
@@ -130,12 +133,14 @@ def _tune_product(
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
-    return min(times[AS_STORED]), chosen  # other programs only add to it
+    return min(times[AS_STORED]), chosen  # Other programs can only make a repetition slower.
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
-    """Return the fastest candidate for this way to store the weight, or the one without copies if it is hardly
-    slower."""
+    """Return the fastest candidate for this way to store the weight.
+
+    Prefer the candidate without copies if it is hardly slower.
+    """
     plain = Candidate(turned, Way())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
     return best if medians[best] * LEAST_GAIN < medians[plain] else plain

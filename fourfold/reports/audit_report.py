@@ -75,7 +75,7 @@ def attack_rows(record: Record) -> Rows:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Return the effect of the goldfish mask as labels and values. Empty if no mask was replayed."""
+    """Return labels and values that show the effect of the goldfish mask. Empty if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -148,7 +148,7 @@ def _position_chart(record: Record) -> str:
 
 def _count_chart(record: Record) -> list[str]:
     groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # a table is enough for two points
+    if len(groups) < 3:  # Two points need no chart.
         return []
     counts = [count for count, _ in groups]
     exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)

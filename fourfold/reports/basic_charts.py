@@ -8,7 +8,7 @@ from fourfold.reports.chart import chart, empty_chart
 from fourfold.reports.numbers import downsample, format_number
 
 BUCKETS = 1000
-"""A line has at most twice as many points."""
+"""Number of buckets of a long line. Each bucket keeps two points."""
 LABELED = 12
 """Number of points up to which a line of dots shows their values, if there is room."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
@@ -21,7 +21,7 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    """None is a gap."""
+    """The values. None is a gap."""
     dots: bool = False
     """Mark each point, for series of few points."""
     joined: bool = True

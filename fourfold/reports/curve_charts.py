@@ -10,7 +10,7 @@ from fourfold.reports.chart import NOTHING, empty_chart, figure
 from fourfold.reports.numbers import bucket_means, downsample
 
 BUCKETS = 1000
-"""A curve has at most twice as many points, and as many means of neighbors for its smoothing."""
+"""Number of buckets of a long curve. Each bucket keeps two points, and one mean for the smoothing."""
 
 CONTROLS = """<div class="controls">
 <fieldset data-control="x"><legend>x axis</legend>
@@ -64,8 +64,9 @@ def curve_chart(
     from_zero: bool = False,
     height: int = 260,
 ) -> str:
-    """Draw curves that follow the page's ``CONTROLS``. Dragging zooms all curves of the page to the same part of the
-    run.
+    """Draw curves that follow the page's ``CONTROLS``.
+
+    Dragging zooms all curves of the page to the same part of the run.
 
     Args:
         title: The chart's title.
@@ -91,7 +92,8 @@ def curve_chart(
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:
-    """Return points as [step, tokens, seconds, value], thinned to extremes, and the means to smooth instead."""
+    """Return the points as [step, tokens, seconds, value], thinned to their extremes, and the means that the smoothing
+    uses."""
     order, values = range(len(curve.points)), [value for _, value in curve.points]
     kept, _ = downsample(order, values, BUCKETS)
     is_thinned = len(kept) < len(order)

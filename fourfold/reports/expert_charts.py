@@ -8,16 +8,19 @@ from fourfold.reports.heatmap import heat_map
 from fourfold.reports.numbers import format_number
 
 COLUMNS, CELLS = 60, 4096
-"""The most steps of a map, and about the most cells."""
+"""Largest number of steps in a map, and the approximate largest number of cells."""
 
 
 def expert_maps(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the load of each expert in the least even layer. Then draw, for each layer, its busiest expert's load, its
-    router's entropy, and the fraction of its rows that were dropped, if any.
+    """Draw the load of each expert in the least even layer.
+
+    Then draw, for each layer, its busiest expert's load, its router's entropy, and the fraction of its rows that were
+    dropped, if any.
 
     A load is relative to the layer's mean. It is 1 if all experts have equally many tokens.
     """
-    loads = [[_relative(rows) for rows in record["tokens_per_expert"]] for record in records]  # step, layer, expert
+    # The dims are step, layer, and expert.
+    loads = [[_relative(rows) for rows in record["tokens_per_expert"]] for record in records]
     busiest = [list(map(max, of_step)) for of_step in loads]
     uneven = max(range(len(busiest[-1])), key=busiest[-1].__getitem__)
     layers = list(map(str, records[-1]["layers"]))
@@ -52,9 +55,9 @@ def _map(
     row_names: Sequence[str] | None = None,
     least: float = 2.0,
 ) -> str:
-    """Draw values by step, then row. The darkest cell stands for at least ``least``."""
+    """Draw values, given by step and then by row. The scale of colors reaches at least to ``least``."""
     stride = -(-len(steps) // max(8, min(COLUMNS, CELLS // len(by_step[0]))))
-    shown = range((len(steps) - 1) % stride, len(steps), stride)  # always with the last step
+    shown = range((len(steps) - 1) % stride, len(steps), stride)  # Always include the last step.
     values = [[by_step[column][row] for column in shown] for row in range(len(by_step[0]))]
     limits = (0.0, max(least, *(max(row) for row in values)))
     names = [steps[column] for column in shown]

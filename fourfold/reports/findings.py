@@ -16,7 +16,7 @@ LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
-    """Print a finding, with another machine's name, and below it what to do."""
+    """Print a finding, with the machine's name if it is another machine, and the advice below it."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)

@@ -6,7 +6,7 @@ from fourfold.reports.chart import chart
 from fourfold.reports.numbers import format_number
 
 MOST_ROWS = 48
-"""Larger maps have no numbers in their cells."""
+"""Largest number of rows and columns for which cells show their numbers."""
 
 
 def heat_map(

@@ -13,7 +13,7 @@ from fourfold.reports.layout_sample import WIDEST, Shown
 from fourfold.reports.scatter_charts import Dot, PointGroup, scatter
 
 LINES = 300
-"""The most lines of the parallel coordinates."""
+"""Largest number of lines in the parallel coordinates."""
 FITS = "fits"
 OWN_COLORS = {FITS: "--s0", "best": "--s1", "yours": "--s3"}
 

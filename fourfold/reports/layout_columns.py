@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
-"""Headers of a layout's choices. ``also`` holds choices that few layouts make."""
+"""Headers of a layout's choices. The column ``also`` holds rare choices."""
 SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
-"""Names of schedules that would widen a column."""
+"""Short names of schedules whose full names would make the column too wide."""
 
 
 def choices(work: Workload) -> dict[str, str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fourfold.planning.workload import Workload
 
 FASTEST, SLOWER, OUT = 200, 200, 60
-"""Number of shown layouts: the fastest that fit, slower ones that fit, and ones that may not fit."""
+"""Number of shown layouts: the fastest ones that fit, slower ones that fit, and ones that may not fit."""
 
 WIDEST = 2.0
 """Layouts that hold more than this many times a device's memory are neither drawn nor sampled."""
@@ -32,7 +32,7 @@ class Shown:
     """
 
     label: str
-    """Its rank, or ``PlanRecord.own_label``. Empty for a refused layout."""
+    """The layout's rank, or ``PlanRecord.own_label``. Empty for a refused layout."""
     work: Workload
     seconds: float
     memory: float

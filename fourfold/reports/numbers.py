@@ -46,8 +46,10 @@ def downsample(
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Return the last index and the mean of each of ``buckets`` runs of neighbors. The mean is None without any
-    number."""
+    """Return the last index and the mean of each of ``buckets`` runs of neighbors.
+
+    The mean of a run without numbers is None.
+    """
     ends = [(bucket + 1) * len(y) // buckets for bucket in range(buckets)]
     means = []
     for begin, end in pairwise([0, *ends]):

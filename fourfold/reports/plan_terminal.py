@@ -32,21 +32,24 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that follow a validation's errors: the key of its record, and for each header a key there and its format."""
+"""Tables below a validation's errors. Each maps a key of the record to its headers, and each header to a key and a
+format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Names of the explained layouts."""
 WORDS = ("", "recompute", "also")
-"""Headers of a plan's columns that hold words and may wrap."""
+"""Headers of a plan's columns whose cells are words and may wrap."""
 PARTS_NAMED = 7
-"""The most parts of the waterfall."""
+"""Largest number of parts in the waterfall."""
 MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Numbers of a scaling curve. Its remaining columns need the room of 80 characters."""
+"""Numeric columns of a scaling curve. With all columns, the table would not fit 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Print the ranked layouts. With ``explained``, also print where a step's time goes, and what would change the
-    order."""
+    """Print the ranked layouts.
+
+    With ``explained``, also print where a step's time goes and which machine constants would change the order.
+    """
     request, plan, console = result.request, result.plan, Console()
     title = (
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.step.batch):,} sequences of "
@@ -81,10 +84,11 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the columns of the ranked layouts and the run file's own layout by header, and what all rows share.
+    """Return the columns of the ranked layouts and the run file's own layout, by header, and the choices that all rows
+    share.
 
-    If a terminal is too narrow, the table drops the choices that all rows share, which are named below the table, and
-    then some numbers, but never P(OOM).
+    In a narrow terminal, the table first drops the choices that all rows share and names them below the table. Then it
+    drops some numbers, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -94,7 +98,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Dropping one of the last three costs more than a second line in a cell of words.
+        # Dropping one of the last three columns is worse than a second line in a cell of words.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)
@@ -205,12 +209,12 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def flop_headers(published: bool) -> list[str]:
-    """Name the columns of ``flop_rates``, each by what it counts."""
+    """Name the columns of ``flop_rates`` after the FLOPs that they count."""
     return ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
 
 
 def flop_rates(point: ScalingPoint, published: bool) -> list[str]:
-    """Format a size's PFLOP/s, and if a curve has published figures, also the PFLOP/s in their convention."""
+    """Format a size's PFLOP/s. If the curve has published figures, add the PFLOP/s in their convention."""
     model, megatron = point.pflops
     figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
     return [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]

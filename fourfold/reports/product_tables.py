@@ -9,7 +9,7 @@ HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain
 
 
 def product_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row per matmul from the records of layers: its rate as stored, and another layout's gain.
+    """Return one row per matmul from the records of layers: its rate as stored, and the gain of another layout.
 
     "other order" is the gain of the whole layer if its weight had been stored in the other order.
     """

@@ -38,8 +38,10 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Return calls, bytes, and seconds issued, hidden, and exposed. All are zero on a rank without such a
-    collective."""
+    """Return calls, bytes, and seconds issued, hidden, and exposed.
+
+    All are zero on a rank without such a collective.
+    """
     lines = [line for line in rank["collectives"] if line["axis"] == axis]
     times = rank["axes"].get(axis, {})
     sent = [sum(line[key] for line in lines) for key in ("count", "bytes")]

@@ -25,14 +25,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The steps of a run. ``name`` labels its curves."""
+    """The recorded steps of a run. ``name`` labels its curves."""
 
     folder: Path
     name: str
     records: Sequence[Record]
     run_file: str
     resumed: Sequence[int] = field(default=())
-    """Steps of the checkpoints from which it continued."""
+    """Steps of the checkpoints that the run resumed from."""
 
     @cached_property
     def places(self) -> dict[int, StepPositions]:
@@ -44,7 +44,7 @@ class RecordedRun:
         }
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
-        """Return the values of one key in a unit. A null is a gap, and a line without the key is no point."""
+        """Return the values of one key in a unit. A null becomes a gap. Lines without the key are left out."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]
 
@@ -59,7 +59,8 @@ class RecordedRun:
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
         """Return the most important numbers. None marks numbers that were not recorded.
 
-        Losses are the last ones, or the losses at ``step`` and at the validation after step ``validated``.
+        The losses are from the last step and validation, or from ``step`` and from the validation after step
+        ``validated``.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")

@@ -87,7 +87,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 
 def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
-    """Say at which steps the table's losses are, or that they are at different steps."""
+    """Return a sentence that says at which steps the table's losses were recorded, or that the steps differ."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
         f"The {what} of the table are {'the last ones, at different steps' if step is None else f'at step {step:,}'}: "
@@ -99,7 +99,7 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Note steps whose loss was not a number. In the curves they are gaps, which can be too thin to see."""
+    """Return a note about steps whose loss was not a number. Their gaps in the curves can be too thin to see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
@@ -137,7 +137,10 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 
 def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """Name the curve of a run's validations unlike any run, because a name is a button of the legend."""
+    """Name the curve of a run's validations.
+
+    The name must differ from every run's name, because each name is a button in the legend.
+    """
     name = f"{run.name}, validation"
     while name in {other.name for other in runs}:
         name += " loss"
@@ -164,13 +167,13 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _experts(run: RecordedRun) -> list[str]:
-    """Draw heat maps of a mixture's experts, and nothing for dense models."""
+    """Draw heat maps of a mixture's experts. Return nothing for dense models."""
     shown = read_short_record(run.folder / EXPERTS_FILE, ExpertRecord)
     return ["<h2>Experts</h2>", html.charts(expert_maps(shown))] if shown else []
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Chart the canaries during training by their number of repeats, and nothing without [audit]."""
+    """Chart the canaries during training by their number of repeats. Return nothing without [audit]."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:

@@ -12,14 +12,14 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl: task, metric, value, and why other tasks failed."""
+    """A line of tasks.jsonl: task, metric, value, and the reasons why tasks failed."""
 
     tasks: dict[str, dict[str, float | None]]
     failed: dict[str, str] = {}
 
 
 class CanaryGroup(BaseModel):
-    """Documents that were trained on equally often."""
+    """Documents that were trained on the same number of times."""
 
     exact_match: float
     loss: float

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_WORD = 24
-"""Longest word, such as a path, that is not broken."""
+"""Length of the longest word that is not broken. A path may be longer."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
@@ -19,8 +19,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
     The first column, columns without a name, and columns named in ``words`` are text. All remaining columns are
     numbers, aligned right. Text wraps between words, and a number never wraps. In a terminal that is too narrow,
-    columns lose their lines and padding. If that does not suffice, the table is printed in several parts, each with the
-    first column.
+    the table loses its lines and padding. If that is not enough, it is printed in several parts, each with the first
+    column.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
@@ -32,7 +32,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         others = [[row[0], *row[count:]] for row in rows]
         print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
         return
-    room = console.width - len(header) + 1  # without the space between columns
+    room = console.width - len(header) + 1  # Leave out the space between columns.
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
     widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))
@@ -70,7 +70,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the width at which only the header (the first cell) wraps, and text that is longer than any number."""
+    """Return the width at which only the header (the first cell) and text longer than any number wrap."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),
@@ -83,7 +83,8 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all fit: down to the widths of each stage, then if necessary to one character."""
+    """Shrink the widest columns until all fit: to the widths of each stage in turn, and if necessary to one
+    character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

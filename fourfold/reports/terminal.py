@@ -138,8 +138,8 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences with trained tokens in green, tokens that the goldfish mask drops in red brackets, and all
-    further tokens dimmed. Then print statistics of the masks."""
+    """Print sequences with trained tokens in green, tokens that the goldfish mask drops in red brackets, and all other
+    tokens dimmed. Then print statistics of the masks."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -198,7 +198,7 @@ def rank_table(record: Mapping[str, Any]) -> None:
 
 
 def loki_tables(record: Mapping[str, Any]) -> None:
-    """Print the quality that Loki loses on a text and in tasks."""
+    """Print how much quality a model loses with Loki on a text and in tasks."""
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
         print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))

@@ -1,4 +1,5 @@
-"""Draw the timeline of a predicted step: every forward and backward of each pp rank, and what follows them."""
+"""Draw the timeline of a predicted step: every forward and backward of each pp rank, and the work at the end of the
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 STAGES, OPERATIONS = 16, 4000
-"""The largest timeline. A larger pipeline is shown in part."""
+"""Largest numbers of ranks and operations in a timeline. A larger pipeline is shown only in part."""
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 REST = "rest of the step"
 
@@ -29,8 +30,10 @@ class Bar(NamedTuple):
 
 
 def step_timeline(best: Prediction) -> str:
-    """Draw the step with equal stages. The chart can zoom and has a button that saves it for Perfetto and
-    chrome://tracing."""
+    """Draw the step with equal stages.
+
+    The chart can zoom and has a button that saves it for Perfetto and chrome://tracing.
+    """
     bars, cut = timeline_bars(best)
     ranks = 1 + max(bar.rank for bar in bars)
     kinds = [kind for kind in (*KINDS.values(), REST) if any(bar.kind == kind for bar in bars)]
@@ -70,7 +73,7 @@ def timeline_bars(best: Prediction) -> tuple[list[Bar], str]:
     stages = min(pp, STAGES)
     shown = min(count, max(OPERATIONS // (2 * stages * chunks), 1))
     if pp > 1 and shown < count:
-        shown = max(shown - shown % stages, min(stages, count))  # interleaved schedules need whole rounds
+        shown = max(shown - shown % stages, min(stages, count))  # Interleaved schedules need whole rounds.
     if pp == 1:
         bars = []
         for number in range(shown):

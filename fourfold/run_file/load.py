@@ -61,8 +61,8 @@ REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set 
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
 
 CLOSE_SPELLING = 0.75
-"""Similarity above which a key counts as a misspelling: 0.9 for seq_lenght and seq_length, 0.71 for streaming and
-train."""
+"""Similarity above which a key counts as a misspelling. For example, seq_lenght and seq_length have 0.9, and streaming
+and train have 0.71."""
 
 
 UNKNOWN = "extra_forbidden"
@@ -88,8 +88,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
-    """Validate a run given as nested tables. A mistake is blamed on the override that sets its key, or else on
-    ``where``."""
+    """Validate a run given as nested tables.
+
+    The message for a mistake names the override that sets the key, or ``where`` if no override does.
+    """
     table = _without_removed(table)
     if isinstance(table.get("model"), dict):
         table["model"] = with_preset(from_huggingface(table["model"]))
@@ -138,7 +140,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _place(error: ErrorDetails) -> str:
-    """Return the dotted name of a mistaken key. The schema does not have an unknown one."""
+    """Return the dotted name of a mistaken key, which may be unknown to the schema."""
     location = error["loc"]
     return ".".join(map(str, location)) if error["type"] == UNKNOWN else key_at(RunConfig, location).place
 

@@ -16,9 +16,9 @@ from fourfold.training.metrics import StepMetrics
 
 Fact = str | int | float | None
 Facts = Mapping[str, Fact]
-"""Lines to print: label to value."""
+"""Lines to print, as labels and their values."""
 
-_ETA_WINDOW = 50  # steps; long enough to hold an evaluation or a checkpoint, short enough to follow a change
+_ETA_WINDOW = 50  # Number of steps, enough to include an evaluation or a checkpoint, and few enough to follow a change.
 _BAR_COLUMNS = 24
 
 
@@ -84,7 +84,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # not rounded to 100.0%
+        if metrics.trained_token_share < 0.9995:  # Do not round up to 100.0%.
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")

@@ -68,7 +68,7 @@ class Corpora:
     def close(self) -> None:
         """Stop the threads that read ahead."""
         if self.stream is not None:
-            self.stream.close()  # first: the loader may wait for it
+            self.stream.close()  # Close the stream first, because the loader may be waiting for it.
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:

@@ -37,7 +37,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Count no weight gradients and no adapters (LoRA).
+        frozen: Leave out weight gradients and adapters (LoRA).
     """
     work = workload_of_model(model).but(seq=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
@@ -46,15 +46,15 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
 
 
 def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:
-    """Compute the model TFLOP/s of one device from the tokens per second of all devices together."""
+    """Compute the model TFLOP/s per device from the tokens per second of all devices."""
     return training_flops_per_token * tokens_per_second / num_devices / 1e12
 
 
 class PeakFlops(NamedTuple):
-    """The dense peak of one device, where a device is what PyTorch calls one."""
+    """The dense peak of one device, in PyTorch's sense of a device."""
 
     flops: float
-    """FLOP/s."""
+    """The peak in FLOP/s."""
     source: str
     """A sentence that names the published figure."""
 
@@ -65,9 +65,9 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
 
 
 class _Device(NamedTuple):
-    pattern: str  # of torch.cuda.get_device_name()
+    pattern: str  # The names are substrings of torch.cuda.get_device_name().
     label: str
-    half: float  # bf16 and fp16, dense
+    half: float  # Dense peaks of bf16 and fp16.
     fp32: float
     source: str
 

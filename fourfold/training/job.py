@@ -42,10 +42,10 @@ class StepResult:
     """The numbers of one step, over all ranks."""
 
     loss: Tensor
-    """The mean over the kept tokens. With [dpo], the mean over pairs."""
+    """The mean loss over the kept tokens. With [dpo], the mean over pairs."""
 
     grad_norm: Tensor
-    """The global norm before clipping."""
+    """The global gradient norm before clipping."""
 
     kept_tokens: Tensor
     """The number of tokens that the loss counts. With [dpo], of pairs."""
@@ -161,7 +161,7 @@ class Job(TrainingState):
         return result
 
     def clip(self) -> Tensor:
-        """Clip the gradients to ``optimizer.max_grad_norm``, and return the norm before."""
+        """Clip the gradients to ``optimizer.max_grad_norm``, and return the norm before clipping."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return self.clip_gradients(self.run.optimizer.max_grad_norm, scale)
 
@@ -175,7 +175,8 @@ class Job(TrainingState):
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            overflowed = not math.isfinite(grad_norm)  # waits for the device, unless grad_norm is a number already
+            # This waits for the device, unless grad_norm is already a number.
+            overflowed = not math.isfinite(grad_norm)
             self.loss_scale.update(overflowed)
             if overflowed:
                 return self.skip_update()

@@ -29,20 +29,21 @@ class StepMetrics:
     not finite are written as null.
     """
 
-    step: int  # counted from 1
-    loss: float  # mean over the trained tokens, in nats per token
-    grad_norm: float | None  # before clipping
+    step: int  # The step, counted from 1.
+    loss: float  # Mean over the trained tokens, in nats per token.
+    grad_norm: float | None  # Global gradient norm before clipping.
     lr: float
-    tokens: int  # since the beginning of the run, including masked ones
+    tokens: int  # Tokens since the beginning of the run, including masked ones.
     tokens_per_second: float
     model_tflops_per_device: float
-    mfu: float | None  # fraction of the peak, or None if the peak is unknown
-    peak_memory_bytes: int  # of the fullest device, or of the process on CPU
+    mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
+    peak_memory_bytes: int  # Peak memory of the fullest device, or of the process on a CPU.
     step_seconds: float
-    trained_token_share: float  # tokens in the loss / all tokens of the step (with [dpo], pairs)
-    validation_loss: float | None = None  # absent from the lines of steps without a validation
-    skipped: bool = False  # the update was not applied (absent if it was)
-    more: Mapping[str, float] = field(default_factory=dict)  # numbers of only some runs, each a key of the line
+    trained_token_share: float  # Tokens in the loss divided by all tokens of the step (with [dpo], pairs).
+    validation_loss: float | None = None  # Absent in steps without a validation.
+    skipped: bool = False  # True if the update was not applied. Absent otherwise.
+    # Numbers that only some runs have. Each becomes a key of the line.
+    more: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, int | float | None]:
         """Return the JSON object of this step."""
@@ -118,7 +119,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True is one too
+        if not isinstance(record, dict) or type(record.get("step")) is not int:  # In Python, True is an int too.
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         try:
             if check is not None:
@@ -154,10 +155,10 @@ def peak_memory_bytes(device: "torch.device") -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    import resource  # imported here because it is POSIX only, and reports import this file
+    import resource  # Imported here because resource is POSIX only, and reports import this file.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    return peak if sys.platform == "darwin" else peak * 1024  # The number is in bytes on macOS and in KiB elsewhere.
 
 
 def _to_line(record: Mapping[str, Any]) -> str:

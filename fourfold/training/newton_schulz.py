@@ -1,7 +1,8 @@
 """Orthogonalize a matrix approximately with a few matmuls. This is the heart of Muon.
 
 Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. With the published coefficients, five steps bring every
-singular value of a normalized matrix that is not tiny to between 0.7 and 1.2, which trains as well as exactly 1.
+singular value of a normalized matrix, unless it is tiny, into the range from 0.7 to 1.2. This trains as well as exactly
+1.
 """
 
 from __future__ import annotations

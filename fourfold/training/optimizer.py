@@ -31,7 +31,8 @@ class Treatment(NamedTuple):
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """Return the settings of a parameter: from the first group of the run file that names it, else from the run."""
+    """Return the settings of a parameter: from the first group of the run file that names it, or from [optimizer] if no
+    group does."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -69,7 +70,7 @@ class ShardedOptimizer:
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        self._steps = 0  # AdamW counts in tensors, which the trace on fake tensors cannot read
+        self._steps = 0  # AdamW keeps step counts in tensors, which the trace on fake tensors cannot read.
         # In their memory layout: fused kernels pass over weight, gradient, and moments in the same order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
@@ -242,7 +243,7 @@ class ShardedOptimizer:
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the step count of Adam's bias correction, after moments were loaded."""
+        """Set the step count of Adam's bias correction after loading moments."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)

@@ -11,12 +11,12 @@ class Outcome:
 
     run_dir: str
     steps: int
-    """Number of optimizer steps behind the weights, including steps before this job."""
+    """Number of optimizer steps that the weights have had, including steps before this job."""
     loss: float | None
     """Loss of the last good step. None if no step was taken."""
     checkpoint: str | None
     """The newest checkpoint in the run's folder."""
     sample: str | None
     stopped: bool
-    """A signal or the time limit ended the job before its last step."""
+    """Whether a signal or the time limit ended the job before its last step."""
     is_first_process: bool

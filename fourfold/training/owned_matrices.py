@@ -1,9 +1,9 @@
 """Gather each sharded matrix on one rank, for computations that need the whole matrix (Muon).
 
 The ranks of a pipeline stage share the ownership of its matrices as evenly as possible. In each round, a rank gathers
-the matrices that it owns, transforms them, and sends every other rank its part of the results. That is two all-to-alls.
-If several ranks hold copies of a part, the one nearest to the owner sends it. So each matrix is transformed exactly
-once, from the same values as on one process, on every grid.
+the matrices that it owns, transforms them, and sends every other rank its part of the results. This takes two
+all-to-alls. If several ranks hold copies of a part, the rank nearest to the owner sends it. So each matrix is
+transformed exactly once, from the same values as on one process, on every grid.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Round:
-    """One rank's share of a round. Sizes are elements by rank. Parts are (index of an owned matrix, bounds)."""
+    """One rank's share of a round.
+
+    Sizes are numbers of elements for each rank. Parts are (index of an owned matrix, bounds).
+    """
 
     shape: tuple[int, int]
     owned: int
-    """Number of matrices that it owns. They have that shape."""
+    """Number of matrices that the rank owns. They all have this shape."""
     sent: list[Matrix] = field(default_factory=list)
-    """The matrices that it sends a part of to their owner."""
+    """The matrices of which the rank sends a part to the owner."""
     held: list[Matrix] = field(default_factory=list)
-    """The matrices that it holds a part of."""
+    """The matrices of which the rank holds a part."""
     arriving: list[tuple[int, Bounds]] = field(default_factory=list)
     returned: list[tuple[int, Bounds]] = field(default_factory=list)
     sent_sizes: list[int] = field(default_factory=list)

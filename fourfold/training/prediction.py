@@ -35,7 +35,7 @@ class PredictionCheck:
         self._seconds: list[float] = []
 
     def after_step(self, metrics: StepMetrics) -> Facts | None:
-        """Note a step. After the last measured step, write the comparison and return it as lines to print."""
+        """Record a step. After the last measured step, write the comparison and return it as lines to print."""
         if self.machine is None or len(self._seconds) == STEPS:
             return None
         self._seconds.append(metrics.step_seconds)

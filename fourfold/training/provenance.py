@@ -41,7 +41,7 @@ def provenance(device_name: str, processes: int) -> dict[str, str | int | float]
     if commit is not None and changes is not None:
         facts |= {"git_commit": commit, "git_changes": len(changes.splitlines())}
         branch = _git("branch", "--show-current")
-        if branch:  # empty if HEAD is detached
+        if branch:  # The branch is empty if HEAD is detached.
             facts["git_branch"] = branch
     return facts
 

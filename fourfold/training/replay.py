@@ -26,8 +26,8 @@ class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
     If they differ, it computes them a third time before it blames a device. It also compares what each process sends to
-    other processes. This tells the process that computed a different result from the processes that received it.
-    Before that it compares the replicas of weights and moments, because a weight that stays wrong gives the same result
+    other processes. This distinguishes the process that computed a different result from the processes that received
+    it. Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result
     in both passes. Every process calls it.
     """
 
@@ -35,7 +35,7 @@ class Replay:
         self.job, self.interval = job, job.run.checks.replay_interval
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Do what ``Job.forward_backward`` does, twice if this step (counted from 0) is to be checked.
+        """Run ``Job.forward_backward``, and run it twice if this step (counted from 0) is due for a check.
 
         Raises:
             UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.
@@ -66,7 +66,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # inside a dispatch mode, compiled code would run uncompiled
+        if self.job.run.training.compile:  # Inside a dispatch mode, compiled code would run uncompiled.
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -78,7 +78,7 @@ class Replay:
         return loss, inputs.given()
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
-        """Raise for two passes that differ. If the third agrees with one of them, a device is at fault."""
+        """Raise an error for two passes that differ. If a third pass agrees with one of them, a device is at fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = from_all_ranks((first, second), "replayed step")
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
@@ -102,7 +102,7 @@ class Replay:
         for axis, is_copied in self._axes_of_copies():
             places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
             mine = sums[places]
-            both = torch.cat([mine, ~mine])  # ~ reverses the order, so the largest ~ is the ~ of the smallest
+            both = torch.cat([mine, ~mine])  # ~ reverses the order, so the maximum of ~x is ~(minimum of x).
             with purpose("checksums of replicas", axis=axis):
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
@@ -147,7 +147,7 @@ class Replay:
 
 
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
-    """Return the first part whose replicas differ, and the ranks in the minority (in a tie, all ranks)."""
+    """Return the first shard whose replicas differ, and the ranks in the minority (in a tie, all ranks)."""
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
         counts = Counter(holders.values()).most_common()
@@ -166,7 +166,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its atomic backward. Filling memory that is written anyway costs bandwidth.
+    # With warn_only, attention would keep its nondeterministic backward. Uninitialized memory is always overwritten, so
+    # filling it would only cost bandwidth.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

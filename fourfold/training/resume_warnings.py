@@ -14,7 +14,8 @@ from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
 JUMP = 0.01
-"""A learning rate jumps if it differs from the rate of the old schedule by more than this share of the larger one."""
+"""A learning rate counts as a jump if it differs from the old schedule's rate by more than this fraction of the larger
+rate."""
 
 
 def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
@@ -45,7 +46,7 @@ def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: 
     Args:
         was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold
             knows are not compared.
-        now: The same for the steps after it.
+        now: Value of each key in the steps after the checkpoint.
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.
     """

@@ -62,7 +62,7 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
-            write_output(run_dir / RUN_FILE, to_toml(run))  # a finished run keeps the run file of its steps
+            write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps the run file that its steps used.
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written. The other processes do not know it yet."""
@@ -87,7 +87,7 @@ class RunRecord:
             more: Numbers that only some runs or steps have, such as the validation loss.
             skipped: The weights were not updated.
         """
-        # A batch that is left out takes no time, so its rate means nothing.
+        # A batch that is left out takes no time, so its rate has no meaning.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         load = self.job.expert_load if figures.kept else None
@@ -153,7 +153,7 @@ class RunRecord:
             "checkpoint": outcome.checkpoint,
             "ended by": self._ended_by(outcome),
         }
-        if steps:  # a run that was already finished keeps its summary
+        if steps:  # A run that was already finished keeps its summary.
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
         if outcome.sample is not None:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)

@@ -43,7 +43,7 @@ def _same_everywhere(token: int, device: torch.device) -> int:
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw a token from the logits. Temperature 0 takes the most likely one."""
-    if not logits_V.max().isfinite():  # NaN if any logit is
+    if not logits_V.max().isfinite():  # The maximum is NaN if any logit is NaN.
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())

@@ -35,17 +35,17 @@ class SharedFigures(NamedTuple):
     loss: float
     grad_norm: float
     kept: int
-    """Tokens that the loss counts."""
+    """Number of tokens that the loss counts."""
 
     stopped: bool
-    """At least one process has been asked to stop."""
+    """Whether at least one process has been asked to stop."""
 
     failed: bool
-    """The record of the previous step could not be written."""
+    """Whether rank 0 failed to write the record of the previous step."""
 
 
 class Verdict(NamedTuple):
-    """What to do about a step. ``reason`` is empty if the step is good."""
+    """The verdict on a step: the action to take and the reason. ``reason`` is empty if the step is good."""
 
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
@@ -106,7 +106,7 @@ class StepChecks:
             )
         if self.job.loss_scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
             recent.overflows_in_a_row += 1
-            return self._overflow(step)  # the loss scale was too large; ``Job.update`` halves it
+            return self._overflow(step)  # The loss scale was too large. ``Job.update`` halves it.
         recent.overflows_in_a_row = 0
         complaint = _not_finite(loss, grad_norm)
         policy: str = self.config.non_finite
@@ -224,7 +224,7 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
     """Combine the numbers of a step and the flags of all ranks in one all-reduce, which waits for the device.
 
-    A number that all ranks agree on, as they should, stays exactly the same. It is NaN if any rank has NaN.
+    All ranks should have the same numbers, and then the mean is exactly that number. It is NaN if any rank has NaN.
 
     Args:
         result: This rank's result of the step.
@@ -233,7 +233,7 @@ def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Sha
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]
-    shared = torch.stack(figures + flags)  # a sum of equal float32 is exact in float64
+    shared = torch.stack(figures + flags)  # In float64, the sum of equal float32 numbers is exact.
     with purpose("figures of the step"):
         dist.all_reduce(shared)
     loss, grad_norm, kept, any_stopped, any_failed = (shared / dist.get_world_size()).tolist()

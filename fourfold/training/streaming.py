@@ -42,7 +42,7 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
     Args:
         corpora: The data. Nothing happens if it is not streamed.
         checkpoint: The checkpoint.
-        steps: Number of steps in it.
+        steps: Number of finished steps in the checkpoint.
 
     Raises:
         UserError: The checkpoint was trained on other data.

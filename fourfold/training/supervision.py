@@ -14,7 +14,7 @@ from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.training.run_folder import folder_of
 
 HANGS = "hangs"
-"""Subfolder of a run's folder. It has a folder for each hang."""
+"""Subfolder of a run's folder that holds one folder per hang."""
 
 
 @contextmanager

@@ -63,7 +63,8 @@ class TensorBoard:
         self._writer = SummaryWriter(str(tracked.run_dir / "tensorboard"), purge_step=first_step + 1)
         machine = "\n".join(f"{key} = {value}" for key, value in tracked.machine().items())
         for name, text in (("run file", to_toml(tracked.run)), ("machine", machine)):
-            indented = "".join(f"    {line}\n" for line in text.splitlines())  # a code block in Markdown
+            # Indented text is a code block in Markdown.
+            indented = "".join(f"    {line}\n" for line in text.splitlines())
             self._writer.add_text(name, indented, first_step + 1)
         self._writer.flush()
 

@@ -18,10 +18,10 @@ from fourfold.training.provenance import provenance
 from fourfold.training.trackers import CLIENTS, Numbers, TrackedRun, Tracker
 
 MOST_WAITING = 10_000
-"""Number of steps that a tracker may be behind before the run gives it up."""
+"""Number of steps that a tracker may lag behind before the run gives it up."""
 
 FINISH_SECONDS = 60.0
-"""Time that all trackers together have at the end of a run to deliver their last steps."""
+"""Seconds that all trackers together have at the end of a run to deliver their last steps."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Tracking:
 
 
 class InBackground:
-    """One tracker. Its client lives in a thread, so no method here fails, and only ``wait`` waits."""
+    """One tracker. Its client runs in a thread, so no method here fails or blocks, except that ``wait`` waits."""
 
     def __init__(
         self, name: str, client: Callable[[TrackedRun, int], Tracker], tracked: TrackedRun, first_step: int
@@ -129,7 +129,7 @@ class InBackground:
                 else:
                     tracker.finish(item.failed)
                     return
-        except Exception as error:  # clients raise all kinds of network and file errors
+        except Exception as error:  # Clients raise all kinds of network and file errors.
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, reason: str) -> None:

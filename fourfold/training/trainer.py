@@ -73,7 +73,7 @@ class Callback(Protocol):
 
 
 CallbackMaker = Callable[[RunConfig, Job, Tokenizer | None, Path], Callback]
-"""Makes a callback from the run, its job, its tokenizer (if it has one), and its folder, before the first step."""
+"""Makes a callback before the first step, from the run, its job, its tokenizer (if it has one), and its folder."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class TakenStep:
     """A step after the weights have moved, or after its gradients were dropped."""
 
     number: int
-    """Counted from 0."""
+    """Number of the step, counted from 0."""
     figures: SharedFigures
     verdict: Verdict
     is_updated: bool
     """False if the weights are unchanged: the step was bad, or its fp16 gradients overflowed."""
     preferences: dict[str, float]
-    """The metrics of preference training ([dpo]); otherwise empty."""
+    """The metrics of preference training ([dpo]). Empty otherwise."""
     seconds: float
 
 
@@ -155,7 +155,8 @@ def prepare(
         checkpointer.newest = checkpoint
     checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
     trainer = Trainer(run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop, first_step)
-    trainer.stopped = true_on_any_rank(stop.is_set, device, "stop signal")  # it may have come during all of this
+    # The signal may have come during the preparation.
+    trainer.stopped = true_on_any_rank(stop.is_set, device, "stop signal")
     return trainer
 
 
@@ -169,15 +170,15 @@ class Trainer:
     corpora: Corpora
     callbacks: Sequence[Callback]
     record: RunRecord | None
-    """What is printed and written about the run. Only rank 0 has it."""
+    """Prints and writes the run's record. None on all ranks except 0."""
     checkpointer: Checkpointer
     checks: StepChecks
     replay: Replay
     stop: StopRequest
     steps: int
-    """Steps behind the current weights."""
+    """Number of steps that the current weights have had."""
     stopped: bool = False
-    """A signal or the time limit asks the run to stop, on all ranks after the same step."""
+    """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
     """The loss of the last good step of this attempt."""
 
@@ -191,22 +192,24 @@ class Trainer:
         run, job, step = self.run, self.job, self.steps
         begin_step(step)
         started = time.perf_counter()
-        is_left_out = self.checks.leaves_out(step)  # the run went back from its batch, or kept failing in it
+        is_left_out = self.checks.leaves_out(step)  # The run rolled back from this batch, or kept failing in it.
         if is_left_out:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            kept = job.count_kept(batches)  # over all ranks: the summed losses are divided by it
-            loss = self.replay.forward_backward(step, batches, kept)  # all micro-batches; gradients summed over ranks
+            kept = job.count_kept(batches)  # Count over all ranks. The summed losses are divided by it.
+            # Run all micro-batches, and sum the gradients over ranks.
+            loss = self.replay.forward_backward(step, batches, kept)
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
-        figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)  # the step's one wait for a GPU
+        # This is the only point of the step that waits for a GPU.
+        figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
             raise_together(failure)
         self.stopped = figures.stopped
         verdict = LEFT_OUT if is_left_out else self.checks.judge(step, figures)
         if verdict.action == "update":
-            is_updated = job.update(step, figures.grad_norm)  # the optimizer's step, unless fp16 gradients overflowed
+            is_updated = job.update(step, figures.grad_norm)  # Step the optimizer, unless fp16 gradients overflowed.
             self.last_loss = figures.loss
         else:
             is_updated = job.skip_update()
@@ -288,7 +291,7 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     run = job.run
     if run.model.from_hf is not None:
         check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
-    if checkpoint is None or run.lora.rank:  # a checkpoint of LoRA has only the adapters
+    if checkpoint is None or run.lora.rank:  # A checkpoint of a LoRA run holds only the adapters.
         if run.model.from_hf is not None:
             load_pretrained(job, run.model.from_hf)
         else:

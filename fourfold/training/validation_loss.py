@@ -27,12 +27,12 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     if job.average is not None and job.average.has_begun:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
-            job.take_preferences()  # the averaged weights' metrics are not reported
-    return decided_by_rank_0(lambda: found)  # all ranks must judge by the same bits
+            job.take_preferences()  # The metrics of the averaged weights are not reported.
+    return decided_by_rank_0(lambda: found)  # All ranks must decide from the same bits.
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
-    """Note the loss of a validation after ``step`` steps, and return True if it is the lowest so far."""
+    """Record the loss of a validation after ``step`` steps, and return True if it is the lowest so far."""
     if not math.isfinite(loss) or (best.loss is not None and not loss < best.loss - config.min_improvement):
         best.since += 1
         return False

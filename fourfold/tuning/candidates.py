@@ -21,14 +21,15 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "schedule", "inte
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "interleave", "recompute_every", "batch_parts")
-"""Knobs compared by the logarithm of their ratio. All remaining knobs are compared for equality."""
+"""Knobs whose distance is the logarithm of their ratio. All other knobs are equal or different."""
 MOST = 4096
-"""Number of layouts to keep of a search, fastest first. Each trial adds to the covariance of all kept layouts."""
+"""Number of layouts to keep, fastest first. Each trial updates the belief about all of them, so more would cost
+time."""
 MOST_LIKELY_OUT = 0.5
 """Layouts that are more likely than this to run out of memory are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
-"""``Candidates.doubt`` if processes share cores, which the planner does not model."""
+"""Value of ``Candidates.doubt`` if processes share cores, which the planner does not model."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Candidates:
     needed: np.ndarray
     """[n] predicted bytes that the fullest rank needs."""
     doubt: float = 1.0
-    """How many times less certain the predictions are than predictions for published runs on GPUs."""
+    """Factor on the uncertainty of the predictions, relative to predictions for published runs on GPUs."""
 
     @property
     def count(self) -> int:
@@ -120,7 +121,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # gloo keeps almost no buffers.
+    # gloo allocates almost no buffers.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

@@ -15,7 +15,7 @@ from fourfold.parsing import parse_json
 from fourfold.tuning.result import Result, Trial
 
 LEDGER, EARLIER = "ledger.jsonl", "ledger.journal"
-"""The file in a search's folder, and the file of old versions that kept an Optuna study."""
+"""Names of the ledger in a search's folder, and of the Optuna study that old versions wrote instead."""
 
 
 class Ledger:
@@ -25,7 +25,7 @@ class Ledger:
         """Open the ledger of a folder, or start one.
 
         Args:
-            what: Texts by name. Trials of two searches with different texts must not be mixed.
+            what: Texts by name that identify the search. The ledger refuses a search with other texts.
 
         Raises:
             UserError: The ledger belongs to another search.
@@ -61,18 +61,20 @@ class Ledger:
         return self._begun[number][1]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Return the number and candidate of every started trial without a result. A killed search leaves such
-        trials."""
+        """Return the number and candidate of every started trial without a result.
+
+        A killed search leaves such trials.
+        """
         return [(number, index) for number, (index, _) in self._begun.items() if number not in self._results]
 
     def begin(self, index: int, why: str) -> int:
-        """Note that a candidate is tried, and why. Return the trial's number."""
+        """Record that a candidate is tried, and the reason. Return the trial's number."""
         number = len(self._begun)
         self._append({"begin": number, "index": index, "why": why})
         return number
 
     def end(self, number: int, result: Result) -> None:
-        """Note a trial's result."""
+        """Record a trial's result."""
         self._append({"end": number, "result": asdict(result)})
 
     def _append(self, entry: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Learn from trials how likely a layout is to run out of memory, and which layouts must run out because another one
+"""Learn from trials how likely a layout is to run out of memory, and which layouts must run out because a smaller one
 did."""
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""Logarithms of the factor by which all layouts of a search may need more memory than predicted."""
+"""Grid of logarithms of the common factor between needed and predicted memory in a search."""
 APART = 0.03
-"""Standard deviation of the logarithm of a layout's bytes around the prediction times that factor."""
+"""Standard deviation of the logarithm of a layout's bytes around the prediction times the common factor."""
 RARELY, FAR_OFF = 0.02, 8
-"""The probability that the planner's memory is far off, and by how many of its standard deviations."""
+"""The probability that the planner's memory is far off, and by how many standard deviations it then is."""
 NEVER = 1e-9
 """Lowest likelihood of an outcome. A trial that fails for another reason must not decide everything."""
 
 MORE_IS_MORE = ("micro_batch", "recompute_every")
 """Knobs that take more memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs that take less memory when they grow, if all knobs after them are equal or no better."""
+"""Knobs that take less memory when they grow, provided that no later knob in this list saves less memory."""
 AS_IT_IS = ("ep", "schedule", "interleave", "cp_method", "batch_parts")
 """Knobs that make two layouts incomparable if they differ. A larger ep can put the busiest experts on one rank."""
 
@@ -69,10 +69,10 @@ def _prior() -> np.ndarray:
 
 
 def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
-    """Return [n] True for layouts that need at least as much memory as one layout, whatever the memory model says.
+    """Return an array [n] that is True for layouts that certainly need at least as much memory as one layout.
 
-    None of their knobs saves memory against that layout: micro-batches are at least as large, axes that divide weights
-    or activations at most as long, states at most as sharded, and at most as much is recomputed.
+    None of their knobs saves memory compared with that layout: micro-batches are not smaller, axes that divide weights
+    or activations are not longer, states are not sharded more, and no more is recomputed.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""How long one point is repeated. The fastest repetition counts, because slower ones were disturbed."""
+"""Seconds for which one point is repeated. The fastest repetition counts, because slower ones were disturbed."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MeasuredRates:
 
 
 def measure(place: Place) -> MeasuredRates:
-    """Measure on every process of the job, inside its default group. Rank 0's result counts."""
+    """Measure on every process of the job, inside its default group. Rank 0's result is used."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -74,9 +74,10 @@ def measure(place: Place) -> MeasuredRates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
-    """Return the seconds of the fastest of ``times`` repetitions, or of those within ``SECONDS_PER_POINT``.
+    """Return the seconds of the fastest repetition: of ``times`` repetitions, or of as many as fit in
+    ``SECONDS_PER_POINT``.
 
-    Every rank must call a collective equally often, so its repetitions are counted.
+    All ranks must call a collective equally often, so collectives use a fixed number of repetitions.
     """
     run()
     _wait(device)
@@ -120,7 +121,7 @@ def _copy(size: int, device: torch.device) -> float:
 
 
 def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
-    # As in an 8B layer: fewer heads leave a GPU partly idle.
+    # The sizes are from an 8B model's layer. Fewer heads would leave a GPU partly idle.
     heads, head_dim = 32 if device.type == "cuda" else 8, 128
     q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.ones_like(q)

@@ -19,9 +19,10 @@ from fourfold.tuning.residual import Posterior, posterior
 from fourfold.tuning.result import Trial
 
 BOUND = 1.0
-"""How many standard deviations the lower bound is below the expected log seconds."""
+"""Distance between the expected log seconds and the lower bound, in standard deviations."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""The search ends if the chance that some layout is faster than the best by the first fraction is below the second."""
+"""A layout counts as better if it is faster than the best one by the first fraction. The search ends if the probability
+that any layout is better falls below the second number."""
 MOST_LIKELY_OUT = 0.2
 """Layouts that are more likely than this to run out of memory are not tried."""
 MOST_TRIALS_OF_ONE = 3
@@ -30,9 +31,10 @@ NOISE, NOISE_WEIGHT = 0.02, 2
 """Assumed standard deviation of the logarithm of a step time between equal runs, and the number of repeats that this
 assumption counts as."""
 CRASHES = 2
-"""A value of a knob is dropped after this many crashes if it has never worked."""
+"""Number of crashes after which a value of a knob is dropped, if it has never worked."""
 DRAWN = 256
-"""Number of candidates, those with the lowest bounds, whose log seconds are drawn together to see if one is better."""
+"""Number of candidates, with the lowest bounds first, whose log seconds are drawn jointly to estimate whether one is
+better."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
-    """Return the belief after trials with a step time."""
+    """Return the belief about all candidates, given the trials that measured a step time."""
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
@@ -112,8 +114,8 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return [n] True for layouts that may be tried (again), probably fit, and need less memory than any that ran
-    out."""
+    """Return an array [n] that is True for layouts that may be tried (again), probably fit, and may need less memory
+    than every layout that ran out."""
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:
@@ -161,6 +163,6 @@ def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.nd
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
-        if worked:  # otherwise nothing is known to differ from the crashed trials
+        if worked:  # Without a trial that worked, nothing tells the crashed value from the others.
             found |= np.isin(values, bad)
     return found

@@ -1,8 +1,9 @@
 """Model log(measured / predicted) over all candidates from a few trials, with a Gaussian process.
 
 The covariance has three terms. The first is a factor shared by all layouts. The second is an error for each part of the
-predicted step, weighted by the part's share of the step, so a trial that mostly communicates over x teaches how fast x
-is in all layouts. The third is a smooth remainder over the layouts, for what the cost model leaves out.
+predicted step, weighted by the part's share of the step, so a trial that mostly communicates over x also corrects the
+time of x in all other layouts. The third is a smooth remainder over the layouts, for effects that the cost model leaves
+out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.tuning.candidates import Candidates
 
 COMMON = 0.5
-"""Standard deviation of the logarithm of the factor that all layouts share. The factor affects no order."""
+"""Standard deviation of the logarithm of the factor that all layouts share. The factor does not change the order of
+layouts."""
 SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
@@ -23,7 +25,7 @@ SPREADS = {
 """Standard deviation of the logarithm of each part's error. Matmul rates are known best. Exposed communication is known
 worst, because part of it hides."""
 REMAINDER, LENGTH = 0.11, 1.0
-"""Standard deviation of the remainder, and the distance over which it is alike, in doublings or choices (see
+"""Standard deviation of the remainder, and its correlation length in doublings or choices (see
 ``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
 that never saw the sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
@@ -41,12 +43,12 @@ class Posterior:
     """Log seconds of every candidate, given the trials."""
 
     mean: np.ndarray
-    """[n]"""
+    """Expected log seconds [n]."""
     covariance_factor: np.ndarray
-    """[trials, n]: the covariance is the prior covariance minus this matrix's transpose times this matrix."""
+    """A matrix M [trials, n]. The covariance is the prior covariance minus MᵀM."""
     candidates: Candidates
     scale: float
-    """The factor on the deviations."""
+    """The factor on the prior's standard deviations."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the covariance between candidates at two lists of indices."""
@@ -54,7 +56,8 @@ class Posterior:
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
     def spread_against(self, incumbent: int) -> np.ndarray:
-        """Return [n] standard deviations of each candidate's log seconds minus the incumbent's."""
+        """Return the standard deviation of the difference between each candidate's log seconds and the incumbent's,
+        [n]."""
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
         own = prior_variance(self.candidates, self.scale) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
@@ -83,8 +86,10 @@ def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
-    """Condition on trials. Candidates at ``index`` took ``seconds``, with standard deviation ``noise`` of the
-    logarithm."""
+    """Condition on trials.
+
+    Candidates at ``index`` took ``seconds``, with standard deviation ``noise`` of the logarithm.
+    """
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
     scale = _likeliest_scale(candidates, index, ratio, noise)
     lower = np.linalg.cholesky(prior_covariance(candidates, index, index, scale) + np.diag(noise**2))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
-""""hopeless" trials ended early, after a few steps far slower than the best trial's. "refused" trials are not legal
-runs."""
+"""How a trial can end. "hopeless" trials ended early, because their first steps were far slower than the best trial's.
+"refused" trials are not legal runs."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
@@ -17,7 +17,7 @@ class Result:
 
     outcome: Outcome
     seconds: float | None = None
-    """The median step. None if there were too few steps."""
+    """Median seconds of a step. None if there were too few steps."""
     noise: float = 0.0
     """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
     memory_bytes: float | None = None
@@ -26,7 +26,7 @@ class Result:
     reason: str = ""
     """Why the trial ended before it was done."""
     wall_seconds: float = 0.0
-    """The cost of the trial, from its start to its end."""
+    """Seconds from the start to the end of the trial, which is its cost."""
 
     def __post_init__(self) -> None:
         assert self.outcome in OUTCOMES

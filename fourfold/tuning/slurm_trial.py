@@ -17,7 +17,7 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION
 SCRIPT = "job.sh"
 """The batch script in a trial's folder."""
 SAVE_SECONDS = 30
-"""A trial saves nothing, so its signal can come late."""
+"""Seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
 class SlurmTrial:

@@ -40,7 +40,7 @@ def search_for(
 ) -> tuple[Search, Machine]:
     """Build the search, and load the machine as its file describes it.
 
-    If ``settings.at_once`` is 0, as many trials run at once as this machine has GPUs for, or one on a CPU.
+    If ``settings.at_once`` is 0, this machine's GPUs determine how many trials run at once. On a CPU it is one.
 
     Raises:
         UserError: No layout can fit.
@@ -70,7 +70,10 @@ def search_for(
 
 
 def _gpus_here(run: RunConfig, site: str | None) -> int:
-    """Return how many GPUs of this machine trials may use: none if the run, or another machine's search, uses none."""
+    """Return the number of this machine's GPUs that trials may use.
+
+    It is 0 if the run uses the CPU or if trials run on another machine.
+    """
     if site is not None or run.training.device == "cpu":
         return 0
     import torch

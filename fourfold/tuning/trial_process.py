@@ -32,7 +32,7 @@ class TrialProcess(Protocol):
         ...
 
     def held_bytes(self) -> float | None:
-        """Return the most bytes that one of its processes has held so far, or None if that is unknown."""
+        """Return the largest number of bytes that one of its processes has held so far, or None if it is unknown."""
         ...
 
     def end(self) -> None:
@@ -84,14 +84,14 @@ def _members(group: int) -> list[int]:
     found = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # the process has ended
+            with contextlib.suppress(OSError):  # The process has ended.
                 if os.getpgid(int(entry.name)) == group:
                     found.append(int(entry.name))
     return found
 
 
 def _resident_bytes(process: int) -> float:
-    """Return the most memory that a process has held, or zero if it has ended."""
+    """Return the peak memory of a process in bytes, or 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(process) / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

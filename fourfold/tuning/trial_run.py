@@ -1,4 +1,4 @@
-"""Describe a trial as a run of its own, a few steps of a layout, and read its folder afterwards."""
+"""Make a run file for a trial, which takes a few steps with one layout, and read the run's folder afterwards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RUN_FOLDER = "run"
 LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
 """Sections that a trial leaves out because they cost time outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
-"""A trial ends early if, after this many steps, even its fastest step (without the first) takes this many times as
-long as the best trial's."""
+"""A trial ends early if its fastest step after the first takes too long. The numbers are how many steps it must take
+before this check, and how many times as long as the best trial's step is too long."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
@@ -48,7 +48,7 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held:
     """Return the result of a trial that took all its steps, or None if some are missing.
 
     Args:
-        held: On a CPU, the most bytes that one of its processes was seen to hold.
+        held: On a CPU, the largest number of bytes that one of its processes was seen to hold.
     """
     seconds = step_seconds_of(folder)
     if len(seconds) < run.training.train_steps:
@@ -62,8 +62,10 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held:
 
 
 def hopeless(folder: Path, best: float | None) -> Result | None:
-    """Return the result of a trial that is far slower than the best one, or None if it is not or if it is too early to
-    say."""
+    """Return the result of a trial that is far slower than the best one.
+
+    Return None if it is not, or if it is too early to tell.
+    """
     seconds = step_seconds_of(folder)[1:]
     if best is None or len(seconds) < LEAST_STEPS - 1 or min(seconds) <= HOPELESS * best:
         return None
@@ -73,8 +75,10 @@ def hopeless(folder: Path, best: float | None) -> Result | None:
 
 
 def error_of_median(seconds: Sequence[float]) -> float:
-    """Return the standard error of the logarithm of the median of some steps: 1.25 times the mean's, for normal
-    variables."""
+    """Return the standard error of the logarithm of the median step.
+
+    For normal variables, it is 1.25 times the standard error of the mean.
+    """
     if len(seconds) < 2:
         return 0.1
     return float(1.25 * np.std(np.log(seconds), ddof=1) / math.sqrt(len(seconds)))

@@ -31,13 +31,13 @@ BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial, for people to read."""
+    """One trial in a form for people to read."""
 
     number: int
     layout: str
     knobs: dict[str, float]
     predicted_seconds: float
-    """Predicted with the constants that the search began with."""
+    """Seconds predicted with the constants that the search began with."""
     predicted_bytes: float
     result: Result
     why: str
@@ -45,7 +45,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TuneRecord:
-    """The full answer of a search."""
+    """The full result of a search."""
 
     name: str
     gpus: int
@@ -59,7 +59,7 @@ class TuneRecord:
     best_seconds: float
     """Measured: the median of its trials."""
     predicted_first: str
-    """The layout that the planner would have chosen without trials."""
+    """The layout that the planner alone would have chosen."""
     predicted_first_seconds: float | None
     """Measured: the median of its trials. None if it was not tried or if it failed."""
     own: str
@@ -122,7 +122,7 @@ def _record(
     candidates, request = search.subject.candidates, search.subject.request
     done = [trial for trial in trials if trial.result.outcome == "done"]
     belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
-    # The planner's own memory margin.
+    # Use the planner's own memory margin.
     fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
     first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
     best_seconds = _median(done, best)

@@ -1,4 +1,4 @@
-"""The search: propose layouts, run each one as a trial, and note how it ended, until nothing better is likely."""
+"""Run a search: propose layouts, run each one as a trial, and record the results, until nothing better is likely."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ Start = Callable[[Path, Path, int], TrialProcess]
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of a search. ``trials`` counts all trials, including earlier calls. ``minutes`` limits this call (None: no
-    limit)."""
+    """Limits of a search.
+
+    ``trials`` counts all trials, including earlier calls. ``minutes`` limits this call (None: no limit).
+    """
 
     trials: int
     minutes: float | None = None
@@ -48,7 +50,7 @@ class Settings:
     steps: int = 8
     timeout: float = 600.0
     memory_limit: float | None = None
-    """Bytes of one process or device."""
+    """Memory limit of one process or device, in bytes."""
     seed: int = 0
 
 
@@ -73,7 +75,10 @@ class Subject:
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Return everything, by its name in messages, that must be equal before trials of two searches may be mixed."""
+        """Return the texts that identify this search, by their names in messages.
+
+        Only searches with equal texts may share a ledger.
+        """
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
         whole = {
@@ -100,7 +105,10 @@ class Search:
         self._began = time.monotonic()
 
     def run(self) -> Proposal:
-        """Try layouts until the search ends. Return the proposal, or the other reason, that ended it."""
+        """Try layouts until the search ends.
+
+        Return the last proposal, which says why, or another reason for the end.
+        """
         with self._locked():
             self._report(self._doubt())
             try:
@@ -126,7 +134,7 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Note the results of trials that finished before the search was killed. Its unfinished trials start again."""
+        """Record the results of trials that finished before the search was killed. Unfinished trials start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             result = self._result_found(folder, index)
@@ -182,7 +190,7 @@ class Search:
         )  # fmt: skip
 
     def _note_results(self) -> None:
-        """Note the trials that have ended since the last call."""
+        """Record the trials that have ended since the last call."""
         done = [trial.result for trial in self.ledger.trials() if trial.result.outcome == "done"]
         best = min((result.seconds for result in done if result.seconds is not None), default=None)
         longest = max((result.wall_seconds for result in done), default=None)

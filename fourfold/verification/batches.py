@@ -19,7 +19,7 @@ from fourfold.training.corpora import micro_batches
 class RandomSamples:
     """Random token samples for a loader. Each sample is a function of its number alone.
 
-    The labels that count are random too, and very unevenly spread (see ``kept``). With experts, up to half of a
+    The labels that count are random too, and spread very unevenly (see ``kept``). With experts, up to half of a
     sequence is padding, because experts must not count padding.
     """
 
@@ -50,7 +50,7 @@ class RandomSamples:
             return Windows(tokens, documents, numbers, self.look_back, reference=self.reference(numbers))
         is_padding = np.arange(length) - self.look_back >= self.data_tokens(numbers)[:, None]
         tokens[is_padding] = 0
-        documents[is_padding] = self.seq_length  # padding is a document of its own
+        documents[is_padding] = self.seq_length  # Padding is a separate document.
         is_data = ~is_padding[:, self.look_back :]
         return Windows(tokens, documents, numbers, self.look_back, None, self.reference(numbers), is_data)
 
@@ -60,7 +60,8 @@ class RandomSamples:
         return np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
 
     def reference(self, numbers: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return reference log-probabilities near an untrained model, so that no margin is far from zero."""
+        """Return reference log-probabilities close to those of an untrained model, so that all margins are close to
+        zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * self.kept(numbers).sum(1)

@@ -20,7 +20,7 @@ OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call Compiled
 """
 
 PROCESS_OF_FLIGHTS = 1 << 30
-"""The process number of the collectives' tracks. No real process has it."""
+"""Process id of the collectives' tracks in the trace. No real process has this id."""
 
 
 class NamedSpan(NamedTuple):
@@ -79,7 +79,7 @@ class ChromeTrace:
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
         """Write the compressed trace with one more track per axis, which shows the collectives in flight."""
-        lanes: dict[tuple[str, int], float] = {}  # on one track, an event must end before the next begins
+        lanes: dict[tuple[str, int], float] = {}  # On one track, each event must end before the next one begins.
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
             lane = next((axis, number) for number in count(1) if lanes.get((axis, number), start) <= start)

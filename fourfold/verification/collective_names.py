@@ -10,7 +10,7 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""FSDP2 does not name the purpose of its collectives. It issues no operations but these."""
+"""Purposes of FSDP2's collectives, which FSDP2 itself does not name. It issues only these operations."""
 
 
 class CollectiveNames:
@@ -19,7 +19,7 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        if grid.ep.size > 1:  # an ep group can have the same members as another axis
+        if grid.ep.size > 1:  # An ep group can have the same members as another axis.
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
             axis = self._axis_of(levels.whole.group)
@@ -31,7 +31,7 @@ class CollectiveNames:
         """Name the collective that is being issued.
 
         Args:
-            operation: The operation that torch runs. It can implement another one.
+            operation: The operation that torch runs. It may be part of the implementation of another operation.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

@@ -33,7 +33,7 @@ class Comparison:
         self.replicas = self.initial = 0.0
         self.references: list[Reference] = []
         if against == "transformers":
-            config_of(job.run.model)  # raise on every process, not on rank 0 alone
+            config_of(job.run.model)  # Raise the error on every process, not only on rank 0.
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if weights is None:
             return

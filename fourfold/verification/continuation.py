@@ -1,4 +1,4 @@
-"""Extrapolate a few small traces to a large run: choose the small runs, and draw straight lines through their results.
+"""Extrapolate from a few small traces to a large run: choose the small runs, and extend their results linearly.
 
 All layers are alike and all micro-batches are alike, so the bytes sent are linear in both. Memory is linear in the
 number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one more micro-batch for each
@@ -45,9 +45,9 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     small.
 
     Args:
-        timed: Whether seconds are needed too. Sums over replicas of whole weights are waited for only at the end, and
-            their backlog is not linear in the number of layers, so every layer is traced. Muon also needs every layer,
-            because each owner has whole matrices.
+        timed: Whether seconds are needed too. With whole weights, the step waits for the sums over replicas only at its
+            end. Their backlog is not linear in the number of layers, so every layer is traced. Muon also needs every
+            layer, because each owner has whole matrices.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
@@ -61,11 +61,11 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     elif target.micro_batches > 4:
         # From the third micro-batch on, the gradients of an earlier one exist.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # All layers are alike except the first, the last, and those whose weights are gathered ahead. With a single
-    # micro-batch, gradients outgrow activations only after some layers.
+    # All layers are alike except the first layers, the last layers, and the layers whose weights are gathered ahead.
+    # With a single micro-batch, gradients outgrow activations only after several layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Block kinds repeat: every n-th block recomputes, and attention types alternate. Whole periods are alike, and the
-    # position of the last block in its period counts.
+    # Block kinds repeat with a period, because every n-th block recomputes and attention types alternate. So add whole
+    # periods, and keep the position of the last block within its period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
@@ -88,7 +88,7 @@ def _type_period(run: RunConfig) -> int:
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """Return 1F1B pipelines with the same end or middle, and two or three stages after it.
+    """Return 1F1B pipelines with the same rank at the end or in the middle, and two or three stages after this rank.
 
     All middle ranks that begin at the same place in the period share their points.
     """
@@ -97,7 +97,7 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    alike = max(run.model.first_k_dense_replace, place)  # the kinds repeat from here on
+    alike = max(run.model.first_k_dense_replace, place)  # From here on, the kinds repeat.
     before = min(target.before, alike + (target.before - alike) % _type_period(run))
     return [ContinuedRun(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 

@@ -27,7 +27,9 @@ def deviations(
     exact: Mapping[str, Tensor],
     noise: Mapping[str, float] | None = None,
 ) -> list[Deviation]:
-    """Return the deviations of all tensors. A tensor that only the grid or only the reference has deviates infinitely.
+    """Return the deviations of all tensors.
+
+    A tensor that is missing on the grid or in the reference has an infinite deviation.
 
     Args:
         noise: The smallest deviation to assume for one process, by tensor name. Absent names have no such minimum.

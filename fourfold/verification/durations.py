@@ -23,7 +23,7 @@ from fourfold.planning.run_workload import workload_of
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm"}
 PICOSECOND = 1e-12
-"""The unit of durations. Whole numbers keep their sums exact."""
+"""The unit of durations, in seconds. Durations are whole numbers, so their sums are exact."""
 
 
 class _Matrix(NamedTuple):
@@ -48,10 +48,11 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Number of keys for which a query's capped scores are computed. Capped scores have no fused kernel."""
+        """Number of keys for which a query's scores are computed if scores are capped, because capped scores have no
+        fused kernel."""
         self.exposed = float(self._constants.exposed)
         """Fraction of a hidden collective's time by which it slows concurrent computation down."""
-        # The same shapes come up in every layer.
+        # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_product), cache(self._of_attention)
         self._collective = cache(self._of_collective)
 
@@ -65,7 +66,7 @@ class Durations:
         if is_attention(name):
             backward = "backward" in name
             queries, keys = tensors[1:3] if backward else tensors[:2]
-            if "documents" in name:  # our layout is [B, S, N, D], and documents can fill whole sequences
+            if "documents" in name:  # Our layout is [B, S, N, D]. A document may fill a whole sequence.
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
             if self._capped and "documents" in name:
@@ -75,7 +76,7 @@ class Durations:
         return 0
 
     def collective(self, operation: str, axis: str, size: int, ranks: tuple[int, ...]) -> int:
-        """Return the picoseconds of a collective that has its links to itself.
+        """Return the picoseconds of a collective that shares its links with no other collective.
 
         Args:
             size: Bytes of the full tensor.
@@ -110,7 +111,7 @@ class Durations:
         group = group_of(ranks, stride, self._machine, self._constants)
         if operation == "all_reduce":
             return picoseconds(reduce_seconds(size, 1, group))
-        if operation == "send":  # one ring step, while a gather takes one step per other rank
+        if operation == "send":  # A ring transfer is one step. A gather takes one step for each other rank.
             return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
         return picoseconds(gather_seconds(size, 1, group))
 

@@ -40,15 +40,15 @@ class Flights:
             slowed: Fraction of a hidden collective's duration that it adds to the concurrent computation.
         """
         self.exposed: Counter[Line] = Counter()
-        """Exposed bytes."""
+        """Exposed bytes by line."""
         self.taken: Counter[Line] = Counter()
-        """Sums of durations."""
+        """Sums of durations by line."""
         self.waited: Counter[Line] = Counter()
-        """How long the step waits."""
+        """Time that the step waits, by line."""
         self._slowed = slowed
         self._products = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """When the last collective of each axis ends. The two levels of a shard group take turns."""
+        """Time at which the last collective of each axis ends. The two levels of a shard group take turns."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
@@ -57,13 +57,13 @@ class Flights:
             counter.clear()
 
     def compute(self, duration: int = 0) -> None:
-        """Note a matmul or an attention operation."""
+        """Record a matmul or an attention operation."""
         self._products += 1
         self._computed += duration
         self._now += duration
 
     def issue(self, key: int | Line, line: Line, size: int, duration: int = 0) -> None:
-        """Note a collective of ``size`` bytes. An earlier collective with the same key and line has finished.
+        """Record a collective of ``size`` bytes. Any earlier collective with the same key and line has finished.
 
         Args:
             key: The storage of its result, or its line. Both levels of a two-level gather have the same result, so they
@@ -72,17 +72,17 @@ class Flights:
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)
         flying = self._flying.setdefault(key, [])
-        axis = line[0].partition(" ")[0]  # "z" of "z across nodes"
+        axis = line[0].partition(" ")[0]  # The name of an axis is the first word, such as "z" in "z across nodes".
         self._free[axis] = end = max(self._now, self._free[axis]) + duration
         self.taken[line] += duration
         flying.append(IssuedCollective(line, size, self._products, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """Note that the result moved to another storage than the one that ``issue`` was given."""
+        """Record that the result has moved to another storage than the one given to ``issue``."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:
-        """Note that the step waits for the collectives with this key, if there are any."""
+        """Record that the step waits for the collectives with this key, if there are any."""
         for flight in self._flying.pop(key, ()):
             if flight.products == self._products:
                 self.exposed[flight.line] += flight.bytes
@@ -93,6 +93,6 @@ class Flights:
             self._now += wait
 
     def land_all(self) -> None:
-        """Note that the step waits for every collective."""
+        """Record that the step waits for every collective."""
         for key in list(self._flying):
             self.land(key)

@@ -49,7 +49,7 @@ def _constant(name: str, run: RunConfig) -> float:
 
 
 def _std(name: str, weight: Tensor, run: RunConfig) -> float:
-    """Return the standard deviation: GPT-2's for the decoder, peft's for LoRA."""
+    """Return the documented standard deviation: as in GPT-2 for the decoder, and as in peft for LoRA."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * weight.shape[1])
     is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -57,8 +57,9 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 
 
 def _standard_errors(z: Tensor) -> float:
-    """Return the largest error of the mean, mean square, and mean fourth power of numbers that should be standard
-    normal.
+    """Return the largest error of the mean, the mean square, and the mean fourth power.
+
+    The numbers should be standard normal.
 
     The errors are in standard errors. The variances of the three powers are 1, 2, and 96.
     """

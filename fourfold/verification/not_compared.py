@@ -14,7 +14,8 @@ COMPARED = (
 """Sections and keys whose effect parity compares unless it replaces their values."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that change no number, and the paths of the data, which get a sentence of their own."""
+"""Sections and keys that change no number. The paths of the data are included, because the report has a separate
+sentence about them."""
 
 ALWAYS = {
     "data": "parity draws random samples, so it reads neither this data nor the order in which a resumed run goes on",

@@ -1,8 +1,8 @@
 """Train a run on one process with code that is independent of the trainer, as the reference of parity.
 
 Loss, clipping, and AdamW are torch's. Labels, the learning-rate schedule, all other optimizers, and the settings of
-parameter groups are written again here. The grid and this file share only the random samples and, for the reference
-``plain``, the decoder.
+parameter groups are implemented a second time. The grid and this file share only the random samples and, for the
+reference ``plain``, the decoder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None
     reference_B: Tensor | None
-    """With [dpo]: the reference's log-probability of the kept tokens of each sequence."""
+    """With [dpo], the reference model's log-probability of the kept tokens of each sequence."""
     is_data_BS: Tensor | None
     """False for padding. None if there is no padding."""
 
@@ -64,7 +64,8 @@ class Sequences:
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
-"""(parameters by our names, sequences) → logits [B, S, V]. Attention must stay within a document, if there are any."""
+"""A function from (parameters by our names, sequences) to logits [B, S, V]. If there are documents, attention must stay
+within them."""
 
 
 class Reference:
@@ -109,13 +110,13 @@ class Reference:
     def _average(self) -> None:
         decay = self.run.ema.decay
         for name, weight in self.trained.items() if decay else ():
-            if is_router_bias(name):  # the grid does not average it
+            if is_router_bias(name):  # The grid does not average it either.
                 continue
             before = self.averages.get(name, weight.detach())
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights that Lion steps, as they would be if its update were not limited to ±1."""
+        """Return the weights that Lion steps, computed as if its update were not limited to ±1."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -193,7 +194,10 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """The auxiliary losses and the biases of routers. Padding does not count. The load is that of the step before."""
+    """The auxiliary losses and the biases of routers.
+
+    Padding does not count. The losses use the load of the previous step.
+    """
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         self.run, self.device = run, device

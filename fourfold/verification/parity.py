@@ -31,23 +31,25 @@ from fourfold.verification.not_compared import not_compared
 from fourfold.verification.parity_report import ParityReport
 
 LEARNING_RATE = 1e-3
-"""Large enough that an optimizer that does nothing, or decays nothing, shows in the weights."""
+"""Learning rate and weight decay for parity, large enough that a missing update or a missing decay shows in the
+weights."""
 
 ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps, rounding noise moves weights with nearly zero gradients by whole steps,
 and differently on any two machines."""
 
 LION_EPS = 1e-4
-"""Lion's sign is linear below this eps, and rounding noise is far smaller. Without it, noise flips whole signs."""
+"""Lion's eps for parity. Lion's sign is linear below it, and rounding noise is far smaller. Without it, noise would
+flip whole signs."""
 
 WARMUP_STEPS = 2
-"""The smallest number of steps that shows a warm-up."""
+"""Smallest number of steps in which a warm-up shows."""
 
 MAX_GRAD_NORM = 0.1
-"""Below any model's initial gradient norm, so that clipping shows."""
+"""Clipping limit below any model's initial gradient norm, so that clipping shows."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""The limit in the step after resuming, so that a step without clipping shows too."""
+"""Clipping limit in the step after resuming, so high that this step shows the result without clipping."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
@@ -87,7 +89,8 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
 
 
 def _job(run: RunConfig, asked: RunConfig, device: torch.device) -> Job:
-    """Make a job. It scales the loss if the run file asks for fp16: a power of two adds no rounding in float32."""
+    """Make a job. If the run file asks for fp16, it scales the loss by a power of two, which adds no rounding in
+    float32."""
     job = Job(run, Grid(run.parallel, device.type), device)
     if asked.training.precision == "fp16":
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
@@ -158,7 +161,7 @@ def _resume_elsewhere(job: Job, resumed: Job, step: int) -> Job:
     """Save ``job``, and load it into ``resumed`` on another grid."""
     folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
     Checkpointer(folder, job, CheckpointConfig()).save(step)
-    if resumed.run.lora.rank:  # LoRA checkpoints hold only the adapters
+    if resumed.run.lora.rank:  # LoRA checkpoints hold only the adapters.
         resumed.initialize(resumed.run.training.seed)
     load_checkpoint(folder / f"step_{step}", resumed)
     dist.barrier()

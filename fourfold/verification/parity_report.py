@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LIMIT = 10.0
-"""The largest allowed ratio of the grid's rounding to one process's rounding. The grid adds in another order."""
+"""The largest allowed ratio of the grid's rounding error to one process's rounding error. They differ because the grid
+adds in another order."""
 
 INITIAL_LIMIT = 10.0
-"""Standard errors by which the moments of initial weights may be off. The fourth moment has long tails."""
+"""Largest allowed error of the moments of initial weights, in standard errors. It is generous because the fourth moment
+has long tails."""
 
 
 class Deviation(NamedTuple):
@@ -34,7 +36,7 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How far the grid and one float32 process are from the float64 reference."""
+    """The deviations of the grid and of one float32 process from the float64 reference."""
 
     deviations: dict[str, list[Deviation]]
     """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed" has

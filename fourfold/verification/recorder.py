@@ -1,4 +1,4 @@
-"""Watch every operation of a step: collectives by axis and purpose, and live memory by what it is for."""
+"""Record every operation of a step: collectives by axis and purpose, and live memory by category."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "reduce_scatter",  # how gloo implements them, see parallel.communicate.by_all_to_all
+    # The operations with which gloo implements them (see parallel.communicate.by_all_to_all).
+    "alltoall_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",
 }
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # its backward is the last of all parts
+            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first part runs last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -159,7 +160,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Run operations as a single one whose memory counts."""
+        """Treat operations as a single one, and count its memory."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -219,7 +220,7 @@ class Recorder(TorchDispatchMode):
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):  # a description: its local tensor is seen by itself
+        if isinstance(tensor, DTensor):  # A DTensor only describes a tensor. Its local tensor is recorded separately.
             return
         storage = tensor.untyped_storage()
         if storage._cdata in self._storages:
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Raise the peaks to the bytes alive now.
 
-        This is called before the next operation, when new tensors have their tags. FSDP2 allocates weights before it
+        Call this before the next operation, when new tensors have their tags. FSDP2 allocates weights before it
         gathers them, and gradients before it sums them.
         """
         for name in ("activations", "weights", "total"):
@@ -288,8 +289,10 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """Return the operations of an attention with capped scores, which has no kernel. Return None for any other
-    operation."""
+    """Return the operations of an attention with capped scores, which has no kernel.
+
+    Return None for any other operation.
+    """
     if name == "attend_documents" and len(args) > 6 and args[3] is None:
         q, k, v, _, scale, window, softcap = args
         return lambda: attend_in_turn(q, k, v, KeyLimits(None, window), AttentionScores(scale, softcap))
@@ -302,8 +305,9 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
 
 
 def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Return the bytes that attention's backward allocates on a GPU and frees before it returns. Return 0 for any other
-    operation.
+    """Return the bytes that attention's backward allocates on a GPU and frees before it returns.
+
+    Return 0 for any other operation.
 
     On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
     so this assumes the same size.
@@ -326,12 +330,12 @@ def flash_backward_bytes(
 ) -> int:
     """Return the bytes that FlashAttention 2's backward allocates besides the gradients of q, k, and v.
 
-    The rule is ``mha_bwd``'s and ``mha_varlen_bwd``'s in torch's aten/src/ATen/native/transformers/cuda/flash_attn/
+    The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/
     flash_api.cpp: a float32 sum of dQ and a float32 number per query, and with grouped heads dK and dV per query head.
 
     Args:
-        tokens: Queries of a sequence.
-        keys: Keys of a sequence.
+        tokens: Number of queries in a sequence.
+        keys: Number of keys in a sequence.
         documents: Number of packed documents. None means one dense call of all sequences.
     """
     rows = sequences * -(-tokens // 128) * 128 if documents is None else sequences * tokens + 128 * documents

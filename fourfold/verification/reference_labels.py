@@ -45,8 +45,10 @@ def positions(documents_BS: Tensor) -> Tensor:
 
 
 def document_ends(documents_BS: Tensor) -> Tensor:
-    """Return int64 [B, E]: the ends of each sequence's documents. The last end is S, repeated in rows with fewer
-    documents."""
+    """Return int64 [B, E]: the ends of each sequence's documents.
+
+    The last end is S, repeated in rows with fewer documents.
+    """
     ends = [documents_S.unique_consecutive(return_counts=True)[1].cumsum(0) for documents_S in documents_BS]
     return pad_sequence(ends, batch_first=True, padding_value=documents_BS.shape[1])
 
@@ -54,7 +56,7 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """Apply the goldfish rule to one token of a stream. The sequence begins at ``ahead``."""
+    """Apply the goldfish rule to one token of a stream. The sequence begins at index ``ahead``."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0

@@ -1,4 +1,4 @@
-"""The optimizer of the one process that a grid is compared with: torch's AdamW, and short versions of Lion and Muon.
+"""The optimizer of the one-process reference: torch's AdamW, and short implementations of Lion and Muon.
 
 It shares no code with ``training.optimizer``. ``tests/training/test_optimizer.py`` compares both with torch's Muon.
 """
@@ -30,7 +30,7 @@ class ReferenceOptimizer:
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
         self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
-        """What the two ends of Lion's sign have clipped off the updates of all steps."""
+        """Sum over all steps of the part of Lion's updates that the limits ±1 have clipped off."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
             of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Self
 
 Span = tuple[float, float]
-"""Start and end."""
+"""Start and end of a span."""
 
 SpanOfAxis = tuple[str, Span]
 """An axis and a span in which one of its collectives is active."""
@@ -28,13 +28,13 @@ class AxisTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of a span of time, in seconds of one process. They add up."""
+    """The parts of a span of time, in seconds of one process. Their sum is the whole span."""
 
     seconds: float
     compute: float
     exposed: float
     idle: float
-    """Neither computation nor communication: reading data, Python, waiting for another device."""
+    """Time without computation or communication: reading data, Python, or waiting for another device."""
     axes: dict[str, AxisTimes]
 
     @classmethod
@@ -46,7 +46,7 @@ class StepTimes:
         flights: list[SpanOfAxis],
         held: list[SpanOfAxis] | None,
     ) -> Self:
-        """Split a window of time, and divide everything by its number of equal ``parts``.
+        """Split a window of time that has a number of equal ``parts`` (steps), and return the mean over these parts.
 
         Args:
             compute: Spans of computation.

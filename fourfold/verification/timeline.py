@@ -40,7 +40,8 @@ class Timeline:
         self._taken = 0
         self._recording, self._step = ExitStack(), ExitStack()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.file.parent, ignore_errors=True)  # left by an earlier start, perhaps with more processes
+            # Remove files of an earlier start, which may have had more processes.
+            shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:
         """Start recording, keep recording, or stop and write. Every process of the job calls this."""
@@ -54,13 +55,13 @@ class Timeline:
             self._begin(steps)
 
     def close(self) -> None:
-        """Leave torch as it was, even if the run ends during recording."""
+        """Restore torch's functions, even if the run ends during recording."""
         self._recording.close()
 
     def _start(self) -> None:
         on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
         self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
-        dist.barrier()  # processes take unequally long to start recording
+        dist.barrier()  # Processes take different times to start recording.
         self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
         self._started = self._now()
 

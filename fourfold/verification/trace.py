@@ -39,8 +39,8 @@ from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
 MATMUL_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that torch reserves for matmuls on a Hopper GPU and that no ``Memory`` counts: 32 MiB for each thread with a
-cuBLAS handle, which are the forward's thread and the backward's thread."""
+"""Bytes that torch reserves for matmuls on a Hopper GPU: 32 MiB each for the forward's thread and the backward's
+thread, because each has a cuBLAS handle. ``Memory`` does not count them."""
 
 WINDOWS = ("early", "late")
 """Parts of a step within which peak memory is linear in the number of layers (see ``Recorder.watch``)."""
@@ -51,21 +51,21 @@ class Memory:
     """Bytes on one rank, without the step's tokens and labels and without tensors offloaded to the CPU."""
 
     parameters: int
-    """The stored shards."""
+    """Bytes of the stored shards."""
 
     gradients: int
-    """Gradients of the stored shards when the optimizer steps."""
+    """Bytes of the stored shards' gradients when the optimizer steps."""
 
     optimizer: int
 
     activations_peak: int
-    """Saved activations and workspaces."""
+    """Bytes of saved activations and workspaces."""
 
     gathered_weights_peak: int
-    """Gathered weights and their buffers."""
+    """Bytes of gathered weights and their buffers."""
 
     total_peak: int
-    """The largest sum at one moment."""
+    """The largest sum of all categories at one moment."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Collective:
     count: int
 
     bytes: int
-    """Sum over the full tensors, as gathered or before the reduction."""
+    """Sum of the sizes of the full tensors: after a gather, or before a reduction."""
 
     exposed_bytes: int
     """Bytes that no matmul hides, because none is issued between the collective and the wait for its result."""
@@ -87,7 +87,7 @@ class Collective:
     """Sum of the durations on a machine if each collective has its axis to itself. None without a machine."""
 
     exposed_seconds: float | None = None
-    """How long the step waits for the collectives or is slowed down by them."""
+    """Seconds that the step waits for the collectives or is slowed down by them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RankTrace:
     pp_rank: int
 
     layers: list[tuple[int, int]]
-    """[first, last + 1] for each of its stages."""
+    """Range of layers [first, last + 1] of each of its stages."""
 
     memory: Memory
     collectives: list[Collective]
@@ -112,7 +112,7 @@ class TraceReport:
     collectives: list[Collective]
 
     pipeline: list[RankTrace]
-    """One rank for each place on pp if there are several."""
+    """One rank per pp rank. Empty without a pipeline."""
 
     def record(self) -> dict[str, Any]:
         """Return the report as JSON values, with seconds only if a machine is known."""
@@ -129,7 +129,7 @@ class Sample(NamedTuple):
     """Count, bytes, exposed bytes, and on a machine picoseconds and exposed picoseconds."""
 
     memory: dict[str, tuple[int, ...]]
-    """Bytes in each window."""
+    """Peak memory in each window of the step."""
 
 
 def trace(
@@ -233,7 +233,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # its overflow test would need data
+            job.loss_scale = None  # The overflow test of loss scaling would need data.
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()

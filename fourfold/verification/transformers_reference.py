@@ -1,4 +1,5 @@
-"""Use the Hugging Face model of a run's family as the parity reference: other authors' code with our map of names."""
+"""Use the Hugging Face model of a run's family as the parity reference: independent code, connected by our map of
+names."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
-    model = model.to(device).eval()  # some families have dropout
+    model = model.to(device).eval()  # Some families have dropout.
     tensors, rows = name_map(config["model_type"], run.model), rows_in_files(model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
@@ -41,8 +42,10 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return one mask per kind of layer if the model has kinds. A mask that is passed in replaces the model's
-        windows."""
+        """Return one mask per kind of layer if the model has kinds.
+
+        A mask that is passed in replaces the model's windows.
+        """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
         knows_kinds = FAMILIES[config["model_type"]].lists_layer_types

@@ -20,10 +20,11 @@ from fourfold.verification.exposure import Line
 OPERATIONS = {
     "allreduce": "all_reduce",
     "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",  # names since torch 2.13
+    "all_gather_single": "all_gather",  # These names exist since torch 2.13.
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    "alltoall_base": "reduce_scatter",  # how gloo implements them, see parallel.communicate.by_all_to_all
+    # The operations with which gloo implements them (see parallel.communicate.by_all_to_all).
+    "alltoall_base": "reduce_scatter",
     "all_to_all_single": "reduce_scatter",
     "send": "send",
     "recv": "recv",
@@ -39,10 +40,10 @@ class TimedCollective:
     name: str
     start: int
     end: int | None = None
-    """None while it is in flight."""
+    """Time of the end. None while the collective is in flight."""
 
     def land(self) -> None:
-        """Note the end if it has not been noted."""
+        """Record the end unless it is recorded already."""
         if self.end is None:
             self.end = time.time_ns()
 
@@ -97,7 +98,7 @@ class WatchedCollectives:
                 entry[1] += whole[0].nbytes if isinstance(whole, list) else whole.nbytes
             if work is not None:
                 self._flight_of[work] = flight
-                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not tell when they finish
+                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report when they finish.
                     work.get_future().then(lambda _: flight.land())
             return work
 
@@ -127,6 +128,6 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Note what the step's thread did until now. Other threads wait too (see ``parallel.fsdp_on_gloo``)."""
+        """Record what the step's thread did until now. Other threads wait too (see ``parallel.fsdp_on_gloo``)."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

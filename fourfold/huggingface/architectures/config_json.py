@@ -1,6 +1,7 @@
-"""Convert between a Hugging Face config.json and the keys of ``[model]``, and refuse what the decoder does not compute.
+"""Convert between a Hugging Face config.json and the keys of ``[model]``. Refuse models that the decoder does not
+compute.
 
-A key that transformers does not read either is ignored. A missing key has transformers' default.
+Keys that transformers ignores are ignored here too. A missing key has transformers' default.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MOST_LAYERS = 10_000
 """Number of layers up to which layer types are listed one by one. No model has more."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of theirs for which null means none. Ours use 0."""
+"""Keys of config.json in which null means none. The keys of [model] use 0."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -62,7 +63,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the ``model_type`` of a config.json. A ``UserError`` names what the decoder lacks for it."""
+    """Return the ``model_type`` of a config.json.
+
+    If the decoder cannot compute it, the ``UserError`` names what is missing.
+    """
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{where}: model_type = {kind!r} is not the name of an architecture")
@@ -80,8 +84,10 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the table ``[model]`` that a config.json describes. Raise ``UserError`` for what the decoder does not
-    compute."""
+    """Return the table ``[model]`` that a config.json describes.
+
+    Raise ``UserError`` if the decoder does not compute the model.
+    """
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
@@ -110,7 +116,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for theirs in NONE_IS_0:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
-    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # it stands for all four
+    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # One key sets all four biases.
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys["num_experts"]:
         raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")
@@ -129,7 +135,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the model that a config.json describes. Raise ``UserError`` for what the decoder does not compute."""
+    """Return the model that a config.json describes. Raise ``UserError`` if the decoder does not compute it."""
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
@@ -214,7 +220,7 @@ def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the base of sliding layers, and the table of full layers, which rope_scaling changes."""
-    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores one table for all layers
+    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores a single table for all layers.
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
     if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:
@@ -251,7 +257,7 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
 
 
 def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: str) -> None:
-    """Refuse heads of another size than hidden_size / num_attention_heads in a family that has no other size."""
+    """Refuse a head size other than hidden_size / num_attention_heads if the family supports no other size."""
     if size is None or "head_dim" in family.keys or keys["position_embedding"] != "rope":
         return
     counts = (size, keys["num_attention_heads"], keys["hidden_size"])

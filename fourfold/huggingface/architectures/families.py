@@ -26,36 +26,36 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    """Maps our key to its name in a config.json that may give it."""
+    """Maps our keys to their names in config.json. A file need not give all of them."""
     defaults: Mapping[str, Any]
-    """Their default values of missing keys."""
+    """The family's default values for missing keys."""
     fixed: Mapping[str, Any]
-    """Our keys that every model of the family has."""
+    """Keys of [model] that have the same value in every model of the family."""
     activations: Mapping[str, Mapping[str, Any]]
-    """Our keys for each value of their ``activation_key``. The first is the default."""
+    """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
     activation_key: str = "hidden_act"
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Their keys that must have one of these values, because the decoder computes nothing else."""
+    """Keys of config.json that must have one of these values, because the decoder computes nothing else."""
     rope_theta: str = "rope_theta"
-    """Their key in files of transformers 4."""
+    """The key in files of transformers 4."""
     partial_rotary_factor: str | None = None
-    """Their key in files of transformers 4. None if rotary embeddings rotate whole heads."""
+    """The key in files of transformers 4. None if rotary embeddings rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The scalings of rotary frequencies that the family can have."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Names that transformers also reads or writes. Each maps to the key of theirs that it overrides."""
+    """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
     lists_dense_layers: bool = False
-    """Whether their mlp_only_layers names the layers without experts, which the decoder needs to come first."""
+    """Whether mlp_only_layers names the layers without experts. The decoder requires that these come first."""
     counts_shared_experts: bool = False
-    """Whether their n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
+    """Whether n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
-    """Returns whether a layer number has the config's sliding_window. None if the family has no such key."""
+    """Function that returns whether a layer has the config's sliding_window. None if the family has no such key."""
     lists_layer_types: bool = False
-    """Whether their layer_types, if given, decides instead."""
+    """Whether the key layer_types, if given, decides this instead."""
     rope_local_theta: float | None = None
     """Default base of the rotary frequencies of sliding layers. None if they have no base of their own."""
     reads_local_theta: bool = False
-    """Whether their rope_local_base_freq gives it."""
+    """Whether the key rope_local_base_freq gives this base."""
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_FIXED | _NO_BIASES,
         _SWIGLU,
         partial_rotary_factor="partial_rotary_factor",
-        rope_types=(),  # longrope is the only scaling that transformers has for it
+        rope_types=(),  # longrope is the only scaling that transformers implements for Phi-3.
         slides=_every,
     ),
     "gemma": Family(
@@ -303,7 +303,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # its norms are hidden_size wide
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # The norms are hidden_size wide.
         | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
         _LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}

@@ -19,7 +19,9 @@ from fourfold.huggingface.architectures.families import FAMILIES, ROPE_KEYS, Fam
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
-    """Return a config.json for a model of ours, of the family ``kind`` (by default the first that can compute it).
+    """Return a config.json of the family ``kind`` for a model of ours.
+
+    By default it is the first family that can compute the model.
 
     Raises:
         UserError: No family computes what the model does.

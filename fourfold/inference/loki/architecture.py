@@ -41,8 +41,10 @@ LACKING = {
 
 
 class AttentionModule(nn.Module):
-    """The attributes of a transformers attention module that Loki uses. It serves type checkers and is never
-    instantiated."""
+    """The attributes of a transformers attention module that Loki uses.
+
+    It serves type checkers and is never instantiated.
+    """
 
     config: PreTrainedConfig
     layer_idx: int

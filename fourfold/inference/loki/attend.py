@@ -14,7 +14,8 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Bytes of keys that a CPU gathers at a time, about the size of its second-level cache (at least one head's keys)."""
+"""Bytes of keys that a CPU gathers at a time: about the size of its second-level cache, but at least one head's
+keys."""
 
 
 def decode(
@@ -90,7 +91,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
     for heads in _head_slices(step.key_BKSD, chosen_BKk, exact):
         key_BhkD = gather_rows(step.key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
-        del key_BhkD  # the values take its place
+        del key_BhkD  # Free the keys before the values are gathered.
         value_BhkD = gather_rows(step.value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
         out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))

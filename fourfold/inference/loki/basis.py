@@ -20,7 +20,7 @@ from fourfold.parsing import parse_json
 
 FORMAT = "1"
 KINDS = ("pre", "post")
-"""Components of the keys before and after their rotary embedding."""
+"""Kinds of components: of the keys before and after their rotary embedding."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Components:
     """Variances along the columns, in descending order."""
 
     def ranks_at(self, share: float) -> Tensor:
-        """Return the fewest components that explain this fraction of the variance, [L, K] (Rank@v, arXiv 2406.02542,
-        eq. 2)."""
+        """Return the smallest number of components that explain this fraction of the variance, [L, K] (Rank@v, arXiv
+        2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
-        # Rounding must not lead to one component more than there are.
+        # Rounding must not give one component more than exist.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 

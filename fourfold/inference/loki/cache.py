@@ -117,17 +117,19 @@ class LokiLayer(GrowingLayer):
 
 
 class RotatedLayer(GrowingLayer):
-    """Rotated keys only. The cache is as small as a dense one, but only attention that rotates its queries can read
-    it."""
+    """Rotated keys only.
+
+    The cache is as small as a dense one, but only attention that rotates its queries can read it.
+    """
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Set for one pass by attention that rotates its queries. An update without it is refused."""
+        """Attention that rotates its queries sets this for one pass. An update without it is refused."""
 
         self.proxy_BKSd: Tensor | None = None
-        """The same as in ``LokiLayer``."""
+        """The proxy during an attention pass, as in ``LokiLayer``."""
 
     def release(self) -> None:
         self.expected, self.proxy_BKSd = False, None

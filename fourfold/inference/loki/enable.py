@@ -64,7 +64,7 @@ def enable_loki(
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation
-    if before == NAME:  # set by another model that shares this one's configuration
+    if before == NAME:  # Another model that shares this configuration has set it.
         before = "sdpa"
     model.set_attn_implementation(NAME)
     for attention, recipe in zip(attentions, recipes, strict=True):

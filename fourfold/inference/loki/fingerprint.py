@@ -28,7 +28,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 @dataclass(frozen=True)
 class Fingerprint:
     model: str
-    """Type and sizes."""
+    """The model's type and sizes."""
     rope: str
     """Parameters of the rotary embedding, as JSON."""
     sample: Tensor

@@ -10,7 +10,7 @@ SEQUENCE_DIM = 2
 
 
 class GrowingTensor:
-    """A tensor [B, K, S, any] that grows along S by doubling its storage."""
+    """A tensor [B, K, S, …] that grows along S by doubling its storage."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity

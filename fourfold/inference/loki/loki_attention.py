@@ -42,7 +42,7 @@ class LayerState:
     """Records what simulated rows choose, for evaluation."""
 
     def release(self) -> None:
-        """Let go of the cache. It must not stay in memory with the model, nor expect another read by Loki."""
+        """Release the cache, so that it neither stays in memory with the model nor waits for another read by Loki."""
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None
@@ -62,7 +62,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     if state.recipe.basis is not None:
         state.recipe.basis.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # the name before transformers 5.24
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # The argument's name before transformers 5.24.
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
@@ -115,7 +115,7 @@ def loki_attention(
     is_rotated = isinstance(layer, RotatedLayer)
     if is_rotated:
         query = rotate_queries(query, basis.whole_KDD)
-    if dropout:  # training is dense
+    if dropout:  # Training always uses dense attention.
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     basis_KDd = None if is_rotated else basis.leading_KDd
     length, is_simple = key.shape[2], _is_simple(attention_mask)
@@ -145,8 +145,8 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it. torch computes all other
-    masks."""
+    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it. torch's attention handles all
+    other masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

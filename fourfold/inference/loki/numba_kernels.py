@@ -1,9 +1,9 @@
 """One decoding step compiled for a CPU by Numba: each thread computes whole heads, from scores to output.
 
-Keys are ranked as they are read, nothing is sorted, and no chosen row is copied. Selection is the Triton kernels' radix
-search: each key's worth becomes an unsigned integer with the same order, and the search finds the k-th largest by its
-leading 11 bits, the next 11, and the last 10. All sums are float32. A key with a NaN score is always chosen, so the NaN
-shows in the output.
+Keys are ranked while they are read. Nothing is sorted, and no chosen row is copied. The selection is the same radix
+search as in the Triton kernels: it maps each key's worth to an unsigned integer with the same order, and finds the k-th
+largest by its leading 11 bits, the next 11, and the last 10. All sums are float32. A key with a NaN score is always
+chosen, so the NaN shows in the output.
 
 Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H: its G query heads, padded to a multiple
 of four, because four are multiplied at a time.
@@ -32,12 +32,12 @@ REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}
 NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
-"""Bits (without the sign) above this value are a NaN's."""
+"""A float32 is NaN if its bits without the sign are above this value."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
 NEAR = 256
-"""Keys that stay in the first-level cache until the next four query heads multiply them."""
+"""Number of keys in a block. A block stays in the first-level cache until the next four query heads multiply it."""
 
 AHEAD = 6
 """How many rows ahead to prefetch. Chosen rows are scattered, so the processor cannot predict them."""
@@ -90,11 +90,12 @@ def decode(step: DecodeStep) -> Tensor:
         set_num_threads(threads)
         try:
             _decode(threads, *task)
-        except OSError:  # the compiled step is in memory but could not be cached on disk
+        except OSError:  # The compiled step works, but it could not be cached on disk.
             _decode(threads, *task)
         finally:
             set_num_threads(before)
-    if torch.get_num_threads() != wanted:  # starting Numba's threads changed it, in a library that both share
+    # Starting Numba's threads changes torch's number of threads, because both use the same library.
+    if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
     return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
 
@@ -283,7 +284,7 @@ def _products(four, key):
 
 @_compiled
 def _exponentiate(scores_S):
-    """Replace each score by exp(score − largest), NaN by NaN. Return the sum without the NaNs."""
+    """Replace each score by exp(score − largest). NaN stays NaN. Return the sum without the NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest
@@ -298,7 +299,7 @@ def _exp(x):
     """Return e^x for x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7
     down to e^−5, and 4e−6 down to e^−87).
 
-    It vectorizes. The C library's function takes one number at a time.
+    Unlike the C library's function, which takes one number at a time, this vectorizes.
     """
     x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays NaN
     powers_of_two = x * np.float32(1 / np.log(2))
@@ -344,6 +345,6 @@ def _as_float32(number):
 
 @overload(_as_float32, inline="always")
 def _compile_as_float32(number):
-    if number == types.uint16:  # the bits of a bfloat16
+    if number == types.uint16:  # An integer here holds the bits of a bfloat16.
         return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
     return lambda number: number

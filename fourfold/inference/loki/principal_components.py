@@ -49,8 +49,10 @@ class Moments:
         self.products_KDD += (keys_KTD.transpose(1, 2) @ keys_KTD).double().cpu()
 
     def covariance_KDD(self) -> Tensor:
-        """Return the covariance around the mean. Softmax ignores the mean, so the mean's direction would rank
-        nothing."""
+        """Return the covariance around the mean.
+
+        Softmax ignores the mean, so the mean's direction would rank nothing.
+        """
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]
 

@@ -1,7 +1,7 @@
 """Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
-On a text, Loki is compared with an oracle and with a control. The oracle chooses as many keys by their exact scores,
-which is the best that any ranking could do. The control ranks by random directions, which calibration must beat.
+On a text, Loki is compared with an oracle and with a control. The oracle chooses the same number of keys by their exact
+scores, which no ranking can beat. The control ranks by random directions, which a calibration must beat.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def compare_tasks(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return the metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
 
-    Tasks that generate exercise decoding. A likelihood is one prefill, which Loki leaves dense unless
+    Only tasks that generate text run Loki's decoding. A likelihood is one prefill, which stays dense unless
     ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it was enabled before.
 
     Args:
@@ -125,7 +125,10 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings for a basis without variances, with as many dims as the real basis ranks by in its mean layer."""
+    """Return settings for a basis without variances.
+
+    They rank by the mean number of dims that the real basis ranks by.
+    """
     if config.variance is None:
         return replace(config, basis="best")
     dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
@@ -136,7 +139,7 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
 def _probed(
     model: PreTrainedModel, basis: LokiBasis, config: LokiConfig
 ) -> Iterator[tuple[list[Probe], list[int | None]]]:
-    """Enable Loki inside. Yield each layer's probe, and the number of dims that rank in it (None for a dense layer)."""
+    """Enable Loki for the block. Yield each layer's probe and its number of ranking dims (None for a dense layer)."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     dims: list[int | None] = []

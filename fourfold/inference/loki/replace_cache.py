@@ -123,14 +123,17 @@ def _check_static(size: int, config: LokiConfig) -> None:
 
 
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
-    """Return the layer for Loki with the same basis, which alone can read its keys. Raise ``UserError`` otherwise."""
+    """Return the layer unchanged.
+
+    Raise ``UserError`` unless Loki runs with the same basis, because nothing else can read the keys.
+    """
     basis = recipe.basis
     if not is_loki or basis is None or recipe.config.cache != "rotated" or not _has_basis(layer, recipe, basis):
         raise UserError(
             "this cache holds keys that were rotated by another basis, or for another attention than the model has "
             'now; start a new cache, or use cache = "proxy", which fits any attention'
         )
-    # The number of dims that rank can change.
+    # The number of ranking dims may have changed.
     layer.basis, layer.d, layer.expected = basis.whole_KDD, basis.d, True
     return layer
 
@@ -150,6 +153,6 @@ def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerR
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # as in every step but the first
+    if layer.basis is ours:  # This is so in every step except the first.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

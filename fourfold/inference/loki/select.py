@@ -1,7 +1,7 @@
 """Select the keys that a step attends to: combine the scores of each KV group, and take the best k keys.
 
-Shape letters: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys. The underscore before S or
-k stands for the rows of a prompt in a simulation, and for nothing in a decoding step.
+Shape letters: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys. In a simulation, the
+underscore before S or k is a dim with the rows of a prompt. In a decoding step this dim is absent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.inference.loki.settings import LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 32
-"""One in this many numbers is sampled to estimate a threshold."""
+"""The threshold is estimated from a sample of one in this many numbers."""
 
 THIN, LONG = 6, 1 << 14
 """Rows shorter than THIN · k or LONG are selected from directly, without a threshold."""
@@ -30,7 +30,7 @@ class DecodeStep:
 
     query_BKGD: Tensor
     query_BKGd: Tensor
-    """Projected and scaled."""
+    """Queries, projected and scaled."""
     key_BKSD: Tensor
     value_BKSD: Tensor
     proxy_BKSd: Tensor
@@ -59,8 +59,8 @@ class DecodeStep:
 def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
     """Return each key's worth to its whole KV group, from the scores of each head. It is -inf for invisible keys.
 
-    A NaN score is worth most, so that it shows in the output. One choice for the group reads each key once. A choice
-    for each of its G heads would read up to G times as many keys.
+    A NaN score has the highest worth, so that it shows in the output. The whole group shares one choice, so each key is
+    read once. Separate choices for its G heads would read up to G times as many keys.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -75,7 +75,7 @@ def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # on a GPU, the host would have to wait for the test below
+    if scores_BKG_S.device.type == "cpu":  # On a GPU, the test below would make the host wait.
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
         if not worth_BK_S[..., :1].isnan().any():  # one NaN or infinity spreads over its row
             return worth_BK_S
@@ -96,8 +96,9 @@ def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
 def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
-    """Return the positions of the k best keys, [B, K, …, k], unordered. They include the first ``sink`` and last
-    ``recent``.
+    """Return the positions of the k best keys, [B, K, …, k], unordered.
+
+    They include the first ``sink`` and last ``recent``.
 
     With ``k_B``, the number of keys of each sequence, the best come first. If fewer than k keys are visible, the
     remaining positions are invisible, and attention must mask them.
@@ -116,8 +117,8 @@ def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
     """Return the positions of the k largest numbers of each row, in no order.
 
     Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers reach, with four standard
-    deviations to spare, and only these numbers are compared. If fewer reach it, all numbers are. Positions then ascend,
-    which is the fastest order to read memory in.
+    deviations to spare, and only these numbers are compared. If fewer numbers reach the threshold, all numbers are
+    compared. The positions ascend, which is the fastest order for reading memory.
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None

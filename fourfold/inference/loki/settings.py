@@ -34,7 +34,7 @@ class LokiConfig:
     d_f: float | None = None
     """The same number as a fraction of head_dim (default 0.25)."""
     variance: float | None = None
-    """The same number as the dims that explain this fraction of the variance in a layer's worst head."""
+    """Rank by as many dims as explain this fraction of the variance in a layer's worst head."""
     k: int | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: float | None = None
@@ -50,8 +50,8 @@ class LokiConfig:
     min_seq: int = 512
     """Attention to shorter contexts is dense."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
-    """The worth of a key to the query heads of one KV head: the sum of their softmaxes, or the maximum or mean of their
-    scores."""
+    """How the scores of one KV head's query heads are combined into a key's worth: the sum of their softmaxes, or the
+    maximum or mean of the scores."""
     prefill: Literal["dense", "simulate"] = "dense"
     """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"
@@ -107,8 +107,10 @@ class LokiConfig:
         return DEFAULT_K_F if self.k_f is None else self.k_f
 
     def largest_key_count(self, length: int) -> int:
-        """Return the most keys that any sequence of a padded batch attends to. One below ``min_seq`` attends to all its
-        keys."""
+        """Return the most keys that any sequence of a padded batch attends to.
+
+        One below ``min_seq`` attends to all its keys.
+        """
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
@@ -167,7 +169,7 @@ def why_unavailable(package: str) -> str | None:
     if package == "numba":
         try:
             import numba
-        except ImportError as error:  # for example with a version of NumPy that it does not support
+        except ImportError as error:  # Numba may not support the installed version of NumPy, for example.
             logging.getLogger("fourfold.loki").warning(
                 "loki: steps are not compiled because Numba cannot be imported: %s", error
             )

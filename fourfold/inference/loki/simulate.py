@@ -1,7 +1,7 @@
 """Simulate Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
 
-One pass over a text gives what decoding it token by token would give, with one exception. As in the paper, every row
-may attend to as many keys as the last one (k follows from the whole length), so the numbers are comparable.
+One pass over a text gives the same results as decoding it token by token, with one exception: k follows from the whole
+length, so every row may attend to as many keys as the last row. The paper does the same, so the numbers are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """

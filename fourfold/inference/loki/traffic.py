@@ -34,8 +34,8 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
 
 
 def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] | None:
-    """Return the fewest bytes that the next step reads from a dynamic cache's keys and values, and full attention's
-    bytes.
+    """Return the fewest bytes that the next step reads from a dynamic cache's keys and values, and the bytes that full
+    attention reads.
 
     Return None for a model without Loki, and if a layer of the cache is not Loki's.
     """

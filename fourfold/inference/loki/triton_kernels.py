@@ -2,8 +2,8 @@
 
 Selection needs no sort. Each key's worth becomes an unsigned integer with the same order. A radix search finds the k-th
 largest by its leading 11 bits, the next 11, and the last 10, with a histogram of each. One more pass writes the
-positions of all keys that reach it, with ties taken from the left. Launch grids do not depend on the data, so a step
-can be a CUDA graph.
+positions of all keys that reach it, and takes ties from the left. Launch grids do not depend on the data, so a step can
+be captured in a CUDA graph.
 
 Shape letters as in attend.py. R = B · K rows, P splits of a row. GP, DP, PP: G, D, P rounded up to a power of two.
 """
@@ -25,7 +25,7 @@ MOST_SPLITS = 256
 """Largest number of splits of a row. Each program holds their sums in registers, so longer rows get longer splits."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
-"""The same for chosen keys, whose rows are scattered."""
+"""The same limits for passes over chosen keys, whose rows are scattered."""
 
 MERGED_BLOCK = 16
 """Parts of a head that are merged per iteration, which bounds the registers at any context."""
@@ -183,7 +183,8 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """For level 1 and 2, count the next bits over ranks that share the known bits of the k-th largest."""
+    """In levels 1 and 2, make a histogram of the next bits of the ranks that share the known leading bits of the k-th
+    largest."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)
@@ -219,7 +220,8 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of the keys above the k-th largest, and of the wanted number of equal ones, from the left."""
+    """Write the positions of the keys above the k-th largest, then of as many equal keys as are still needed, from the
+    left."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p = tl.arange(0, PP)
@@ -319,8 +321,10 @@ def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
 
 @triton.jit
 def _histogram(digit_S, counts_S):
-    """Return the histogram of the digits that ``counts_S`` selects. Unselected digits count as zeros and are
-    subtracted."""
+    """Return the histogram of the digits that ``counts_S`` selects.
+
+    Unselected digits count as zeros and are subtracted.
+    """
     histogram_N = tl.histogram(tl.where(counts_S, digit_S.to(tl.int32), 0), BINS)
     others = tl.sum((~counts_S).to(tl.int32), 0)
     return histogram_N - tl.where(tl.arange(0, BINS) == 0, others, 0)

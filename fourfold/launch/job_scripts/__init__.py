@@ -1,1 +1,1 @@
-"""Writes the job scripts of batch systems; sites are data."""
+"""Write job scripts for batch systems. Sites are data files."""

@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 
 WAIT_SECONDS = 120
-"""Seconds that the other processes have after a job's first process has ended. Rank 0 writes the report in this
+"""Seconds between the end of a job's first process and the end of all its processes. Rank 0 writes the report in this
 time."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
@@ -140,7 +140,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _directive(name: str, value: str) -> str:
-    """Return an option for a line of #SBATCH. sbatch splits such lines at spaces and expands nothing."""
+    """Return an option for a line of #SBATCH. sbatch splits such lines at spaces and does not expand variables."""
     if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
         raise UserError(f"--{name}={value} cannot be in an #SBATCH line: it has a space, a quote, # or \\")
     return _option(name, value)

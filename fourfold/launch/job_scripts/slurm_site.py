@@ -19,7 +19,7 @@ from fourfold.errors import UserError
 FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
 Options = dict[str, str]
-"""Values by long name, without the dashes. An option without a value has an empty one."""
+"""Maps the long names of options, without dashes, to their values. An option without a value maps to ""."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Site:
     sbatch: Options = field(default_factory=dict)
     srun: Options = field(default_factory=dict)
     commands: tuple[str, ...] = ()
-    """Lines of the script after the user's setup."""
+    """Lines that the script runs after the user's setup."""
     environment: Options = field(default_factory=dict)
-    """Variables that are set unless the user's setup has set them."""
+    """Environment variables that the script sets, unless the user's setup has set them."""
     environment_of_several_nodes: Options = field(default_factory=dict)
     """More variables, for jobs of two or more nodes."""
 

@@ -1,4 +1,5 @@
-"""Attention between the 4D linear layers: every rank computes its own heads, sequences, or queries, and none twice."""
+"""Attention between the 4D linear layers. Every rank computes its own heads, sequences, or queries, and no work is
+repeated."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class SharedAttentionCore(AttentionCore):
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with this rank's heads, after all collectives but those of cp. This part is compiled."""
+        """Attend with this rank's heads. Only cp's collectives remain in here, and this part is compiled."""
         return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
@@ -121,7 +122,7 @@ class SharedAttentionCore(AttentionCore):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        if kv.is_cuda:  # the host does not wait for a copy from pinned memory
+        if kv.is_cuda:  # A copy from pinned memory does not make the host wait.
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)
 

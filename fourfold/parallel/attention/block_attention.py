@@ -1,7 +1,8 @@
-"""Attention of some queries to some keys with its log-sum-exp, and its backward from the merged result.
+"""Attend with some queries to some keys, return the log-sum-exp too, and run the backward from the merged result.
 
-torch's public attention does not return the log-sum-exp, so its kernels are called by name; none of them caps scores,
-which is done in single operations. Queries are [B, N, Q, D], keys and values [B, K, S, D], where K divides N.
+torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel caps
+scores, so capped attention runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S, D], and K
+divides N.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from fourfold.models.softcap import softcapped
 ATEN = torch.ops.aten
 
 LSE_MULTIPLE = 32 if torch.version.hip is None else 1
-"""CUDA's kernel for masks pads the queries of its log-sum-exps to a multiple of this; AMD's takes them as they are."""
+"""CUDA's kernel for masks pads the queries of its log-sum-exps to a multiple of this. AMD's kernel does not pad."""
 
 
 BIAS_MULTIPLE = 16
-"""CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention has them."""
+"""CUDA's kernel for masks requires that each row of a mask begins at a multiple of this many keys. torch's public
+attention does the same."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
-"""Head widths that CUDA's kernels take, as torch's public attention pads them, and the widest of two of them."""
+"""CUDA's kernels need a head width that is a multiple of this, so torch's public attention pads too."""
 
 CUDNN = 91500
 """The first version of cuDNN that torch's public attention prefers on Hopper (``check_prefer_cudnn_attention``)."""
 
 CAPPED_ROWS = 512
-"""Queries whose capped scores are computed at once, so that memory grows with the keys alone."""
+"""Number of queries whose capped scores are computed at once, so that memory grows only with the number of keys."""
 
 
 class AttentionScores(NamedTuple):
-    """The scores of queries and keys: scale · q·k, between −softcap and softcap where that is not 0."""
+    """How scores are computed: scale · q·k, then softcap · tanh(score / softcap) if softcap is not 0."""
 
     scale: float
     softcap: float = 0.0
@@ -44,7 +46,7 @@ class AttentionScores(NamedTuple):
 def attend_block(
     q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; 0 and −∞ for a query that may see no key."""
+    """Return outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32. A query that sees no key gets 0 and −∞."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         return _attend_capped(q_BNQD, k, v, causal, mask_B1QS, scores)
@@ -58,11 +60,11 @@ def attend_block(
     elif kernel == "cudnn":
         cudnn = ATEN._scaled_dot_product_cudnn_attention
         out, lse = cudnn(q, k, v, None, True, 0.0, causal, scale=scores.scale)[:2]
-        lse = lse.view(q.shape[:3])  # the kernel's has a fourth dim, of one entry
+        lse = lse.view(q.shape[:3])  # The kernel's log-sum-exp has a fourth dim of size 1.
     else:
         efficient = ATEN._scaled_dot_product_efficient_attention
         out, lse = efficient(q, k, v, bias, True, 0.0, causal, scale=scores.scale)[:2]
-        lse = lse[..., : q.shape[2]]  # the kernel pads the queries
+        lse = lse[..., : q.shape[2]]  # The kernel has padded the queries.
     out = out[..., : q_BNQD.shape[-1]]
     if mask_B1QS is not None:
         sees_none_B1Q = ~mask_B1QS.any(-1)
@@ -82,7 +84,7 @@ def attend_block_backward(
     mask_B1QS: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. out and lse are over all keys, which makes the share of these keys exact."""
+    """Return the gradients of q, k, and v for this block of keys. They are exact because out and lse cover all keys."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         of_queries = (grad_BNQD, q_BNQD, out_BNQD)
@@ -117,7 +119,7 @@ def attend_block_backward(
 def kernel_for(q_BNQD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
     """Return torch's kernel for a block of attention without capped scores.
 
-    CUDA's flash kernel and cuDNN's take half precision and, here, no mask.
+    CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask.
     """
     width = q_BNQD.shape[-1]
     if q_BNQD.device.type == "cpu":
@@ -137,7 +139,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, with zeros behind each head where CUDA's kernels do not take its width."""
+    """Pad each head with zeros if CUDA's kernels do not support its width."""
     missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
     return tuple(torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors) if missing else tensors
 
@@ -145,7 +147,10 @@ def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _attend_capped(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """``attend_block`` in single operations, with a key-value head for each query head; the softmax is in float32."""
+    """Run ``attend_block`` as separate operations, with one key-value head per query head.
+
+    The softmax is in float32.
+    """
     precise = _precise(q)
     outs, lses = [], []
     for rows in _rows(q):
@@ -167,7 +172,7 @@ def _differentiate_capped(
     mask: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tensors: the output's gradient, q and the output."""
+    """tensors: the output's gradient, q, and the output."""
     of_all = tensors[1]
     precise = _precise(of_all)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)
@@ -190,7 +195,7 @@ def _rows(q: Tensor) -> list[slice]:
 
 
 def _weights(capped: Tensor, lse: Tensor) -> Tensor:
-    """The softmax, 0 in rows that see no key."""
+    """Return the softmax. Rows that see no key are 0."""
     return (capped - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
 
 
@@ -199,7 +204,7 @@ def _precise(q: Tensor) -> torch.dtype:
 
 
 def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
-    """True where some of the queries may see a key."""
+    """Return a mask that is true if at least one of the queries may see a key."""
     if mask is not None:
         return mask[:, :, rows]
     seen = torch.ones(q[:, :, rows].shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -208,7 +213,7 @@ def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) 
 
 @not_compiled
 def attend_masked(q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Tensor, scores: AttentionScores) -> Tensor:
-    """The outputs of ``attend_block`` under a mask, [B, N, Q, D], through which gradients go."""
+    """Return the outputs of ``attend_block`` under a mask, [B, N, Q, D]. They are differentiable."""
     out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, mask_B1QS, scores)
     return out_BNQD
 
@@ -229,7 +234,8 @@ class _Masked(Function):
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask as all kernels take it: 0 where a key is seen and −∞ elsewhere, in the queries' type."""
+    """Convert the mask to the form that all kernels take: 0 for visible keys and −∞ for hidden keys, in the queries'
+    type."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -240,7 +246,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:
-    """Keys or values, repeated for all query heads that share them."""
+    """Repeat keys or values for all query heads that share them."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=AttentionContext)
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the two of a sequence's 2·ranks chunks that a rank holds."""
+    """Return the indices of the two chunks that a rank holds, out of a sequence's 2·ranks chunks."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -34,8 +34,10 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
-    """Return this rank's tokens of a micro-batch. Documents stay whole, because attention compares the documents of all
-    tokens."""
+    """Return this rank's tokens of a micro-batch.
+
+    Documents stay whole, because attention compares the documents of all tokens.
+    """
     if cp.size == 1:
         return micro_batch
     positions = micro_batch.positions
@@ -48,7 +50,7 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Tables of this rank's tokens. They hold the documents of the whole sequence instead of a mask."""
+    """Tables for this rank's tokens. They hold the documents of the whole sequence instead of a mask."""
 
     document_ends_BE: Tensor | None = None
 
@@ -96,7 +98,7 @@ def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) ->
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
-    """Exchange them back for this rank's tokens of all heads, [B, T, N, D]."""
+    """Reverse the exchange: return this rank's tokens of all heads, [B, T, N, D]."""
     if cp.size == 1:
         return out_BShD
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])

@@ -1,11 +1,13 @@
-"""Causal attention inside each document of packed sequences, and inside a window, without a mask of whole sequences:
-memory is that of plain attention, and time follows the lengths of documents and of the window.
+"""Causal attention inside the documents of packed sequences and inside a sliding window, without a mask of whole
+sequences. It needs as much memory as plain causal attention, and its time depends on the lengths of documents and
+window.
 
-One kernel call for all documents where a GPU has one (FlashAttention 2, Dao 2023, arXiv 2307.08691); else one for each,
-or for each piece of its queries. Both are operators that the compiler does not look into.
+On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
+inputs. Otherwise each document, or each piece of its queries, takes one call. The compiler treats both as opaque
+operators.
 
-cuDNN's kernel is faster on Hopper. But torch's operators for it take no window, and torch's own ``varlen_attn`` (2.13)
-never calls them, and refuses grouped heads there.
+cuDNN's kernel is faster on Hopper, but torch's operators for it do not support windows. torch's own ``varlen_attn``
+(2.13) never calls these operators, and it refuses grouped heads on Hopper.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Queries of one piece: so few that the keys before the window of the first cost little, and its scores little room."""
+"""Number of queries in one piece. It is small, because every query of a piece also computes scores for keys outside its
+own window."""
 
 
 class KeyLimits(NamedTuple):
-    """The keys that a query sees: in its document, of its window."""
+    """Describes which keys a query sees: the keys in its document and in its window."""
 
     document_ends_BE: Tensor | None
     window: int
@@ -49,11 +52,14 @@ def attend_documents(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
+    """Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
 
-    document_ends_BE: where each document of a sequence ends, rising; the last is S, repeated in rows with fewer. By
-    default a sequence is one document. window: tokens that a query sees, itself included; 0: all before it. scale,
-    softcap: of ``Scores``.
+    Args:
+        document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with
+            fewer documents. By default a sequence is one document.
+        window: the number of tokens that a query sees, including itself. 0 means all tokens before it.
+        scale: factor on the scores.
+        softcap: the cap of the scores (``AttentionScores``). 0 means no cap.
     """
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
@@ -73,7 +79,7 @@ def attend_documents_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k, and v."""
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else differentiate_in_turn
     dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, limits, scores)
@@ -81,9 +87,9 @@ def attend_documents_backward(
 
 
 def _has_kernel(q: Tensor, softcap: float) -> bool:
-    """The kernel for all documents at once takes half precision, and caps nothing.
+    """Return whether one kernel call can handle all documents: it needs half precision and cannot cap scores.
 
-    On AMD its log-sum-exps are padded to [documents, N, S], which can be more than a mask.
+    On AMD, the kernel pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """
     is_half, fits = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] <= WIDEST_FLASH
     return q.is_cuda and torch.version.hip is None and is_half and fits and not softcap
@@ -92,7 +98,7 @@ def _has_kernel(q: Tensor, softcap: float) -> bool:
 def attend_at_once(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """All documents in one call of a CUDA kernel."""
+    """Attend to all documents in one call of a CUDA kernel."""
     length = q_BSND.shape[1]
     begins, tokens = begins_of(limits, q_BSND), [t.flatten(0, 1) for t in padded(q_BSND, k_BSKD, v_BSKD)]
     given = (*tokens, begins, begins, length, length, 0.0, True, False)
@@ -112,14 +118,14 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
-    """A query of the kernel sees itself and so many tokens to its left."""
+    """Return the kernel's window: the number of tokens to the left of itself that a query sees."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
 def attend_in_turn(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Some queries after others."""
+    """Attend with one piece of queries after another."""
     out_BSND, lse_NT = _outputs(q_BSND)
     lse_BNS = _by_row(lse_NT, q_BSND)
     for row, queries, keys in pieces_of(limits, q_BSND, scores):
@@ -142,18 +148,19 @@ def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
         lse = lse_BNS[row, :, queries]
         parts = attend_block_backward(grad, q, out, lse, k, v, mask is None, mask, scores)
         for gradient, place, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-            gradient[row, place] += part.transpose(1, 2)  # several pieces read a key
+            gradient[row, place] += part.transpose(1, 2)  # Several pieces may read the same key, so add.
     return tuple(gradient.to(t.dtype) for gradient, t in zip((dq, dk, dv), tensors[1:4], strict=True))
 
 
 def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
-    """[N, B·S] as [B, N, S], in place."""
+    """View [N, B·S] as [B, N, S]."""
     batch, length, heads, _ = q_BSND.shape
     return lse_NT.view(heads, batch, length).transpose(0, 1)
 
 
 def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
-    """Where the documents begin in all tokens of the batch, and the end of the last, int32 [B·E + 1]."""
+    """Return the start of each document among all tokens of the batch, then the end of the last document, int32 [B·E +
+    1]."""
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
     ends = length if limits.document_ends_BE is None else limits.document_ends_BE
@@ -161,7 +168,10 @@ def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
 
 
 def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows, some queries of a document of theirs, and the keys that these see; the last query sees the last key."""
+    """One piece of work: rows of the batch, some queries of one document, and the keys that they see.
+
+    The last query sees the last key.
+    """
     length, window = q_BSND.shape[1], limits.window
     size = length
     if scores.softcap or 0 < window < length:
@@ -175,7 +185,8 @@ def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Ite
 
 
 def _mask_of_piece(queries: slice, keys: slice, window: int, device: torch.device) -> Tensor | None:
-    """[1, 1, Q, S]: true where a query sees a key; None where it sees all keys that are not later."""
+    """Return a mask [1, 1, Q, S] that is true if a query sees a key, or None if every query sees all keys up to
+    itself."""
     count, before = queries.stop - queries.start, queries.start - keys.start
     if before == 0 and not 0 < window < count:
         return None
@@ -184,7 +195,7 @@ def _mask_of_piece(queries: slice, keys: slice, window: int, device: torch.devic
 
 
 def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The row and the tokens of each document."""
+    """Yield the row and the tokens of each document."""
     for row, ends in enumerate(document_ends_BE.tolist()):
         begin = 0
         for end in ends:
@@ -194,7 +205,7 @@ def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _outputs(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the outputs and the log-sum-exps."""
+    """Allocate the outputs and the log-sum-exps."""
     batch, length, heads, _ = q_BSND.shape
     precise = torch.float64 if q_BSND.dtype == torch.float64 else torch.float32
     return q_BSND.new_empty(q_BSND.shape), q_BSND.new_empty((heads, batch * length), dtype=precise)
@@ -218,7 +229,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # nothing reads the outputs
+    if grad is None:  # Nothing reads the outputs of this pass.
         return (None,) * 7
     dq, dk, dv = attend_documents_backward(grad, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, None, None, None, None

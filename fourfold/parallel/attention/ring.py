@@ -73,14 +73,17 @@ def block_of_step(
     if source == cp.rank:
         queries, keys = everything, everything
     elif source < cp.rank:
-        queries, keys = everything, slice(0, half)  # its head comes before both of ours, its tail after
+        # The source's head chunk comes before both of our chunks, and its tail chunk after them.
+        queries, keys = everything, slice(0, half)
     else:
-        queries, keys = slice(half, tokens), everything  # our tail comes after both of its chunks, our head before
+        # Our tail chunk comes after both chunks of the source, and our head chunk before them.
+        queries, keys = slice(half, tokens), everything
     causal, length = source == cp.rank, tokens * cp.size
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:  # nor does our tail see its head
+        # Our tail chunk does not see the source's head chunk either.
+        if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
         return VisibleBlock(queries, keys, causal, None)
@@ -147,7 +150,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # The gradients of these keys and values so far, from the ranks that had them before.
+            # Receive the gradients that earlier ranks have summed for these keys and values.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])
@@ -155,7 +158,7 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # after a full round they are back on their own rank
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients are back on the rank of their keys.
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 

@@ -39,8 +39,9 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """A model's modules in forward order, grouped into units. A unit's weights are gathered, and its gradients summed,
-    together.
+    """A model's modules in forward order, grouped into units.
+
+    A unit's weights are gathered, and its gradients summed, together.
 
     Each block is a unit, and so are the modules in ``last``, which follow the blocks. Modules in no unit belong to the
     root.
@@ -52,7 +53,7 @@ class Units:
 
 
 def units_of(model: Transformer) -> Units:
-    """Return a decoder's units: embeddings, blocks, and norm and head, as far as the stage has them."""
+    """Return the units of a decoder's stage: embeddings, blocks, and norm and head, if the stage has them."""
     embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
     last = [module for module in (model.norm, model.lm_head) if module is not None]
     return Units([*embeddings], [*model.blocks], [*last])
@@ -69,7 +70,7 @@ class DataParallel(ABC):
         """Give the model uninitialized memory."""
         tied = tied_names(self.model)
         self.model.to_empty(device=device)
-        tie_again(self.model, tied)  # materializing visits every module and separates them
+        tie_again(self.model, tied)  # Materializing visits every module and unties tied weights.
 
     def shards(self) -> list[LocalShard]:
         """Return every parameter as this process stores it, in the model's order. A tied parameter appears once."""
@@ -92,7 +93,7 @@ class DataParallel(ABC):
         """Prepare for the backward of a micro-batch. The ``last`` backward of a step completes the gradients."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a weight gradient that was computed apart from its backward."""
+        """Add a weight gradient that was computed separately, after its backward."""
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.grad_dtype)
         else:

@@ -1,8 +1,9 @@
 """Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
-A ring over n ranks has n steps, each with a latency. With two levels, there are only the steps of a node and the steps
-across nodes. A gather goes across nodes first: the ranks of a node use its adapters together, each for its own shard. A
-sum goes across nodes last, when a node has one part for each of its ranks.
+A ring over n ranks takes n steps, and each step costs one latency. Two levels take only as many steps as a node has
+ranks, plus as many as there are nodes. An all-gather crosses nodes first, so all ranks of a node use the network
+adapters together, each for its own shard. A reduce-scatter crosses nodes last, when each rank of a node has one partial
+sum.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
 from fourfold.parallel.grid.grid import TwoLevels
 
 IN_FLIGHT = 2
-"""Number of sums in flight. Each holds two copies of a unit's gradients."""
+"""Largest number of sums in flight. Each holds two copies of a unit's gradients."""
 
 
 class GatherInBackground(Allocation):
@@ -61,7 +61,7 @@ class OneAfterTheOther(dist.Work):
 
 
 class Exchange(NamedTuple):
-    """Parts that are being exchanged, and where their sum belongs."""
+    """Parts that are being exchanged, and the tensor that receives their sum."""
 
     work: dist.Work
     received: Tensor
@@ -88,7 +88,7 @@ class InsideNode(NamedTuple):
     nodes: dist.ProcessGroup
     sum: Tensor
     replicas: dist.ProcessGroup | None = None
-    """As in ``Exchange``."""
+    """The ranks with the same shard, as in ``Exchange``."""
 
 
 def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
@@ -149,7 +149,7 @@ class SumInBackground(Allocation):
         self._all_reduces.clear()
 
     def _finish(self, left: int) -> None:
-        """Wait until at most ``left`` sums over shards are incomplete, counting an exchange inside a node as one."""
+        """Wait until at most ``left`` sums over shards are in flight. An exchange inside a node counts as one."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
             across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)

@@ -48,7 +48,8 @@ class FullySharded(DataParallel):
         policy = MixedPrecisionPolicy(
             param_dtype=types.working,
             reduce_dtype=types.reduced,
-            cast_forward_inputs=False,  # activations have the dtype already, rotary tables stay float32
+            # Do not cast inputs. Activations have the right dtype already, and rotary tables stay float32.
+            cast_forward_inputs=False,
         )
         zero, z = grid.sizes.zero, grid.z.size
         self._on_gloo = by_all_to_all(grid.axis("z").group)
@@ -78,7 +79,7 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                _fsdp(embedding).set_unshard_in_backward(False)  # a look-up's gradient does not read the table
+                _fsdp(embedding).set_unshard_in_backward(False)  # The gradient of a look-up does not read the table.
             else:
                 last.append(embedding)
         for block in units.blocks:
@@ -99,7 +100,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                parameter.grad_dtype = None  # any: FSDP2 sets sums in another type than the weight's
+                parameter.grad_dtype = None  # typed as Any, because FSDP2 stores sums in another type than the weight's
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         grid, zero, of_experts = self.grid, self.grid.sizes.zero, tile.ep is not None and self.grid.ep.size > 1
@@ -129,9 +130,9 @@ class FullySharded(DataParallel):
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
         if self.grid.sizes.zero == 0:
-            model.set_requires_all_reduce(last)  # over z every time, over dp·cp once
+            model.set_requires_all_reduce(last)  # Sum over z in every backward, and over dp·cp only in the last one.
         elif self.waits_for_the_last:
-            model.set_requires_gradient_sync(last)  # whole gradients are kept until then
+            model.set_requires_gradient_sync(last)  # Whole gradients are kept until the last backward.
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
@@ -144,8 +145,10 @@ class FullySharded(DataParallel):
         fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
-        """Finish the gradients. FSDP2 sums and waits at the end of the last backward, unless weight gradients came
-        after it."""
+        """Finish the gradients.
+
+        FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it.
+        """
         if not self._is_complete:
             self.begin_backward(last=True)
             for group in self.fsdp_groups():
@@ -177,7 +180,7 @@ class FullySharded(DataParallel):
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
-        """Do nothing: FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
+        """Do nothing. FSDP2 gathers the stepped weights and casts them on the way."""
 
     def free_gathered(self) -> None:
         for module in self._units():
@@ -195,7 +198,7 @@ class FullySharded(DataParallel):
             for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
                     found.append(parameter.unsharded_accumulated_grad_data)
-                whole = getattr(parameter, "_unsharded_param", None)  # created at the first gather
+                whole = getattr(parameter, "_unsharded_param", None)  # The tensor is created at the first gather.
                 if whole is not None and whole.grad is not None:
                     found.append(whole.grad)
         return found
@@ -205,8 +208,10 @@ class FullySharded(DataParallel):
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
-        """Make FSDP2 sum gradients without division, and run its collectives in the background or in levels if it
-        cannot itself."""
+        """Make FSDP2 sum gradients without division.
+
+        Replace its collectives if they must run in the background on gloo or in levels.
+        """
         grid = self.grid
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
@@ -220,8 +225,10 @@ class FullySharded(DataParallel):
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
-        """Shard experts that are split over ep, each rank's among the ranks with the same experts. They are units of
-        their own inside the blocks."""
+        """Shard experts that ep splits.
+
+        Ranks with the same experts form a shard group, and each layer's experts are a unit inside their block.
+        """
         split, zero = self.split_experts(), self.grid.sizes.zero
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
         mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
@@ -279,7 +286,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
-    """Gather the weights of the next ``depth`` layers, and a layer's own experts, while one layer computes (OAG).
+    """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG).
 
     For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward.
     That unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.

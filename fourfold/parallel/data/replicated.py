@@ -26,7 +26,7 @@ class Replicated(DataParallel):
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        # LoRA freezes weights in the step's type.
+        # LoRA's frozen weights have the step's type.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
         self.weights: dict[nn.Parameter, Weight] = {}
@@ -40,7 +40,7 @@ class Replicated(DataParallel):
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             summed = working if working.dtype == self.types.reduced else stored
             if summed.requires_grad:
-                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to it
+                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to this type.
             self.weights[working] = Weight(working, stored, summed)
         of_experts = self.split_experts()
         for parameters in _in_order_of_the_backward(self.model, self.units):
@@ -95,8 +95,10 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True)
 class Weight:
-    """The copy that the step computes with, and the copy that the optimizer steps. They are one parameter if dtypes
-    match."""
+    """The copy that the step computes with, and the copy that the optimizer steps.
+
+    They are one parameter if dtypes match.
+    """
 
     working: nn.Parameter
     stored: nn.Parameter
@@ -170,7 +172,7 @@ class Bucket:
             weight.summed.grad = None
 
     def _summand(self, summed: nn.Parameter) -> Tensor:
-        if summed.grad is None:  # not used in this step
+        if summed.grad is None:  # This step did not use the weight.
             return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
         return summed.grad.flatten()
 
@@ -186,7 +188,8 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """Return the head's parameters, each layer's from the last to the first, the embeddings', and any that remain.
+    """Return groups of parameters in the order of the backward: head, layers from last to first, embeddings, and any
+    that remain.
 
     A tied weight is in the group that the backward reaches last.
     """

@@ -22,7 +22,7 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """How many rows go where, on the host, and the order of the rows that arrive."""
+    """The numbers of rows that each rank sends and receives, on the host, and the order of the rows that arrive."""
 
     sent: list[int]
     """Number of rows of this rank's tokens for each rank of ep."""

@@ -54,7 +54,7 @@ class ExpertLoad:
         self.factor: Tensor | float = 0.0
         """The factor on a loss's sum over tokens."""
         self.planned: Sequence[float] | None = None
-        """The experts' relative numbers of rows, if there are no data to count."""
+        """The relative load to assume for each expert if there are no data to count."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
@@ -64,7 +64,7 @@ class ExpertLoad:
                 router.load = self
 
     def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Start counting a step of these micro-batches. ``loss_scale`` is fp16's."""
+        """Start counting a step of these micro-batches. ``loss_scale`` is the factor of fp16's loss scaling."""
         self._sums.zero_()
         self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
         self.factor, self.counting = loss_scale / self.tokens, True
@@ -104,7 +104,8 @@ class ExpertLoad:
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
-        """Distribute a rank's rows over the experts as ``planned`` says, and drop rows above the capacity."""
+        """Distribute a rank's rows over the experts in the proportions of ``planned``, and drop rows above the
+        capacity."""
         assert self.planned is not None
         total, ends = sum(self.planned), [0.0]
         for share in self.planned:

@@ -48,7 +48,8 @@ class ParallelMixture(nn.Module):
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
-        if self.capacity_factor and self.training:  # otherwise a document's score would depend on its neighbors
+        # With a limit, the score of a document would depend on its neighbors in the batch.
+        if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
             kept_TK = kept_BTK.flatten(0, 1)
@@ -60,7 +61,7 @@ class ParallelMixture(nn.Module):
             rows_Nh = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
         else:
             counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
-            # A GPU takes the rows while the host waits for the counts.
+            # The GPU sorts the rows while the host waits for the counts.
             taken = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
             traffic = self.dispatch.traffic(counts, planned)
             taken = take_rows(x_Th, order, sum(traffic.sent)) if taken is None else taken

@@ -16,9 +16,9 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     """Return a part of ``store`` that only the ranks of this attempt know. Every rank of the attempt calls this.
 
     Keys of earlier attempts stay in the store, and TORCHELASTIC_RESTART_COUNT does not tell attempts apart: each agent
-    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank asks with a freshly drawn word.
-    Rank 0 answers that word with the attempt's name until all ranks have taken the name. Rank 0 also answers words of
-    earlier attempts, but nobody reads those answers.
+    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank posts a freshly drawn random word.
+    Rank 0 answers every word with the attempt's name until all ranks have read it. It also answers words of earlier
+    attempts, but nobody reads those answers.
 
     Raises:
         DistStoreError: A rank did not come in time.

@@ -1,4 +1,4 @@
-"""Compute checksums of tensors on their device, and of everything that a process sends to other processes in a step."""
+"""Compute checksums of tensors on their device, and record the checksums of all data that a process sends in a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Given(NamedTuple):
 
 
 class CollectiveInputs(TorchDispatchMode):
-    """Note the checksum of every tensor that enters a collective, FSDP2's included, while the context is open."""
+    """While the context is open, record the checksum of every tensor that enters a collective, including FSDP2's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
@@ -53,12 +53,12 @@ class CollectiveInputs(TorchDispatchMode):
         self._checksums: list[Tensor] = []
 
     def note(self, tensor: Tensor, what: str, members: tuple[int, ...] = ()) -> None:
-        """Note a tensor."""
+        """Record a tensor's checksum."""
         self._notes.append((members, what))
         self._checksums.append(checksum(tensor))
 
     def given(self) -> list[Given]:
-        """Return everything that was noted, in order. Waits for the device."""
+        """Return all records in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
             torch.cuda.synchronize()  # FSDP2 sends from streams of its own
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
@@ -87,12 +87,14 @@ class CollectiveInputs(TorchDispatchMode):
         of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":
-            tensor = tensor.new_zeros(0)  # its current content does not matter
+            tensor = tensor.new_zeros(0)  # The current content of the output does not matter.
         self.note(tensor, f"its part of the collective '{why}'", members)
 
 
 def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[Given]]) -> dict[int, str]:
-    """Return the ranks whose computation differed between two passes, and what differed, from the logs of all ranks.
+    """Compare the logs of two passes on all ranks.
+
+    Return the ranks whose computation differed, and the data that differed.
 
     A rank that differs only after receiving something from a differing rank is its victim, and is not named.
     """
@@ -117,7 +119,10 @@ def _differing(one: Sequence[Given], two: Sequence[Given]) -> list[int]:
 
 
 def _instances(log: Sequence[Given]) -> list[tuple[tuple[int, ...], int]]:
-    """Return each collective's members and how many collectives they had before. All members agree on this."""
+    """Return a name for each collective: its members, and the number of collectives among them before it.
+
+    All members agree on it.
+    """
     counts: dict[tuple[int, ...], int] = {}
     instances = []
     for given in log:

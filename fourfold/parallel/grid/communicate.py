@@ -1,4 +1,4 @@
-"""Issue every collective of fourfold's own, named by axis and purpose.
+"""All of fourfold's own collectives. Each is named by its axis and purpose.
 
 The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` do the same with a gradient. ``start_*``
 returns at once, so that computation can continue until ``wait``.
@@ -47,9 +47,9 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 def purpose(
     why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
 ) -> Iterator[None]:
-    """Name the purpose of the collectives issued inside, and their axis for the watchdog ("" if there are none).
+    """Name the purpose of the collectives in the block, and their axis for the watchdog ("" if there are none).
 
-    All ranks of the axis must enter equally often, because the watchdog compares their counts.
+    All ranks of the axis must enter this context equally often, because the watchdog compares their counts.
 
     Args:
         why: The purpose.
@@ -340,7 +340,7 @@ def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
-    """Return the tensor. In the backward, all-reduce the ranks' partial gradients."""
+    """Return the tensor unchanged. In the backward, all-reduce the ranks' partial gradients."""
     if axis.size == 1:
         return tensor
     return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))

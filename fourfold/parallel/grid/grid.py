@@ -40,8 +40,10 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return a name of the group that only its ranks have. Groups with equal names differ in their first or last
-        rank."""
+        """Return a name of the group that only its ranks have.
+
+        Groups with equal names differ in their first or last rank.
+        """
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
@@ -60,7 +62,7 @@ class TwoLevels:
     """The same ranks as ``inside``. On gloo they have a group of their own, because ``gathers`` issues in
     ``inside``."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    """On gloo, the thread that issues the second level of gathers, in the order in which all ranks started them."""
+    """On gloo, a thread issues the second level of gathers. All ranks issue them in the same order."""
 
     def size(self) -> int:
         return self.whole.size
@@ -137,13 +139,15 @@ class Grid:
         return list(self._axes.values())
 
     def stage(self) -> Axis:
-        """Return all ranks of this process's pipeline stage as one axis. Every process of the job calls it, because
-        it may create the group."""
+        """Return all ranks of this process's pipeline stage as one axis.
+
+        Every process of the job calls it, because it may create the group.
+        """
         if self.pp.size == 1:
             ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
-            ranks = self.ranks.numel() // self.pp.size  # neighbors, because pp is the outermost axis
+            ranks = self.ranks.numel() // self.pp.size  # These ranks are neighbors, because pp is the outermost axis.
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]
@@ -187,14 +191,15 @@ class Grid:
         ``expert_replicas`` also exists as (copies, shards). If z > 1, the shards are the ranks of one z group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of size one
+            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 sends nothing.
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        shards = self.z.size // ep if self.z.size % ep == 0 else 1  # otherwise zero 3 shards over all
+        # With zero 3, experts are sharded over all of these ranks.
+        shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
         self.expert_copies = self._level("ep_copies", nodes.mT.flatten(0, 1))
@@ -237,7 +242,7 @@ class Grid:
 
         Args:
             axes: Names of axes.
-            groups: The groups created so far, by their ranks and by who shares them.
+            groups: The groups created so far, by their ranks and by the axes that may share them.
         """
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)

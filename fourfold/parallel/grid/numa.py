@@ -12,9 +12,10 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to those of its cores that are next to its GPU. Keep all cores if there are none or it is
+    """Restrict this process to the cores next to its GPU. Keep all cores if it may use none of them, or if they are
     unknown."""
-    properties: Any = torch.cuda.get_device_properties(device)  # old versions do not report the device's location
+    # Old versions of torch do not report the device's location.
+    properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "pci_bus_id") and hasattr(os, "sched_setaffinity"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         bind_to(cores_beside(address))
@@ -34,6 +35,6 @@ def cores_beside(address: str) -> set[int]:
 
 
 def bind_to(cores: set[int]) -> None:
-    """Give up all cores except these. Tighter limits set by a launcher stay in place."""
+    """Restrict this process to these cores. Tighter limits that a launcher has set stay in place."""
     if shared := cores & os.sched_getaffinity(0):
         os.sched_setaffinity(0, shared)

@@ -1,4 +1,4 @@
-"""Start torch's default process group from what the launcher says about this process."""
+"""Start torch's default process group from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ NVIDIA_SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Read when a GPU is first used. Collectives start before computation that waits. The streams of all axes, of pp
-neighbors, and of computation get hardware queues of their own (the default is 8). cuBLAS computes the same bits each
-time, as replayed steps need, within the 32 MiB that torch gives it on Hopper anyway. Sizes that change every step, such
-as experts' rows and packed documents, do not fragment the memory."""
+"""Environment variables that CUDA, NCCL, and torch read when a GPU is first used. They let collectives start before
+waiting computation, and give the streams of all axes, of pp neighbors, and of computation their own hardware queues
+(the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need, within the 32 MiB that
+torch gives it on Hopper anyway. And they keep sizes that change every step, such as experts' rows and packed documents,
+from fragmenting the memory."""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
-"""The same for HIP. Streams of one priority have 4 queues by default, and streams that share a queue run one after the
-other (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
+"""Environment variables for HIP. By default, the streams of one priority have 4 queues, and streams that share a queue
+run one after another (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
 github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 cost nothing.
 """
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Time for gloo's threads to release the tensors of the last collectives."""
+"""Seconds that gloo's threads have to release the tensors of the last collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
@@ -105,7 +106,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
     if not on_gpu:
-        atexit.unregister(_let_gloo_release)  # once, however many groups this process starts
+        atexit.unregister(_let_gloo_release)  # Do this once per process, even if it starts several groups.
         atexit.register(_let_gloo_release)
 
 
@@ -139,7 +140,7 @@ def default_group() -> dist.ProcessGroup:
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group the default group's timeout. torch gives groups of a mesh its own timeout, 30 minutes for gloo."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # the trace's group waits for nobody
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's group never waits.
         return
     device = torch.device(device_type)
     timeout = default_group()._get_backend(device).options._timeout
@@ -219,7 +220,8 @@ def end_process_group(failed: bool) -> None:
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    gc.collect()  # a job is full of circular references, and its groups would wait for the next collection
+    # A job has many circular references. Without a collection now, its groups would live until the next one.
+    gc.collect()
 
 
 def _let_gloo_release() -> None:

@@ -1,4 +1,4 @@
-"""Agree with all processes: raise one process's failure on all of them, and share small values."""
+"""Raise one process's failure on all processes, and share small values between them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def failing_together() -> Iterator[None]:
 
 
 def decided_by_rank_0(decide: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result on every process. Its ``UserError`` is raised on all
-    processes."""
+    """Call a function on rank 0, and return its result on every process.
+
+    Its ``UserError`` is raised on all processes.
+    """
     found: list[Any] = [None]
     with failing_together():
         if dist.get_rank() == 0:
@@ -53,7 +55,10 @@ def raise_together(failure: UserError | None) -> None:
 
 
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
-    """Return True on every rank if the flag is true on at least one. Every rank calls this; ``why`` is its purpose."""
+    """Return True on every rank if the flag is true on at least one.
+
+    Every rank calls this. ``why`` names the purpose.
+    """
     found = torch.tensor(float(flag), device=device)
     with purpose(why):
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -61,7 +66,7 @@ def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
 
 
 def from_all_ranks(value: T, why: str) -> list[T]:
-    """Return the values of all ranks, by rank. Every rank calls this; ``why`` is its purpose."""
+    """Return the values of all ranks, by rank. Every rank calls this. ``why`` names the purpose."""
     everyone: list[Any] = [None] * dist.get_world_size()
     with purpose(why):
         dist.all_gather_object(everyone, value)

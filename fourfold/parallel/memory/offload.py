@@ -58,7 +58,7 @@ class OffloadedInputs:
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        kept.wait_until_out()  # the caller holds the input until here
+        kept.wait_until_out()  # The caller holds the input until this point.
         return out
 
 

@@ -17,8 +17,8 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""The methods of a block that each name in the run file recomputes. Of ``mlp.down`` only the activation runs again,
-because the backward does not read the result of the matmul after it."""
+"""Maps each name in the run file to the methods of a block that it recomputes. In ``mlp.down`` only the activation is
+recomputed, because the backward does not read the result of the following matmul."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:

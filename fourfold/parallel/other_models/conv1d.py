@@ -13,11 +13,11 @@ INPUT_FIRST = "Conv1D"
 
 
 class InputFirst(nn.Linear):
-    """The sizes and weights of such a layer before it is laid out. It computes nothing.
+    """The sizes and weights of an input-first layer before it is put on the grid. It computes nothing.
 
-    Its weight is [in, out] and its bias is [out]. Several ``parts`` are kinds of features in a row (queries, keys,
-    values). With parts, the tensors are [in, parts, out/parts] and [parts, out/parts], so cutting the last dim gives
-    each rank its heads of all parts.
+    The weight is [in, out] and the bias is [out]. If one layer computes several kinds of features (queries, keys,
+    values), each kind is a part. With parts, the tensors are [in, parts, out/parts] and [parts, out/parts], so cutting
+    the last dim gives each rank its heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:
@@ -29,7 +29,8 @@ class InputFirst(nn.Linear):
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:
-    """Return a torch linear layer as it is, the sizes of an input-first layer, or None for any other module."""
+    """Return a torch linear layer unchanged, an ``InputFirst`` for an input-first layer, or None for any other
+    module."""
     if type(module).__name__ == INPUT_FIRST:
         return InputFirst(module)
     return module if type(module) is nn.Linear else None

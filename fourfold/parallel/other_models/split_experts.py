@@ -17,7 +17,7 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.sharding import Tile
 
 STACK = "is_concatenated"
-"""Attribute of the stacks of experts that transformers' decorator makes."""
+"""Attribute that transformers' decorator sets on stacks of experts."""
 
 SKIPS_OTHERS = "_is_expert_parallel"
 """Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always skipped them."""

@@ -62,10 +62,10 @@ SCALED_EMBEDDING = "ScaledWordEmbedding"
 """End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
-"""Names of a head's size in transformers' attention modules."""
+"""Names of the attributes with the head size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the number of heads in attention modules. The number stays the whole model's."""
+"""Names of the attributes with the number of heads in attention modules. They keep the whole model's number."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,10 @@ class Placed:
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model publishes, with its input embedding and head. Empty if it publishes
-    none."""
+    """Return the plan that a transformers model publishes, with its input embedding and head.
+
+    Empty if it publishes none.
+    """
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
@@ -161,8 +163,10 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
-    """Give vectors outside the groups of linear layers the style "replicate". Refuse any other module without a
-    style."""
+    """Give vectors outside the groups of linear layers the style "replicate".
+
+    Refuse any other module without a style.
+    """
     groups = _groups(styles)
     if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
         raise UserError(
@@ -204,7 +208,7 @@ def is_of_residual(
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
-    """Return the modules whose inner features are split: those with a layer that is split by columns or rows."""
+    """Return the modules that contain a layer split by columns or rows. Their inner features are split."""
     return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
 
 
@@ -213,8 +217,10 @@ def _enclosing(name: str, groups: Any) -> str | None:
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Place features over x and y if all of a group's layers and its heads divide. Otherwise place them over x
-    alone."""
+    """Place features over x and y if all of a group's layers and its heads divide.
+
+    Otherwise place them over x alone.
+    """
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
@@ -274,8 +280,10 @@ def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
 
 
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
-    """Describe a layer whose features its module cuts into parts of ``split_size``. The attribute becomes this rank's
-    size."""
+    """Describe a layer whose features its module cuts into parts of ``split_size``.
+
+    The attribute becomes this rank's size.
+    """
     attention: Any = model.get_submodule(_parent(name))
     width = getattr(attention, "split_size", None)
     linear = as_linear(model.get_submodule(name))

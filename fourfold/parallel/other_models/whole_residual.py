@@ -1,8 +1,8 @@
 """The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
 
-Weights and their matmuls are split over x and y as in our own models. Between the linear layers of one block and the
-next, every rank of x and y computes the same thing (residual, norms), so this code need not know about a grid. A tensor
-that all ranks hold has its whole gradient on each.
+Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
+repeats the same work (residual, norms), so this code need not know about the grid. Every rank that holds a copy of a
+tensor also has the tensor's whole gradient.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class WholeTokensLinear(Linear4D):
 
 
 class ColumnLinear(WholeTokensLinear):
-    """A normal layer with weight [out/x, in/y]. It reads the whole residual and writes features over x, and over y as
-    ``over_y`` says.
+    """A normal layer with weight [out/x, in/y].
+
+    It reads the whole residual and writes features over x, and over y as ``over_y`` says.
 
     With ``gather_output``, features are over x alone and are gathered for code that needs all of them.
     """
@@ -129,7 +130,7 @@ class WholeEmbedding(Embedding):
 
     def forward(self, indices_BS: Tensor) -> Tensor:
         rows_BSh = self.look_up(indices_BS)
-        if self.padding_idx is not None:  # torch gives the padding's row no gradient
+        if self.padding_idx is not None:  # torch computes no gradient for the row of the padding token.
             is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
             rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
         out_BSH = leave(rows_BSh, self.grid, self.name)

@@ -1,1 +1,1 @@
-"""Parts of a micro-batch that hide each other's collectives."""
+"""Batch parts: parts of a micro-batch that hide each other's collectives."""

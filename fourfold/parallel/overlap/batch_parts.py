@@ -1,9 +1,9 @@
 """Batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
 
-No sequence needs the hidden states of another sequence, so a block can take each of its steps for one part of the
-sequences after the other (Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part has some
-tokens of all sequences, and the parts need each other only in the attention. The backward and a block's recomputation
-take turns too.
+Sequences do not depend on each other, so a block can run each of its steps for one part of the sequences at a time
+(Domino, Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part holds some tokens of all
+sequences, and the parts depend on each other only in the attention. Parts also take turns in the backward and in the
+recomputation of a block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, 
 
 
 def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
-    """Replace the blocks of a model, whose layers are on the grid, by blocks that run batch parts in turn.
+    """Replace a model's blocks by blocks that run batch parts in turn. The layers must be on the grid already.
 
     A batch that cannot be divided runs as one part.
 
@@ -52,12 +52,12 @@ class Parts:
     multiple: int
     """The number of sequences in a part is a multiple of this."""
     by_tokens: bool
-    """Parts may be tokens of all sequences."""
+    """Whether a part may hold some tokens of all sequences."""
     token_ranks: int
-    """Ranks that share the tokens of the residual stream, if attention reads them sequence by sequence."""
+    """Number of ranks that share the tokens of the residual stream, if attention needs whole sequences."""
     run_ahead: bool
-    """Parts may be at different steps. With y > 1, most collectives would then run behind the matmuls of only one
-    part."""
+    """Whether parts may be at different steps. With y > 1 this is off, because only one part's matmuls could hide most
+    collectives."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""
@@ -69,7 +69,7 @@ class Parts:
     def run(
         self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Take all parts of ``dim``, or the whole batch as one part, through consecutive blocks."""
+        """Run consecutive blocks on all parts of ``dim``, or on the whole batch as one part."""
         number, dim = (1, 0) if dim is None else (self.number, dim)
         size = x_BTh.shape[dim] // number
         if dim == 1:
@@ -139,7 +139,7 @@ class BlockInParts(nn.Module):
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
-        # Side by side, nothing makes attention's backward wait for the MLP's.
+        # In parallel blocks, attention's backward need not wait for the MLP's backward.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = PostponedGradients(up.layers()) if is_summed else None
         q, k, v = yield from linear_steps(normed(x_BTh, self.input_layernorm), qkv.layers(), Schedule())
@@ -155,7 +155,7 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # it runs again in the backward, as a whole
+        if is_recomputed(self.mlp, "down"):  # The backward recomputes it as a whole.
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
         # Without a norm after it, nothing reads the last matmul, and a recomputed block ends before it.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
@@ -165,10 +165,10 @@ class BlockInParts(nn.Module):
 
 
 class JoinedAttention:
-    """The attention of whole sequences, whose tokens come and go in parts [B, ranks · t, features].
+    """Attention over whole sequences. Its inputs and outputs come in parts [B, ranks · t, features].
 
     Args:
-        ranks: a part of a sequence has t tokens from each of this many ranks, rank after rank.
+        ranks: number of ranks that contribute t tokens each to a part of a sequence, one rank after another.
     """
 
     def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:
@@ -194,7 +194,7 @@ class JoinedAttention:
 
 
 class Visit:
-    """The passage of all parts through one block, which its own forward has started.
+    """The passage of all parts through one block. The block's own forward starts it.
 
     Args:
         is_last: no other block gathers the result.
@@ -209,15 +209,17 @@ class Visit:
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Note the output of a part."""
+        """Record the output of a part."""
 
 
 class HookedVisit(Visit):
-    """The passage through a block that nobody calls: its hooks run when the first part enters and the last part leaves.
+    """The passage through a block whose forward is never called.
 
-    FSDP2's hooks gather the block's weights and free them. They also sum its gradients, from a node of autograd's graph
-    that is made when the first part enters. Of the nodes that are ready, autograd runs the newest first, so this node
-    runs after all other nodes of the block.
+    Its hooks run when the first part enters and when the last part leaves.
+
+    FSDP2's hooks gather the block's weights and free them. They also sum its gradients, in an autograd node that is
+    created when the first part enters. Autograd runs the newest ready node first, so this node runs after all other
+    nodes of the block.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:

@@ -38,12 +38,14 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.stopwatch: Stopwatch | None = None
-        """Times the last step's operations, if given."""
+        """If given, it times the operations of the last step."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
-        """Run forward and backward of the losses times ``loss_scale``. Return the losses on the rank of the last
-        stage."""
+        """Run forward and backward of the losses times ``loss_scale``.
+
+        Return the losses on the rank of the last stage.
+        """
         count = len(micro_batches)
         if count not in self._ops:
             everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
@@ -126,7 +128,7 @@ class _PipelineStep:
         if torch.is_grad_enabled():
             if op.stage == self.pipeline.last_stage:
                 out = out * self.loss_scale
-            # Keep the graph without the result itself, which nothing reads once it is sent.
+            # Keep the graph but free the result, because nothing reads it once it is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
@@ -141,7 +143,7 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # Weight gradients that come later complete the sums only when the step ends.
+        # Deferred weight gradients complete the sums only at the end of the step.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
@@ -164,8 +166,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # Send one tensor at a time, so that tensors are freed once sent. The receiver needs no later tensor to receive
-        # this one.
+        # Send one tensor at a time, so that each is freed once it is sent. The receiver can receive it without the
+        # tensors after it.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -183,7 +185,8 @@ class _PipelineStep:
 
 
 def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Give both copies of a tied embedding, in the first and last stage, one name and twice as many replicas."""
+    """Give the two copies of a tied embedding, in the first and the last stage, one name and twice the number of
+    replicas."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
@@ -191,7 +194,10 @@ def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
 
 
 class TiedEnds:
-    """An embedding that is also the head, in the first and the last stage: two copies, one gradient."""
+    """A tied embedding with one copy in the first stage and one in the last stage.
+
+    Both copies get the same gradient.
+    """
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """Pair the copies. ``copies`` holds this process's copies: none, one, or two."""
@@ -200,7 +206,7 @@ class TiedEnds:
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
         self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
-        """The pair of ranks that have a copy each. None if this process has both copies, or none."""
+        """The two ranks that hold one copy each. None if this process holds both copies or no copy."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""

@@ -10,8 +10,8 @@ from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""Forward, backward, the backward's halves (input gradients and weight gradients), and sends and receives of
-activations (F) and their gradients (B)."""
+"""Kinds of operations: forward (F), backward (B), the backward's halves for input gradients (I) and weight gradients
+(W), and sends and receives of activations (F) and their gradients (B)."""
 
 
 class Op(NamedTuple):
@@ -33,8 +33,8 @@ class Span(NamedTuple):
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
     """Return the computations of each pp rank, in order.
 
-    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are written out. All further schedules
-    are torch's own lists.
+    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are implemented here. All other
+    schedules come from torch's lists.
     """
     ranks = range(grid.pp)
     if grid.pp == 1:
@@ -43,7 +43,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
         return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
-    # imports torch, which the page of a plan with another schedule does not need
+    # This imports torch, which a plan's page needs only for these schedules.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
@@ -51,8 +51,8 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """Return 1F1B's operations: forwards until the first backward arrives, then one forward and one backward in
-    turn."""
+    """Return 1F1B's operations: forwards until the first backward arrives, then forwards and backwards in
+    alternation."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -93,8 +93,8 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
 
 
 def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
-    """Return when all operations run if a forward takes 1, a backward ``backward``, each half of it half, and a
-    transfer 0."""
+    """Return when each operation runs if a forward takes 1, a backward takes ``backward``, each half of a backward
+    takes half of that, and a transfer takes no time."""
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     chunks = stages_per_rank(grid)
     spans: list[list[Span]] = [[] for _ in ops]
@@ -118,7 +118,10 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
-    """Call ``run`` for every operation, each rank's in order, and none before the operations that it needs."""
+    """Call ``run`` for every operation.
+
+    Each rank's operations run in order, and none runs before the operations that it needs.
+    """
     waiting = [deque(rank_ops) for rank_ops in ops]
     done: set[Op] = set()
     while any(waiting):
@@ -141,7 +144,10 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
-    """Return the operations whose results this one reads. A gradient comes from B or I, whichever the schedule has."""
+    """Return the operations whose results this one reads.
+
+    A gradient comes from B or from I, depending on the schedule.
+    """
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":

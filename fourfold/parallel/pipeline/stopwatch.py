@@ -1,4 +1,4 @@
-"""Time a pipeline's operations. On a GPU, events in its stream tell the times, because the host only issues the
+"""Time a pipeline's operations. On a GPU, the times come from events in its stream, because the host only issues the
 operations."""
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ class Stopwatch:
         return [Span(op, seconds(begin), seconds(end)) for op, begin, end in taken]
 
     def _clock(self) -> Callable[[Any], float]:
-        """Return the function from moments to seconds of this machine's clock. On a GPU it waits for the last
-        operation."""
+        """Return a function that converts recorded moments to seconds of this machine's clock.
+
+        On a GPU it waits for the last operation.
+        """
         if not self._on_gpu:
             return float
         latest = self._now()
         latest.synchronize()
         now = time.perf_counter()
-        return lambda event: now - event.elapsed_time(latest) / 1000  # milliseconds
+        return lambda event: now - event.elapsed_time(latest) / 1000  # CUDA events count milliseconds.

@@ -1,7 +1,7 @@
-"""Weight gradients that zero-bubble schedules compute after the rest of the backward, while a rank would wait.
+"""Weight gradients that zero-bubble schedules compute later, when a rank would otherwise wait.
 
-``torch.autograd.grad`` for the input gradients alone would not do: it would run each layer's backward, with its
-collectives, a second time for the weights.
+``torch.autograd.grad`` cannot do this. After the input gradients, it would run each layer's backward and its
+collectives a second time for the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class WeightGradients:
 
 @contextmanager
 def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Leave the weight gradients of these layers out of the backwards in this block; yield what computes them later."""
+    """Leave these layers' weight gradients out of the backwards in this block.
+
+    Yield an object that computes them later.
+    """
     deferred = WeightGradients()
     for linear in linears:
         linear.deferred = deferred.operands

@@ -1,4 +1,4 @@
-"""The passes of ``loss_kernels`` as custom operators, so that they can be traced without Triton."""
+"""The two passes of ``loss_kernels`` as custom operators, which can be traced without Triton."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class ParallelHead(Tiled):
         self.vocab_size, self.softcap, self.x, self.y = head.vocab_size, head.softcap, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
         self.is_fused = fuses_loss(grid.device_type)
-        """The loss runs as Triton kernels on 16-bit logits. Otherwise it runs on a float32 copy of the logits."""
+        """Whether the loss runs as Triton kernels on 16-bit logits. Otherwise it runs on a float32 copy of the
+        logits."""
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
@@ -96,7 +97,7 @@ _loss = not_compiled(_Loss.apply)
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of inputs and weight that the forward has saved, times ``scale``.
 
-    They have been multiplied by the loss scale ``ctx.kept`` already.
+    The forward has already multiplied them by the loss scale ``ctx.kept``.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept
@@ -149,7 +150,7 @@ def loss_and_gradients(
 
 
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
-    """Return how many tokens to compute logits for at once: a multiple of y, within a budget of logits."""
+    """Return the number of tokens whose logits are computed at once: a multiple of y, within a budget of logits."""
     return min(tokens, max(1, budget // columns // y) * y)
 
 
@@ -208,6 +209,7 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.version.hip is None:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # does not round the matmul first
+        # This does not round the matmul before the addition.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

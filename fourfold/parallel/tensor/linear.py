@@ -1,4 +1,5 @@
-"""The linear layer of the 4D algorithm (AxoNN, arXiv 2502.08145, section V), without a redundant residual stream.
+"""The linear layer of the 4D algorithm (AxoNN, arXiv 2502.08145, section V). Unlike in the paper, each rank holds only
+its shard of the residual stream.
 
 Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a, in/b] and computes
 
@@ -50,9 +51,9 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
-"""The dim along which the ranks' tokens are joined. Joining ranks along dim 0, [x·B, T, …], needs no copy. That is all
-the MLP needs, and attention puts its own heads in order. If y shares sequences or queries, attention needs whole
-sequences, [B, x·T, …], and the copy has all channels."""
+"""The dim along which the tokens of the ranks are joined. Joining along dim 0, [x·B, T, …], needs no copy. It is enough
+for the MLP, and for attention that reorders only its own heads. If y shares sequences or queries, attention needs whole
+sequences, [B, x·T, …], and all channels are copied."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -95,10 +96,12 @@ class _Forward(FunctionOfMany):
 
 
 class _Backward(FunctionOfMany):
-    """Keeps what the backward reads, and runs the backward. Its outputs are only places for the outputs' gradients.
+    """Keeps the tensors that the backward reads, and runs the backward.
 
-    It is a function of its own, called before the matmul, for the sake of recomputation: a block that runs again stops
-    as soon as all saved tensors are there, so its last layer neither multiplies nor sums.
+    Its outputs are placeholders that receive the outputs' gradients.
+
+    It is a separate function, called before the matmul, to make recomputation cheaper. A recomputed block stops as soon
+    as all saved tensors exist, so its last layer neither multiplies nor sums.
     """
 
     @staticmethod
@@ -114,7 +117,7 @@ class _Backward(FunctionOfMany):
     def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
-        kept, *matrices = ctx.saved_tensors  # a recomputed block runs again here, while the gradients are gathered
+        kept, *matrices = ctx.saved_tensors  # A block is recomputed here, while its gradients are gathered.
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
@@ -187,7 +190,7 @@ class Linear4D(Tiled):
     """Keep only this rank's share of the input for the backward, and gather the input again there."""
 
     lora_scale: float = 0.0
-    """α/r of its adapter, 0 without one."""
+    """α/r of the layer's adapter. 0 without an adapter."""
 
     def __init__(
         self,

@@ -63,13 +63,13 @@ class Schedule:
     """How the steps of a layer fit between the steps of the layers around it."""
 
     waits_before_matmul: bool = False
-    """Once its input is kept, the layer waits until all batch parts have come as far."""
+    """Whether the layer, after it has kept its input, waits for all batch parts to reach the same point."""
     gather_follows: bool = False
-    """After the outputs are summed, the next all-gather follows, with no matmul in between to hide it."""
+    """Whether the next all-gather directly follows the sum of the outputs, with no matmul in between to hide it."""
     leaves_weight_gradients_to: PostponedGradients | None = None
-    """The backward does not compute the weight gradients itself."""
+    """Receives the weight gradients if the layer's own backward does not compute them."""
     computes_weight_gradients_of: PostponedGradients | None = None
-    """The backward computes these weight gradients while the gradients of the outputs are gathered."""
+    """Weight gradients that the backward computes while the gradients of the outputs are gathered."""
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
@@ -89,11 +89,11 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        if writing is not None:  # the forward ends a step here too, so that parts keep tensors in the same order
+        if writing is not None:  # The forward ends a step here too, so that all parts save tensors in the same order.
             yield Until.SUMMED
         yield Until.OTHERS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
-    del x, gathered  # free what the backward does not keep before the sum
+    del x, gathered  # Before the sum, free the tensors that the backward does not keep.
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED
         postponed = schedule.computes_weight_gradients_of
@@ -102,18 +102,18 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
 
 
 class _State(NamedTuple):
-    """What the steps of one layer share."""
+    """State that the steps of one layer share."""
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None
-    """None if each rank has its whole input."""
+    """The all-gather of the input in flight. None if each rank has the whole input."""
     writing: InFlight[Tensors] | None
-    """None if each rank has its whole output."""
+    """The reduction of the outputs in flight. None if each rank has the whole output."""
     schedule: Schedule
 
 
 def _edge(like: Tensor) -> Tensor:
-    """Return an empty tensor, the edge of autograd's graph from one step to the next while a result is in flight."""
+    """Return an empty tensor that connects one step to the next in autograd's graph while a result is in flight."""
     return like.new_empty(0)
 
 
@@ -143,7 +143,7 @@ class _Keep(FunctionOfMany):
         ctx.kept = state
         ctx.save_for_backward(gathered if share is None else share, *matrices)
         ctx.mark_non_differentiable(gathered)
-        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
+        ctx.set_materialize_grads(False)  # Do not allocate zeros as the gradient of ``gathered``.
         if state.writing is not None:
             return gathered, _edge(x)
         weights = [own[0] for own in by_layer(state.layers, matrices)]

@@ -1,7 +1,7 @@
 """The cross-entropy of a chunk of logits as two Triton kernels, in the type of the logits.
 
-The first kernel reads the logits. The second reads them again, and overwrites them with their gradient. PyTorch's
-single operations would make about twelve passes, over float32 copies.
+The first kernel reads the logits. The second reads them again, and overwrites them with their gradient. Separate
+PyTorch operations would make about twelve passes over float32 copies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def differentiate(
 def _normalize(
     logits, labels, both, of_row, rows, columns, first, real, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Log-sum-exp of a row's first ``real`` logits, and the logit of its label, or 0 if another rank has it."""
+    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label (0 if another rank has the
+    label)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * of_row
     largest, total = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32)
@@ -76,7 +77,7 @@ def _differentiate(
     logits, labels, normalizers, factors, of_row, columns, first, real, softcap,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(softmax − one-hot) · factor · slope of the cap, over the logits; 0 for padding."""
+    """Overwrite the logits with (softmax − one-hot) · factor · slope of the cap, and with 0 for padding."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * of_row
     logits_c = tl.load(logits + c, c < real, 0.0).to(tl.float32)

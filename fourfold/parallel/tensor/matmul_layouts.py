@@ -18,8 +18,8 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Bytes of a cache line on GPUs, and of two cache lines on CPUs. Padded rows are an odd number of lines apart, so the
-entries of a column are spread over all sets of a cache and all channels of the memory."""
+"""Size of one cache line on GPUs and of two on CPUs, in bytes. Padded rows are an odd number of lines apart, which
+spreads the entries of a column over all sets of a cache and all channels of the memory."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
 """How to copy an operand: not at all, into the transposed memory order, into padded rows (or columns), or both."""
@@ -45,7 +45,7 @@ class LayerLayout(Strict, frozen=True):
     """The layouts of one layer's matmuls x Wᵀ, dY W, and dYᵀ x."""
 
     turned: bool = False
-    """The weight is stored as its transpose."""
+    """Whether the weight is stored as its transpose."""
     output: Way = Way()
     input_gradient: Way = Way()
     weight_gradient: Way = Way()

@@ -1,9 +1,9 @@
 """The matmuls of a linear layer and of its LoRA adapter.
 
-An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. The ranks sum it together with x
-Wᵀ, so an adapter needs no collective of its own. A is tiled like the weight's columns, and B like the weight's rows.
-The gradient of A is this rank's share of a sum over the axis that splits the rows, and the gradient of B of a sum over
-the axis that splits the columns.
+An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. It is added before x Wᵀ is summed
+over the ranks, so an adapter needs no extra collective. A is tiled like the weight's columns, and B like the weight's
+rows. Each rank computes only its share of their gradients: the gradient of A is summed over the axis that splits the
+rows, and the gradient of B over the axis that splits the columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class Matmuls:
         return x @ weight.T
 
     def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return grad @ weight, added to ``total`` if another layer that reads the same input has one already."""
+        """Return grad @ weight.
+
+        It is added to ``total``, the sum over earlier layers that read the same input, if there is one.
+        """
         if total is None:
             return grad @ weight
         total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)

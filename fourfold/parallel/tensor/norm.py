@@ -45,7 +45,7 @@ class Norm(Tiled):
         return _normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """Call PyTorch's norm, on ranks that have all channels. On a GPU it is one kernel."""
+        """Call PyTorch's norm if ranks have all channels. On a GPU this is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
@@ -70,7 +70,7 @@ class _Normalize(Function):
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
-        # Rounding float32 values as they are written saves half the passes over memory.
+        # Round float32 values while they are written. This saves half the passes over memory.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 

@@ -30,15 +30,15 @@ class PreferenceHead(ParallelHead):
     The derivative of the loss is −β · σ(−m) with respect to the chosen answer's π, and β · σ(−m) with respect to the
     rejected answer's. So a token's gradient is the gradient of its cross-entropy, times a factor for its sequence. This
     factor is known only after all ranks that share the sequence have summed its log-probabilities. So the logits are
-    computed twice, and never kept.
+    computed twice instead of being kept.
     """
 
     def __init__(self, head: LMHead, grid: Grid, beta: float) -> None:
         super().__init__(head, grid)
         self.cp, self.beta = grid.cp, beta
         self.figures: Tensor | None = None
-        """Sums over the pairs since they were last taken, [4] in float64: pairs, margins, margins above 0, and rewards
-        β(π − r) of the chosen answers."""
+        """Sums over the pairs since the last reading, [4] in float64: number of pairs, margins, margins above 0, and
+        rewards β(π − r) of the chosen answers."""
 
     def forward(
         self,

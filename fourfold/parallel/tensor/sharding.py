@@ -1,4 +1,5 @@
-"""How each parameter is cut into tiles on the (x, y) plane. Checkpoints, parity, and gradient norms follow from it."""
+"""Describe how each parameter is cut into tiles on the (x, y) plane. Checkpoints, parity, and gradient norms use this
+description."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
 
 
 def piece_of(rank: int, ranks: int, per_node: int) -> int:
-    """Return the number of the piece that a rank of a shard group holds: its own rank, unless the group has two levels.
+    """Return the index of the piece that a rank of a shard group holds: its own rank, unless the group has two levels.
 
     With two levels, the first ranks of all nodes hold the first pieces, then the second ranks, and so on
     (``TwoLevels.rank``). If you pass the number of nodes as ``per_node``, you get the inverse, from a piece to its

@@ -1,4 +1,5 @@
-"""How the ranks of an axis share a tensor, and the collectives that gather the whole tensor or sum partial ones."""
+"""Placement of a tensor over the ranks of an axis, and the collectives that gather the whole tensor or sum partial
+tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fourfold.parallel.grid.grid import Axis
 
 Tensors = tuple[Tensor, ...]
 Wait = Callable[[], Tensors]
-"""Waits for collectives in flight, and returns their results."""
+"""A function that waits for collectives in flight and returns their results."""
 
 
 class Spread(NamedTuple):

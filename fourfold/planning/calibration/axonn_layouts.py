@@ -1,8 +1,9 @@
-"""The layouts that AxoNN's authors tried on a machine: the best by their own model of communication.
+"""Reconstruct the layouts that AxoNN's authors tried on a machine: the best ones by their own communication model.
 
-Their large runs were chosen by it (axonn-ai/Megatron-AxoNN 8a4ae241, examples/comm_model.py and
-launch_per_comm_model.py). Of all powers of two in x, y, z, and dp, they took the 20 with the least time for a block's
-matmuls, with the bandwidths below and no latency. They ran these and reported the fastest.
+The authors chose the layouts of their large runs with this model (axonn-ai/Megatron-AxoNN 8a4ae241,
+examples/comm_model.py and launch_per_comm_model.py). Among all powers of two for x, y, z, and dp, they took the 20
+layouts whose collectives of one block take the least time, given the bandwidths below and no latency. They ran all 20
+and reported the fastest.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Smallest x · y · z that they allowed for a model, so that it fits."""
+"""Smallest x · y · z that the authors allowed for a model, so that it fits."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
-"""Outputs of a block's four matmuls in hidden sizes. x and y trade places in every second one."""
+"""Output widths of a block's four matmuls, in multiples of the hidden size. x and y swap roles in every second
+matmul."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
@@ -58,7 +60,8 @@ def _share(size: int) -> float:
 
 
 def _bandwidth(machine: str, earlier: int, size: int) -> float:
-    """Return the GB/s of a group of ``size`` ranks, ``earlier`` apart, as the authors measured or assumed it."""
+    """Return the bandwidth in GB/s that the authors measured or assumed for a group of ``size`` ranks that are
+    ``earlier`` apart."""
     if machine == "perlmutter":
         if earlier == 1:
             return {2: 76.0, 4: 225.0}.get(size, 80.0)

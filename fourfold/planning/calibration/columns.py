@@ -55,7 +55,7 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Text that no program reads."""
     derived: str = ""
-    """Values that the source does not print but that follow from its other values."""
+    """Values that are not printed in the source but follow from values that are."""
     complete: Flag = True
     """`no` if the source leaves part of the configuration open. Such rows are scored apart."""
     doubt: str = ""
@@ -128,9 +128,10 @@ class MeasuredRow(BaseModel):
     """Send a token to each of its experts (alltoall), or once to each GPU that has any of them (deepep: DeepEP,
     HybridEP)."""
     fused_experts: Flag = False
-    """Expert matmuls compute the activation and round to 8 bits, and exchanges put rows in their place."""
+    """The expert matmuls also compute the activation and round to 8 bits, and the exchanges deliver rows in the right
+    order."""
     ep_overlap: Flag = False
-    """Exchange tokens behind another micro-batch's matmuls."""
+    """Matmuls of another micro-batch hide the exchange of tokens."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
     """The host launches each kernel (none), all kernels of a block except the experts' (blocks), or all kernels of a
     step (step)."""
@@ -146,14 +147,14 @@ class MeasuredRow(BaseModel):
     shard_group: Count | None = None
     """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that the backward recomputes."""
+    """Which activations the backward recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
     """What selective recompute repeats: the attention core (attention), all but attention and every second matmul (ops,
     torchtitan's per-op), or some of the layers (layers)."""
     recompute_every: Count = 1.0
     """Every n-th layer recomputes."""
     attention: Literal["flash", "unfused"] = "flash"
-    """One fused kernel, or scores that pass through memory."""
+    """Whether attention is one fused kernel, or several kernels that write the scores to memory."""
     compiled: Flag = False
     """torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
@@ -165,21 +166,22 @@ class MeasuredRow(BaseModel):
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
     time_from: Literal["printed", "tokens", "flops"] = "printed"
-    """Whether the source prints the step time, or it follows from the source's tokens/s or FLOP/s."""
+    """Whether the source prints the step time, or the step time was computed from the source's tokens/s or FLOP/s."""
     memory_gb: Size | None = None
     """10⁹ bytes of the fullest GPU at the peak."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """Everything that the device holds (device, from nvidia-smi), or what PyTorch's allocator reserved (allocator)."""
+    """Whether the memory is everything on the device (device, from nvidia-smi) or only what PyTorch's allocator
+    reserved (allocator)."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
     """How cp shares the attention: keys and values are gathered or passed around a ring, or heads are exchanged for
     tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """What runs on some of the tokens at a time: the loss, or also the MLP, on as many tokens as the hidden size
-    (both)."""
+    """Whether the loss (loss), or also the MLP (both), processes the tokens in chunks. A chunk has as many tokens as
+    the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is in the host's memory: inputs of recomputed blocks (activations), or gradients, optimizer states, and
+    """What is kept in the host's memory: inputs of recomputed blocks (activations), or gradients, optimizer states, and
     32-bit weights (optimizer)."""
 
     @model_validator(mode="after")

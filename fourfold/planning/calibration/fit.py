@@ -1,12 +1,12 @@
 """Fit the planner's constants to measured steps: robust regression with a prior, in levels.
 
-A row's constants are exp(all + machine + source) times the priors' medians. Each level is shrunk to zero. A machine or
-a source with few rows stays close to what all have in common, and one without rows has exactly that. Huber's loss
-bounds the influence of outliers.
+The constants of a row are the priors' medians times exp(all + machine + source). Each of these three levels is shrunk
+towards zero. So a machine or a source with few rows stays close to the common level "all", and a machine or a source
+without rows uses "all" alone. Huber's loss bounds the influence of outliers.
 
-What the rows of one source have in common, such as their program, is not independent evidence about another source. So
-the levels are fitted with wide noise, and n rows of a source weigh as much as sqrt(n) rows. A second fit, with the
-noise between runs, then predicts rows of a known source on a known machine. Its difference is a level of its own.
+Rows of one source share a program, so they are not independent evidence about other sources. The first fit therefore
+assumes wide noise, and n rows of a source weigh as much as sqrt(n) rows. A second fit assumes only the noise between
+runs, and predicts rows of a known source on a known machine. The difference between the two fits is a fourth level.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from fourfold.planning.workload import Workload
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
 """Spread of each level's logarithms, in units of the prior's spread."""
 NOISE_BETWEEN = 0.1
-"""Standard deviation of the logarithm of a measured step around what sources have in common."""
+"""Standard deviation of the logarithm of a measured step time around the fit that all sources share."""
 NOISE_WITHIN = 0.03
-"""Standard deviation around what rows of one source have in common: variation between runs, and what the cost model
-omits."""
+"""Standard deviation around the fit of one source: variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
 """Residuals, in standard deviations, beyond which the loss is linear."""
 ITERATIONS = 25
@@ -53,7 +52,7 @@ class Calibration:
         return moved(prior_constants(), self.logs(machine, source))
 
     def stacked(self, machines: Sequence[str], sources: Sequence[str]) -> Constants:
-        """Return constants as arrays, with one entry per case."""
+        """Return constants as arrays with one entry per case."""
         logs = np.array([self.logs(m, s) for m, s in zip(machines, sources, strict=True)])
         return moved(prior_constants(), logs.reshape(-1, len(NAMES)))
 
@@ -100,7 +99,7 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # One evaluation of all rows, and of all rows with each constant moved, is quicker than eleven evaluations.
+    # Evaluate all rows together with their copies for each shifted constant. This is quicker than eleven evaluations.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)

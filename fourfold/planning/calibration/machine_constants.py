@@ -43,7 +43,7 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times from which the measured times have the same order
+    """Return the ratio of two predicted times above which the measured times have the same order
     (``error_intervals``)."""
     return float(_table()["order"]["factor"])
 
@@ -62,15 +62,18 @@ def is_calibrated(machine: Machine) -> bool:
 
 
 def range_features(work: Workload) -> dict[str, float]:
-    """Return the features of a workload whose smallest and largest values bound a calibration."""
+    """Return the features of a workload that a calibration records.
+
+    Predictions outside the range of its rows are extrapolations.
+    """
     layout, step = work.layout, work.step
     return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden), "seq": float(step.seq),
             "tokens of a micro-batch": float(layout.micro_batch * step.seq)}  # fmt: skip
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return each feature of ``work`` for which the machine's constants are extrapolated, with the range of their
-    fit."""
+    """Return each feature of ``work`` that lies outside the range that the machine's constants were fitted to, with
+    that range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

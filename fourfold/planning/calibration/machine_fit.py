@@ -59,7 +59,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # Levels of the only program and of the machine belong to the machine file, because nothing tells them apart.
+    # With one program and one machine, their levels cannot be told apart, so the machine file takes their sum.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

@@ -32,10 +32,10 @@ class RunComparison:
     steps: int
     predicted_step_seconds: float
     measured_step_seconds: float
-    """The median."""
+    """Median of the measured step times, in seconds."""
     predicted_memory_bytes: int
     measured_memory_bytes: int | None
-    """The most that the first process had allocated. None if it was not measured."""
+    """Largest number of bytes that the first process had allocated. None if it was not measured."""
 
     @property
     def step_error(self) -> float:
@@ -69,7 +69,7 @@ def row_of_run(path: Path, machine: Machine) -> Row:
         records = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except ValueError as error:  # The line is not UTF-8 or not JSON.
         raise UserError(f"{path} is not JSON, one object a line: {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):

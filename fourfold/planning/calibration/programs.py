@@ -1,4 +1,5 @@
-"""Training programs by name: what each fuses, keeps, and hides, and where to check it."""
+"""Training programs by name: which operations each program fuses, which tensors it keeps, which communication it hides,
+and where to check this."""
 
 from __future__ import annotations
 
@@ -11,24 +12,27 @@ Overlap = Literal["none", "backward", "pieces"]
 
 
 CUDNN = replace(OTHER_PROGRAM, regather=True)
-"""Attention is cuDNN's, through Transformer Engine or XLA."""
+"""Programs whose attention is cuDNN's kernel, through Transformer Engine or XLA."""
 FLASH2 = replace(CUDNN, flash2=True)
 
 
 class Traits(NamedTuple):
-    """How a program runs a step if a row does not say. The defaults are PyTorch's FSDP without a compiler."""
+    """How a program runs a step, unless a row says otherwise.
+
+    The defaults describe PyTorch's FSDP without a compiler.
+    """
 
     source: str
     """Where in the program's code or documentation to check this."""
     flags: Program = FLASH2
-    """Its choices if a row says nothing else. ``regather`` counts only with sequence parallelism, and
+    """The program's choices, unless a row says otherwise. ``regather`` matters only with sequence parallelism, and
     ``keeps_float8_inputs`` only in FP8."""
     half_sums: bool = False
     """Whether gradients are summed over ranks in 16 bits in every precision."""
     hides_sums: bool = False
     """Whether the gradient sum over sharded data-parallel ranks runs behind the backward."""
     tp_overlap: Overlap = "backward"
-    """What hides tensor-parallel collectives."""
+    """Which computation hides the tensor-parallel collectives."""
     seq_parallel: bool = False
     """Whether tensor parallelism comes with sequence parallelism."""
     deepspeed: bool = False

@@ -56,7 +56,7 @@ class Figure:
 
     @property
     def best_pflops(self) -> float:
-        """Return PFLOP/s in the same count at the best layout's speed."""
+        """Return the PFLOP/s of the best layout, in the same count."""
         return self.best.pflops(self.as_run.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
@@ -123,11 +123,11 @@ MEGATRON = {
     "reduce_bytes": 2,
     **NOT_OWN,
 }
-"""Megatron-DeepSpeed without sequence parallelism, as fields of a workload."""
+"""Fields of a workload that describe Megatron-DeepSpeed without sequence parallelism."""
 
 
 def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
-    """Predict AxoNN's weak scaling on Frontier: efficiency in Megatron-LM's count of FLOP/s per GPU."""
+    """Predict AxoNN's weak scaling on Frontier, as the efficiency in FLOP/s per GPU (Megatron-LM's count)."""
     rows = []
     for curve in published_table()["weak_scaling"]:
         machine = load_machine(curve["machine"])

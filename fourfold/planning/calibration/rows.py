@@ -38,11 +38,11 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether the run fit, and the row names its recompute."""
+    """Whether the run fit into memory and the row names its recompute."""
     dense_half: bool
     """Whether this is a complete configuration of a dense model in 16 bits with an undoubted measurement."""
     sweep: tuple[str, ...]
-    """Equal in rows that differ only in layout."""
+    """Key that is equal in rows that differ only in layout."""
     program: str = "fourfold"
     doubt: str = ""
     """Why the measurement is doubtful."""
@@ -55,7 +55,7 @@ class Skipped(ValueError):
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
-    """Read the rows that can be predicted, and count all further rows by reason.
+    """Read the rows that can be predicted, and count the skipped rows by reason.
 
     Raises:
         UserError: The file is no such table, or a cell has a value that its column does not allow.
@@ -188,7 +188,7 @@ def _step(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
-    """Divide the GPUs, and say what the data-parallel ranks shard."""
+    """Return the sizes of the grid's axes, and the states that the data-parallel ranks shard."""
     assert measured.tp and measured.pp and measured.micro_batch and measured.global_batch
     copies = measured.gpus / (measured.tp * measured.pp * measured.cp)
     if copies < 1 or copies != int(copies):
@@ -211,8 +211,10 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """Return whether this is DeepSpeed's BF16_Optimizer. It shards its state at any stage, and all-reduces
-    gradients."""
+    """Return whether this is DeepSpeed's BF16_Optimizer.
+
+    It shards its state at any stage, and all-reduces gradients.
+    """
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
 
@@ -270,7 +272,10 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 
 
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
-    """Divide the layers into stages, counting embedding and head if the row or the numbers say so."""
+    """Divide the layers into stages.
+
+    Embedding and head count as layers if the row says so or the division requires it.
+    """
     layers, chunks = work.model.layers, work.layout.pp * work.layout.interleave
     if chunks > layers + 2:
         raise Skipped("pp · vpp is more than the layers")

@@ -17,7 +17,7 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of points of a sweep for its regret, and for its rank correlation."""
+"""Smallest number of rows in a sweep for computing its regret, and for its rank correlation."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
 """Groups of rows that can be left out of a fit."""
@@ -43,11 +43,11 @@ class Scored:
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to the undoubted rows of dense models with a measured step.
+    """Fit the constants to the rows of dense models with a measured step, without doubtful rows.
 
     Args:
         rows: Measured rows.
-        known: Also fit what each source has for itself.
+        known: Also fit a level for each source.
 
     Raises:
         UserError: There is no such row.
@@ -69,7 +69,7 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
     """Predict step time and memory of every row.
 
     Args:
-        prefer_own: On a machine whose file holds constants, use these instead of the calibration's.
+        prefer_own: Use the constants in a machine's own file, if it has any, instead of the calibration.
     """
     if not rows:
         return []
@@ -94,7 +94,8 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
 
 
 def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) -> list[Scored]:
-    """Predict the rows of each source, or of each machine, with constants fitted to all remaining rows.
+    """Predict the rows of each source, or of each machine, with constants fitted to the rows of all other sources or
+    machines.
 
     Without ``known_source``, a row's source counts as new, even if another machine has rows of it.
     """
@@ -134,7 +135,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score mixtures of experts with an undoubted step, by source, and the memory of all mixtures."""
+    """Score the step times of mixtures of experts by source, without doubtful rows, and the memory of all mixtures."""
     timed = [s for s in scored if s.error is not None and not s.row.doubt]
     by_source = {source: errors_of([s for s in timed if s.row.source == source])
                  for source in sorted({s.row.source for s in timed})}  # fmt: skip

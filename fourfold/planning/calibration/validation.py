@@ -32,7 +32,7 @@ class Validation:
     skipped: dict[str, int]
     scored: list[Scored]
     machine_only: list[Scored]
-    """The same rows without fitted constants."""
+    """Scores of the same rows with unfitted constants."""
     figures: list[Figure]
     weak_scaling: list[dict[str, Any]]
 

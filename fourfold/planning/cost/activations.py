@@ -1,4 +1,4 @@
-"""Bytes of activations on one rank: what each block keeps for its backward, and the peak."""
+"""Compute the bytes of activations on one rank: the tensors that each block keeps for its backward, and the peak."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # Features arrive from the sum over y in one buffer. v keeps the whole buffer alive if v is not gathered or copied.
+    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, it keeps the whole buffer
+    # alive.
     one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # Autograd keeps a float32 copy, and one more if weights are counted from one. Our norm over ranks does not.
+    # Autograd keeps a float32 copy, and a second one if the norm multiplies by 1 + weight. Our norm over ranks keeps
+    # neither.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered, in_32, 1) + in_32)
@@ -58,7 +60,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # If queries are split, a causal kernel does not know which keys they see, so the mask is a tensor.
+    # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor.
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
@@ -85,12 +87,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # The output projection keeps its input as gathered over y. The attention kernel also keeps its own part.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    # The same holds if heads are exchanged: the projection reads the tokens that have come back.
+    # The same is true if cp exchanges heads for tokens, because the projection reads the tokens after the exchange.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
     # In parallel blocks, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # The attention kernel keeps its output in 16 bits, in every dtype of the projection after it.
+    # The attention kernel keeps its output in 16 bits, whatever the dtype of the projection after it.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -122,14 +124,14 @@ def head_bytes(work: Workload) -> Number:
     columns = model.vocab / layout.x
     weights = columns * model.hidden / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
-    # The partial sums, the sums in fp32, and their gradient in the step's dtype, with the matmul of that gradient. Our
-    # kernels write the gradient over the sums.
+    # These are the partial logits, their sums in fp32, the gradient in the step's dtype, and the result of the matmul
+    # with that gradient. Our kernels overwrite the sums with the gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
-    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
-    # The next piece's sums are made while names still hold the previous piece's sums.
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # The fp32 sums, and the slopes of the cap.
+    # The next chunk's sums are allocated while Python names still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
@@ -154,14 +156,14 @@ def head_kept_bytes(work: Workload) -> Number:
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward, without what the forward has kept.
 
-    The first number is for weights sharded over data. The second is for whole weights, whose gradients are in fp32 at
-    once.
+    The first number is for weights that data-parallel ranks shard. The second is for whole weights, whose gradients are
+    in fp32 from the start.
     """
     model, layout, step = work.model, work.layout, work.step
     p = pieces(work)
     weight = model.hidden * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # and the gradients before it, which are as large
+    activation = mlp_made_again(work)  # The gradients before the activation are as large.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
@@ -169,7 +171,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 def attention_backward(work: Workload) -> Number:
     """Return the peak bytes of attention's backward, without what the forward has kept.
 
-    What the block has kept for its MLP is free by then, and makes the number smaller.
+    The tensors that the block has kept for its MLP are free by then and are subtracted.
     """
     model, p = work.model, pieces(work)
     # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
@@ -186,9 +188,9 @@ def attention_backward(work: Workload) -> Number:
 def _capped_backward(work: Workload) -> Number:
     """Return the bytes that the backward of capped scores adds at its peak.
 
-    It counts in 32 bits, for each score: its weight, its slope, its capped value, the gradient of its weight, and the
-    result made from that gradient. It adds keys, values, and their gradients for each query head, and the sums of all
-    gradients.
+    For each score, five 32-bit numbers exist at the peak: the weight, the slope, the capped value, the gradient of the
+    weight, and a result computed from it. Keys, values, and their gradients exist for each query head, and so do the
+    sums of all gradients.
     """
     item, p, scores = work.step.item_bytes, pieces(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
@@ -217,11 +219,12 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 class BlockBytes(Cases):
     """Bytes of one micro-batch. They depend only on x, y, cp, its method, ep, and the micro-batch.
 
-    - whole, selective, full: kept by a block without recompute, with selective, and with full recompute.
+    - whole, selective, full: kept by a block without recompute, with selective recompute, and with full recompute.
     - backward, backward_replicated: ``mlp_backward``, or the backward of experts.
     - attention_backward: ``attention_backward``.
-    - mlp_again, core_again: what a selective recompute makes again, ``mlp_made_again`` and the inside of attention.
-    - head, head_kept: peak of head and loss, and what they keep until their backward.
+    - mlp_again, core_again: tensors that selective recompute creates again, in the MLP (``mlp_made_again``) and inside
+      attention.
+    - head, head_kept: peak of head and loss, and the tensors that they keep until their backward.
     - dense: the bytes of blocks with a dense MLP, if some blocks of a mixture have one.
     """
 
@@ -254,10 +257,10 @@ class BlockBytes(Cases):
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
-        # The input of the block that the backward reaches next is on its way back from the host's memory.
+        # The input of the next block in the backward is already being copied back from the host's memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # The backward has freed the blocks after the last recomputed one when it reaches that block.
+        # When the backward reaches the last recomputed block, it has freed the blocks after it.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -287,7 +290,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """Return the bytes of a block with experts in addition to, or instead of, its MLP.
+    """Return the bytes of a block that has experts, in addition to an MLP (shared expert) or instead of it.
 
     The backward of a shared expert comes first, and frees what it has kept.
     """
@@ -320,18 +323,19 @@ def peak_bytes(
     kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + 4 * step.seq * model.head_dim * model.rope
-    # The head's part of a tied weight's gradient is held until the embedding's part exists.
+    # The head's share of a tied weight's gradient is held until the embedding's share exists.
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables
-    # In all further schedules, the backward of a micro-batch's head directly follows its forward.
+    # In all other schedules, the head's backward directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
 
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
-    """Return what a rank's blocks keep of a micro-batch, and the most that one block's backward adds.
+    """Return the bytes that a rank's blocks keep of a micro-batch, and the largest number of bytes that one block's
+    backward adds.
 
     The block's own weights (``kept_weights``: of_block, on average) are whole then, and counted as gathered.
     """
@@ -341,6 +345,6 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks are the first. When the backward reaches them, the backward of all sparse blocks is over.
+    # The dense blocks come first. When the backward reaches them, it has finished with all sparse blocks.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

@@ -21,16 +21,16 @@ from fourfold.planning.workload import CP_METHODS, ModelShape, Workload
 
 @dataclass(frozen=True)
 class BlockTime(Cases):
-    """Seconds of one block (head: of the head) for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
+    """Seconds of one block, or of the head, for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
 
     - forward, backward: computation.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): what selective recompute repeats.
-    - last_product, last_sum: the end of the block, which full recompute skips.
+    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): repeated by selective recompute.
+    - last_product, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
     - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
     - up_product: the matmul that can hide it.
-    - launch_forward, launch_backward: host seconds, without the experts'.
-    - experts: the experts' part in all fields above, their exchanges over ep, and their launches.
+    - launch_forward, launch_backward: host seconds, except for the experts.
+    - experts: the share of the experts in all fields above, their exchanges over ep, and their launches.
     """
 
     forward: Number
@@ -79,13 +79,13 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     down = linear_seconds(part.tokens, model.mean_inner / layout.x, model.hidden / layout.y, item, rates, rates.matmul)[
         0
     ]
-    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # the parts' weight gradients
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # The weight gradients of the batch parts.
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_product": np.where(model.output_norms, 0, down),  # a norm reads it
+        "last_product": np.where(model.output_norms, 0, down),  # A norm reads the result.
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
@@ -111,14 +111,13 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
 def _time_with_experts(
     block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates
 ) -> BlockTime:
-    """Return the time of a block with experts in addition to, or instead of, its MLP.
+    """Return the time of a block that has experts, in addition to an MLP (shared expert) or instead of it.
 
-    The gradients of the rows' weights read what the experts' last matmuls and sums over x give, so recompute repeats
-    these.
+    Recompute repeats the experts' last matmuls and sums over x, because the router's gradients read them.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    one = block.x_forward / (2 + 2 * model.mlps)  # gather or sum of what every token passes
+    one = block.x_forward / (2 + 2 * model.mlps)  # An all-gather or a sum of tensors that every token passes through.
     return replace(
         block,
         forward=block.forward + more.forward,
@@ -154,7 +153,7 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Return forward, input gradients, and weight gradients of the four linear layers (q-k-v and gate-up joined)."""
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # widths are means over all blocks, with an MLP or without
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means: a block without an MLP counts as 0.
     shapes = (
         (model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
         (model.queries / layout.x, model.hidden / layout.y, 1),
@@ -192,11 +191,11 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Return the number of keys for which a query's scores are computed, the mean over queries and blocks.
+    """Return the mean number of keys per query for which scores are computed, over all queries and blocks.
 
-    These are the keys that it sees, and under fourfold's masks also some that it does not see. If y shares the queries,
-    these are all keys. In a ring with a window, these are the rank's own keys, half as many in the neighboring chunks,
-    and the window, but never more than in a ring without a window.
+    These are the keys that a query sees, and under fourfold's masks some more. If y shares the queries, they are all
+    keys. In a ring with a window, they are the rank's own keys, half as many keys in the neighboring chunks, and the
+    window, but never more than without a window.
     """
     model, layout, seq = work.model, work.layout, work.step.seq
     seen, own = model.keys_seen(seq), seq / layout.cp
@@ -217,7 +216,7 @@ def fourfold_ring(work: Workload) -> Flag:
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
     faster = np.asarray(machine.flash2) > 0
-    # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
+    # fourfold's ring needs the log-sum-exps, which only FlashAttention-2's kernel returns.
     newest = faster & ~np.asarray(work.program.flash2 | fourfold_ring(work), bool)
     return attention_core.Kernel(
         share=np.where(faster & ~newest, machine.flash2 / machine.attention, 1.0),
@@ -239,7 +238,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a matmul cannot fuse
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
     biased = np.where(model.biases, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     turned = np.where(model.rope, both * model.rotary_share, 0)
@@ -259,10 +258,10 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 def _copied(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that fourfold copies to lay out tensors before and after collectives, in forward and backward.
 
-    Over x with several sequences, these are what attention reads and writes, because a rank's parts of them are not
-    contiguous. If y shares sequences or queries, these are the residual stream before and after. Over y, these are
-    features, which are also packed into one collective. Parts of a micro-batch are joined. Parts of tokens are also
-    joined before the attention and split again after it.
+    With x > 1 and several sequences, attention's inputs and outputs are copied, because they are not contiguous on a
+    rank. If y shares sequences or queries, the residual stream is copied before and after the attention. With y > 1,
+    features are copied and packed into one collective. Batch parts are joined. If they are tokens of all sequences,
+    they are also joined before the attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -341,7 +340,7 @@ def _head(
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
     products = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Logits in 16 and in 32 bits, written and read by softmax, loss, and gradient.
+    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits.
     loss = tokens / layout.y * columns * (2 * step.item_bytes + 20) / rates.bandwidth
     residual = step.item_bytes * tokens * hidden
     over_x = gather_seconds(2 * residual, 2, x_group)

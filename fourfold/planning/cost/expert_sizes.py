@@ -1,4 +1,4 @@
-"""The experts of a mixture on one rank: rows, the grid that holds their weights, and bytes of activations."""
+"""Sizes of a mixture's experts on one rank: rows, the grid that holds their weights, and bytes of activations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes kept for each choice of a token: its expert, its position among the rows and back, in 64 bits, and its
-weights."""
+"""Bytes kept for each choice of a token: its expert, its position among the rows, and the position's inverse, in 64
+bits, and its weights."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes kept for each row that is sorted by expert on arrival: positions there and back, both ways, in 64 bits."""
 
@@ -38,15 +38,16 @@ def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
 
 
 def where_experts(work: Workload, value: Number) -> Number:
-    """Return the value for cases that have experts and 0 for all further cases, which would only pay a latency."""
+    """Return the value for cases with experts, and 0 for cases without experts, which have no exchange and no
+    latency."""
     return np.where(np.asarray(work.model.experts) > 0, value, 0.0)
 
 
 class Rows(NamedTuple):
     """Rows of one micro-batch, one per choice of a token.
 
-    They are the rows that a rank sends (of its own tokens), the rows that its experts compute, and the rows of each of
-    its experts, with the number and width of these experts.
+    The fields are the rows of its own tokens that a rank sends, the rows that its experts compute, the rows of each
+    expert, and the number and width of the rank's experts.
     """
 
     sent: Number
@@ -57,8 +58,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(work: Workload) -> Rows:
-    """Return the rows with a balanced or a given load. The capacity limits both what is sent and what an expert
-    takes."""
+    """Return the rows with a balanced or a given load.
+
+    The capacity limits both what is sent and what an expert takes.
+    """
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)
     sent = work.tokens / layout.x * model.chosen * np.minimum(limit, 1.0)
@@ -71,8 +74,8 @@ def rows_of(work: Workload) -> Rows:
 def states_of_experts(work: Workload) -> Workload:
     """Return a workload whose only weights are the experts', on a grid whose y is the ranks that divide them.
 
-    What holds for the weights of x · y, sharded over z and copied over dp · cp, then holds for experts. Ranks of z with
-    the same experts share them, and all further ranks with the same experts have copies.
+    Formulas for weights that x · y splits, z shards, and dp · cp copies then apply to experts too. Ranks of z that have
+    the same experts shard them, and all other ranks that have the same experts hold copies.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)
@@ -83,16 +86,16 @@ def states_of_experts(work: Workload) -> Workload:
     return work.but(
         queries=0, keys=0, inner=width, gate_up=2 * width, vocab=0, positions=0, experts=0, sparse=0,
         x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
-        batch=step.batch * copies * z / (layout.dp * layout.z),  # as many micro-batches as before
+        batch=step.batch * copies * z / (layout.dp * layout.z),  # The number of micro-batches stays the same.
     )  # fmt: skip
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block's router, dispatch, and experts keep of a micro-batch, the mean over all blocks.
+    """Return the mean bytes per block that router, dispatch, and experts keep of a micro-batch.
 
-    These are the tokens as the router reads them, in fp32, and its scores, the rows that the experts read, gate, up,
-    silu(gate), and their product, and the rows that come back, for the gradients of their weights. Other programs
-    weight the product inside the experts and keep no rows that come back.
+    The router keeps its input tokens and its scores in fp32. The experts keep their input rows, gate, up, silu(gate),
+    and silu(gate) · up. The dispatch keeps the rows that come back, for the gradients of the router's weights. Other
+    programs apply the router's weights inside the experts and do not keep these rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden / layout.y
@@ -110,14 +113,14 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Return the bytes of the choices of one block's tokens in 64 bits, which fourfold's recomputation reuses, the mean
-    over all blocks."""
+    """Return the mean bytes per block of the tokens' choices of experts, in 64 bits. fourfold's recomputation reuses
+    them."""
     model = work.model
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
-    """Return the bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it
+    """Return the bytes that the gate of one block's shared expert keeps: its input in fp32, and the output that it
     multiplies."""
     model, layout = work.model, work.layout
     residual = work.tokens / layout.x * model.hidden / layout.y
@@ -125,7 +128,7 @@ def kept_by_shared_gate(work: Workload) -> Number:
 
 
 def experts_made_again(work: Workload) -> Number:
-    """Return the bytes of the experts' activation, which selective recompute drops, the mean over all blocks."""
+    """Return the mean bytes per block of the experts' activation, which selective recompute drops."""
     return work.model.sparse * _activated(work, rows_of(work))
 
 
@@ -140,8 +143,8 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward of a block's experts: with weights sharded over data, and with whole
     weights.
 
-    The peak is at the experts' width (the gradients of gate, up, and their product), or it is the rows of two
-    gradients, in arrival order and in expert order. Each frees what the second one would need.
+    There are two candidates for the peak: the gradients of gate, up, and their product, or the gradients of the rows in
+    arrival order and in expert order. Each is freed before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y

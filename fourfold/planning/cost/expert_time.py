@@ -1,4 +1,4 @@
-"""Seconds of one block's router, dispatch, and experts for one micro-batch, the mean over all blocks."""
+"""Compute the mean seconds per block of router, dispatch, and experts for one micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class ExpertTime(Cases):
-    """Seconds, forward and backward: computation, communication over x, y, and ep, and launches. Also the backward's
-    weight gradients, and the forward's activation, which selective recompute repeats."""
+    """Seconds of forward and backward: computation, communication over x, y, and ep, and launches.
+
+    Two more fields are the weight gradients of the backward, and the activation of the forward, which selective
+    recompute repeats.
+    """
 
     forward: Number = 0.0
     backward: Number = 0.0
@@ -106,8 +109,11 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 
 
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
-    """Return the sums over y. The forward sums the router's scores, gate, and up. The backward sums the gradients of
-    scores, of the rows' weights, and of the down projection's input."""
+    """Return the sums over y.
+
+    The forward sums the router's scores, gate, and up. The backward sums the gradients of scores, of the rows' weights,
+    and of the down projection's input.
+    """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.here * rows.inner
     scores = 4 * work.tokens / layout.x * model.experts

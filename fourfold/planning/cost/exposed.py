@@ -1,4 +1,4 @@
-"""Seconds of communication that computation does not hide, axis by axis."""
+"""Compute the seconds of communication that computation does not hide, for each axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hidden(communication: Number, computation: Number, exposed: Number) -> Numbe
 
 
 def forwards_again(work: Workload) -> Number:
-    """Return the fraction of a block's forward that full recompute repeats, on average over all blocks."""
+    """Return the fraction of a block's forward that full recompute repeats, averaged over all blocks."""
     return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
 
 
@@ -34,7 +34,7 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # Weight gradients that are computed apart come too late to hide anything.
+    # Deferred weight gradients come too late to hide anything.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
@@ -55,8 +55,9 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     """Return the seconds of cp in one block: keys and values of the whole sequence, forward and backward, and their
     gradients.
 
-    They are gathered and scattered, or passed around a ring (gradients in fp32), and the attention hides them. Or heads
-    are exchanged for tokens and back, before and after the attention, with nothing to hide them.
+    Keys and values are gathered and scattered, or passed around a ring (gradients in fp32), and the attention hides
+    these transfers. With Ulysses, heads are exchanged for tokens before the attention and back after it, and nothing
+    hides these exchanges.
     """
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
@@ -68,7 +69,7 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # Nothing in a recomputed core reads its output.
+    # A recomputed attention core skips the collective of its output, because nothing reads it.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
@@ -95,7 +96,7 @@ def exposed_z(work: Workload, constants: Constants, sending: Number, computing: 
 def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
     """Return the seconds of ``sending`` gradients to other ranks, once per step, that the last backward does not
     hide."""
-    # Weight gradients that are computed apart come last, and their sums after all of them.
+    # Deferred weight gradients come last, and their sums start only after all of them.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 

@@ -1,4 +1,4 @@
-"""Exposed seconds of blocks whose batch parts take turns, event by event, as the trace times them.
+"""Compute the exposed seconds of blocks whose batch parts take turns, by replaying their events as the trace does.
 
 The order of events does not depend on how long they take. It is recorded once for each kind of block (``turn_events``),
 and then timed for many layouts at once.
@@ -33,17 +33,17 @@ KEY = (
     "pp",
     "interleave",
 )
-"""Columns of a layout that decide what this module returns."""
+"""Columns of a layout that this module's results depend on."""
 
 
 def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slowed: Number) -> dict[str, Number]:
-    """Return the seconds that a step waits for collectives, by axis (``verification.exposure``), the mean over blocks.
+    """Return the mean seconds per block that a step waits for collectives, by axis (``verification.exposure``).
 
     Collectives of one axis run one after the other, and collectives of two axes run concurrently.
 
     Args:
         events: The events of the blocks.
-        shares: The fraction of all blocks that each block stands for.
+        shares: The fraction of all blocks that each of these blocks represents.
         time: Durations.
         slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
     """
@@ -91,7 +91,7 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
 
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return [2, n]: exposed over x and over y in the mean block. A fraction of the blocks recomputes."""
+    """Return the exposed seconds of an average block over x and over y [2, n]. A fraction of the blocks recomputes."""
     count = np.size(work.parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
@@ -105,10 +105,10 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
 
 
 def _of_kinds(work: Workload, passes_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return [2, n]: exposed over x and over y in a block."""
+    """Return the exposed seconds of a block over x and over y [2, n]."""
     time = part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.parts)))
-    blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # of a stage
+    blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # The blocks of one stage.
     blocks = np.broadcast_to(blocks, (np.size(work.parts),))
     for kind, places in _kinds_of(work, passes_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
@@ -119,7 +119,7 @@ def _of_kinds(work: Workload, passes_blocks: Flag, machine: Machine, constants: 
 
 
 def _kinds_of(work: Workload, passes_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
-    """Yield every kind of block, and the positions of the cases that have it."""
+    """Yield every kind of block and the indices of the cases that have it."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
         "parts": work.parts,

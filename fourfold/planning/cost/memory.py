@@ -1,4 +1,4 @@
-"""Bytes on each rank of a pipeline, by category, and the probability that they do not fit."""
+"""Compute the bytes on each rank of a pipeline by category, and the probability that they do not fit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""Categories at the fullest moment.
+"""Categories of memory, at the moment when most memory is in use.
 
-- gradients: none if the fullest moment is the start of a step's only backward.
-- weights: gathered for use, or 16-bit copies.
+- gradients: 0 if the fullest moment is the start of a step's only backward.
+- weights: weights gathered for use, or 16-bit copies.
 - logits: memory of head and loss in addition to the activations.
 - reserve: the runtime, communication buffers, and memory that the allocator holds unused.
 """
@@ -38,8 +38,8 @@ fitted to the shipped memory rows, with a prior of ``UNUSABLE`` (docs/planner_va
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
-"""Standard deviation of the logarithm of needed over predicted bytes, an assumption for a program whose bytes are
-counted. For other programs, the ratios of measured to predicted bytes vary more (docs/planner_validation.py)."""
+"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose bytes are counted
+exactly. For other programs, the ratios of measured to predicted bytes vary more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
@@ -49,7 +49,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
     - Interleaved, with rounds of r micro-batches (p, if they divide): (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the
       layers (Narayanan et al. 2021, arXiv 2104.04473).
     - Zero-bubble schedules: (v − 1)·r + p, until the weight gradients exist.
-    - ZBV: p, or what comes down the V before the first micro-batch is back.
+    - ZBV: p, or fewer if the first micro-batch returns before p micro-batches have entered.
     - DualPipeV: p and a half.
     - GPipe and LoopedBFS: all.
     """
@@ -83,8 +83,10 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
 
 
 class Tables(NamedTuple):
-    """Entries of a rank's tables. A shared table is embedding and head. It counts once in ``every`` and is no own
-    head."""
+    """Entries of a rank's tables.
+
+    If embedding and head share a table, it counts once in ``every`` and not as a separate head.
+    """
 
     every: Number
     embedding: Number
@@ -116,7 +118,7 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     freed = _weights_freed_by_the_end(work, layers)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
-    # The optimizer copies its gradients, Muon matrices, and Lion updates when no activations are left.
+    # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) when no activations are left.
     gradients = np.where(at_end, gradients, 0)
     weights = weights - np.where(at_end, freed, 0)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
@@ -213,15 +215,15 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Return the bytes of a backward's fullest moment that are free when the first block's gradients are summed:
-    what the block has kept, and what the head has needed beyond a block."""
+    """Return how many bytes of a backward's peak are free again when the first block's gradients are summed: the
+    tensors that the block has kept, and the head's memory beyond that of a block."""
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the bytes of gathered weights or 16-bit copies on a rank, and of a block's whole gradients while they are
-    summed, beyond what is free by then."""
+    """Return the bytes of gathered weights or 16-bit copies on a rank, plus a block's whole gradients while they are
+    summed, minus the bytes that are free by then."""
     gathered = np.minimum(1 + work.program.prefetch + work.passes_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -239,7 +241,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
 def _gathered(
     work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
-    """Return the bytes with ``ones`` and ``others`` blocks of either kind gathered."""
+    """Return the bytes of gathered weights with ``ones`` blocks of one kind and ``others`` blocks of the other kind."""
     held = _gathered_entries(work, layers, tables, ones * one.block_weights + others * other.block_weights)
     if not has_experts(work):
         return held
@@ -292,12 +294,12 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Return the bytes of the fullest rank.
 
-    It is the first rank of a pipeline, which holds the most micro-batches, the last rank, which has the head, or a rank
-    between them with more blocks, or with more experts.
+    The fullest rank is the first rank of a pipeline, which holds the most micro-batches, or the last rank, which has
+    the head, or a rank between them that has more blocks or more experts.
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # one layout, whose ranks may have any number
+    if layout.layers_per_stage is not None:  # For a single layout, the ranks may have any numbers of blocks.
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
@@ -321,14 +323,18 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the probability that a step with this ``predicted`` ``peak_memory`` does not fit, log-normal around its
-    need."""
+    """Return the probability that a step with this ``predicted`` ``peak_memory`` does not fit.
+
+    The needed bytes are log-normal.
+    """
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the bytes that a step with this ``predicted`` ``peak_memory`` needs. It is less, because PyTorch frees
-    cached blocks before memory runs out."""
+    """Return the bytes that a step with this ``predicted`` ``peak_memory`` needs.
+
+    They are fewer, because PyTorch frees cached blocks before memory runs out.
+    """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     return runtime + allocated * (1 + UNUSABLE)

@@ -1,4 +1,4 @@
-"""The optimizer: bytes of its states, and seconds of its step.
+"""Compute the bytes of the optimizer's states and the seconds of its step.
 
 Muon's matrices are dealt to the ranks of a pipeline stage, which orthogonalize them whole
 (``training.owned_matrices``).
@@ -24,15 +24,15 @@ STEPS = 5
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
 """Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
-the gradient read for the norm and for the update (8), and the 16-bit copy written (2). For Muon and Lion, every
-operation counts that reads a weight, its mean, its gradient, or the update, with what it writes."""
+the gradient read for the norm and for the update (8), and the 16-bit copy written (2). For Muon and Lion, the count
+includes every operation that reads or writes a weight, its mean, its gradient, or the update."""
 
 AVERAGE_BYTES = 4
 """Bytes of a weight's moving average."""
 
 
 class Matrices(NamedTuple):
-    """Matrices of one shape on a rank's stages: their number, and their shorter and longer side."""
+    """Matrices of one shape on a rank's stages: their number, their shorter side, and their longer side."""
 
     number: Number
     short: Number
@@ -61,7 +61,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
     Args:
         work: The workload.
         blocks: Number of layers whose matrices count, without their experts.
-        rest: Entries of tables.
+        rest: Number of entries of tables.
     """
     if not np.any(work.step.optimizer):
         return 0
@@ -93,7 +93,8 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
 
 
 def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds in which a rank orthogonalizes its part of a stage's matrices, and sends and receives them.
+    """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices, and to send and receive
+    them.
 
     It is 0 without Muon. At least one rank has a whole matrix of the largest shape.
     """
@@ -117,8 +118,9 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 def muon_workspace(work: Workload, layers: Number) -> Number:
     """Return the bytes that Muon adds to the states on a rank with a full round.
 
-    At first these are its matrices, the matrices divided by their norms, and x·xᵀ with its square or with the next x.
-    Later these are the updates that are sent to all copies, and as many that come back.
+    During the iterations, a rank holds its matrices, the matrices divided by their norms, and x·xᵀ with its square or
+    with the next x. Afterwards it holds the updates that it sends to all copies and the same number of updates that it
+    receives.
     """
     if not np.any(is_named(work, "muon")):
         return 0
@@ -137,7 +139,7 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
     """Return the bytes that Lion adds to the states while it steps the largest shard, of a matrix or of a table.
 
-    These are the update and its magnitude, and the gradient if it is cast.
+    It holds the update, its magnitude, and the gradient if it is cast.
     """
     if not np.any(is_named(work, "lion")):
         return 0
@@ -151,15 +153,17 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the units that a rank has of each shape. No unit has more entries than the largest matrix."""
+    """Return the units of each shape on a rank. No unit has more entries than the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
 
 
 def moved_bytes(work: Workload) -> Number:
-    """Return the bytes that a step moves for each entry that a rank steps. An average is read and written, and its
-    weight read."""
+    """Return the bytes that a step moves for each entry that a rank steps.
+
+    A moving average adds one read and one write, and one more read of the weight.
+    """
     moved: Number = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
     return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)
 

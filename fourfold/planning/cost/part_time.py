@@ -15,8 +15,10 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class PartTime(Cases):
-    """Seconds of matmuls by layer, with their gradients, and of collectives by layer and axis. Each gather over x of a
-    block takes as long as each sum."""
+    """Seconds of matmuls and their gradients by layer, and of collectives by layer and axis.
+
+    In a block, every all-gather over x takes as long as every sum over x.
+    """
 
     qkv: Number
     qkv_input_gradient: Number
@@ -31,7 +33,7 @@ class PartTime(Cases):
     down_input_gradient: Number
     down_weight_gradient: Number
     half_up: Number
-    """The matmul of up alone, or of gate."""
+    """The matmul of up or of gate alone."""
     attention: Number
     attention_backward: Number
     qkv_x: Number
@@ -41,11 +43,11 @@ class PartTime(Cases):
     qkv_y: Number
     o_proj_y: Number
     up_y: Number
-    """The sum of up alone, or of gate."""
+    """The sum of up or of gate alone."""
     down_y: Number
     norm_y: Number
     keys_y: Number
-    """Keys and values, if the ranks of y share the queries."""
+    """The collective of keys and values, if the ranks of y share the queries."""
 
 
 def part_time(work: Workload, machine: Machine, constants: Constants) -> PartTime:

@@ -19,7 +19,7 @@ class Rates:
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Relative to the peak, because a faster achieved rate of 16 bits must not slow 32 bits.
+        # Compute it relative to the peak, because a higher achieved rate in 16 bits must not lower the rate in 32 bits.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip
@@ -34,8 +34,9 @@ class Rates:
 def linear_seconds(
     rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of outputs, input gradient, and weight gradient of one linear layer, or of ``groups``
-    layers with the same number of rows, which run together. ``rate`` is for the best operand layout."""
+    """Return the seconds of the forward, the input gradient, and the weight gradient of one linear layer, or of
+    ``groups`` layers with the same number of rows that run as one grouped matmul. ``rate`` is the rate of the best
+    operand layout."""
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
         matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),

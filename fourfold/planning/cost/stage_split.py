@@ -1,4 +1,4 @@
-"""The blocks on each rank of a pipeline: the split of ``config.stages``, for many layouts at once."""
+"""Compute the blocks on each rank of a pipeline for many layouts at once, with the same split as ``config.stages``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from fourfold.planning.workload import Workload
 
 
 class Blocks(NamedTuple):
-    """Blocks of one rank, and the number of them that have a dense MLP in a mixture: the model's first blocks."""
+    """Number of blocks of one rank.
+
+    In a mixture, the model's first blocks have a dense MLP, and their number is counted too.
+    """
 
     number: Number
     dense: Number
 
 
 class StageSplit(NamedTuple):
-    """Blocks of the first and of the last rank, the most that any rank has, and the ranks between that can hold the
-    most.
+    """The blocks of the first rank and of the last rank, the largest number on any rank, and the ranks between that may
+    be the fullest.
 
-    Each such rank has its pp rank and its blocks. A case without one has rank 0 and no blocks there.
+    Each rank between is given by its pp rank and its blocks. A case without such a rank has rank 0 and no blocks there.
     """
 
     first: Blocks
@@ -42,7 +45,7 @@ def split_of(work: Workload) -> StageSplit:
     )
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
-    # Layouts of one model differ in few of these numbers.
+    # Layouts of one model have only a few combinations of these numbers.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
     found = [_split(*row, None) for row in table.tolist()]
@@ -69,7 +72,7 @@ def _split(
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the numbers of a ``StageSplit`` in a row.
 
-    A rank is left out if an earlier rank has at least as many blocks of each kind, and at least as many micro-batches.
+    A rank is left out if an earlier rank has at least the same number of blocks of each kind and of micro-batches.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(interleave), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []
@@ -87,7 +90,7 @@ def blocks_of_ranks(
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks of each pp rank, all its stages together."""
     stages = pp * interleave
-    if stages > layers:  # refused elsewhere
+    if stages > layers:  # Another check refuses this.
         return (Blocks(-(-layers // pp), 0),) * pp
     numbers, of_dense, begin = [0] * pp, [0] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):

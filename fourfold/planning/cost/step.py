@@ -32,8 +32,8 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication. The traffic of weights sharded over z · dp · cp
-counts as z's up to the time that it would take over z alone, and the remaining time counts as dp's."""
+"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication. If weights are sharded over z · dp · cp, the time
+that the same traffic would take over z alone counts as z, and the remaining time counts as dp."""
 
 
 class _Layer(NamedTuple):
@@ -49,8 +49,8 @@ class _Layer(NamedTuple):
     launch: Number
     z: Number
     z_first: Number
-    """Additional seconds for a rank's first block, which has no block before it in the forward, or after it in the
-    backward."""
+    """Additional seconds for a rank's outermost block, which has no neighbor before it in the forward or after it in
+    the backward."""
 
     @property
     def total(self) -> Number:
@@ -84,7 +84,7 @@ def step_parts(
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # A rank has the layers, and the share of head and embedding, of an average stage. Everything else is waiting.
+    # The rank has an average stage: its layers, and its share of head and embedding. All other time is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -128,7 +128,7 @@ def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, 
 
 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return how many times the mean the slowest device takes. All devices wait for it.
+    """Return the slowest device's time relative to the mean. All devices wait for the slowest one.
 
     If the spread of devices was not measured, the slowest node decides.
     """
@@ -170,13 +170,13 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
 
 
 def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the seconds of copying a block's input to the host's memory and back that stay exposed (parallel.offload).
+    """Return the exposed seconds of copying a block's input to the host's memory and back (parallel.offload).
 
-    The block's forward hides the way out. The recomputation and backward of the next block hide the way back.
+    The block's forward hides the copy to the host. The recomputation and backward of the next block hide the copy back.
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # refused if it is unknown
+    copy = residual / np.maximum(machine.host, 1.0)  # An unknown bandwidth was refused before.
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
@@ -196,9 +196,10 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     """Return the seconds of one block in which the device waits for the host.
 
-    The host reads each expert's number of rows before it launches the experts' matmuls, so it is not ahead of the
-    device then. It hides the experts' launches behind experts, and all remaining launches behind the remaining work.
-    Programs other than fourfold that limit an expert's rows pad to the limit, and know the number in advance.
+    The host must read each expert's number of rows before it launches the experts' matmuls, so at that point it is not
+    ahead of the device. The experts' computation hides the experts' launches, and all other computation hides all other
+    launches. Programs other than fourfold that limit an expert's rows pad them to the limit, so they know the number in
+    advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
@@ -218,7 +219,7 @@ def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTi
     table = work.model.vocab * work.model.hidden * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tied, bool) & (work.layout.pp == 1)
-    z_embedding = np.where(shared, 0.0, traffic.table)  # nothing hides it
+    z_embedding = np.where(shared, 0.0, traffic.table)  # Nothing hides this collective.
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
@@ -228,8 +229,8 @@ def _mean_layers(work: Workload) -> Number:
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds that an average rank is idle: the schedule's bubble with equal stages, and in the steady state
-    the wait for the slowest rank."""
+    """Return the seconds that an average rank is idle: the bubble of the schedule with equal stages, plus the wait for
+    the slowest rank in the steady state."""
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
@@ -243,8 +244,8 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds of one micro-batch on the slowest rank: the one with most blocks, the last with the head,
-    or the first."""
+    """Return the seconds of one micro-batch on the slowest rank: the rank with the most blocks, the last rank (head),
+    or the first rank."""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head + np.where(work.layout.pp > 1, 0.0, ends.embedding))
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -266,7 +267,7 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
         stepped = stepped + _entries_stepped(states_of_experts(work))
     step = work.step
     moving = stepped * moved_bytes(work) / (constants.memory * machine.memory_bandwidth)
-    # Gradients go to the host, and weights come back.
+    # Gradients are copied to the host, and weights are copied back.
     copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
     seconds = np.where(work.program.offloads_optimizer, copied, moving)
     kernels = OPTIMIZER_KERNELS * constants.launch * machine.launch
@@ -281,15 +282,15 @@ def _entries_stepped(work: Workload) -> Number:
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return a rank's average seconds of memory traffic in one micro-batch, for each entry of the whole weights.
+    """Return the average memory traffic of a rank in one micro-batch, in seconds per entry of the whole weights.
 
-    A rank that keeps whole gradients casts the first one, or copies it for the sum over ranks, and adds all later ones.
+    A rank with whole gradients casts or copies the first micro-batch's gradient and adds the later ones.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
-    copied = item + reduced  # read in the step's dtype, written in the sum's
-    added = item + 2 * reduced  # the sum is also read and written
+    copied = item + reduced  # The gradient is read in the step's dtype and written in the sum's dtype.
+    added = item + 2 * reduced  # The sum is also read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
     # 16-bit gradients that are kept are cast for every micro-batch, and added to the 32-bit sums.

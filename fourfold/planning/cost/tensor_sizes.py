@@ -1,4 +1,4 @@
-"""Bytes of the tensors of one block on a rank, and how the ranks of y share the attention."""
+"""Compute the bytes of one block's tensors on a rank, and how the ranks of y share the attention."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
-"""Queries of one piece of an attention in single operations."""
+"""Number of queries in one piece of an attention that runs as separate operations."""
 
 WIDEST_FLASH = 256
-"""The largest ``head_dim`` that FlashAttention's kernels take."""
+"""The largest ``head_dim`` that FlashAttention's kernels support."""
 
 
 class TensorBytes(NamedTuple):
-    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
+    """Bytes of one micro-batch's tensors on the rank: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
 
-    queries and keys are what attention reads here, and whole_queries are the queries of all ranks of y.
+    queries and keys are the attention's inputs on this rank, and whole_queries are the queries of all ranks of y.
     """
 
     residual: Number
@@ -36,7 +36,7 @@ def pieces(work: Workload) -> TensorBytes:
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A rank holds the key-value heads that its queries read whole, once for each query head if they divide irregularly.
+    # A rank holds whole key-value heads. If heads do not divide evenly, it holds one copy for each query head.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
@@ -87,10 +87,10 @@ def log_sums(work: Workload) -> Number:
 
 
 class CappedScores(NamedTuple):
-    """Scores of one block's attention in single operations.
+    """Scores of one block's attention, which runs as separate operations.
 
-    The fields are heads (of all sequences) on the rank, queries and keys whose scores exist at once, keys for which a
-    query's scores are computed (the mean over queries and blocks), and pieces.
+    The fields are the heads (of all sequences) on the rank, the queries and the keys whose scores exist at once, the
+    mean number of keys per query for which scores are computed, and the number of pieces.
     """
 
     heads: Number
@@ -107,7 +107,7 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the pieces that ``parallel.document_attention`` and ``block_attention`` cut, and a ring's pieces."""
+    """Return the number of pieces that ``parallel.document_attention``, ``block_attention``, and the ring cut."""
     model, layout, seq = work.model, work.layout, work.step.seq
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)

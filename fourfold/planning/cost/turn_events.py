@@ -12,7 +12,7 @@ from fourfold.overlap_order import Steps, Until, in_turn
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties that decide the order of a block's events."""
+    """Properties of a block that determine the order of its events."""
 
     parts: int
     x: bool
@@ -23,9 +23,9 @@ class Kind:
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
     passes_blocks: bool
-    """Whether a part enters a block while another is in the block before."""
+    """Whether a part enters a block while another part is in the block before."""
     split_backward: bool
-    """Whether weight gradients are computed apart."""
+    """Whether weight gradients are deferred to the end."""
     overlap: bool
     """Whether sums of input gradients run behind weight gradients."""
     gate: bool
@@ -46,7 +46,7 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for one.
 
-    ``what`` is the name of its duration in ``PartTime``. ``flight`` says which collective of the block it is.
+    ``what`` names its duration, a field of ``PartTime``. ``flight`` identifies the collective within the block.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -74,16 +74,19 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The events of some blocks' forward, and for each node of autograd's graph the events of its backward."""
+    """The recorded events of some blocks: the events of the forward, and for each autograd node the events of its
+    backward."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
-        """Start a recording. With ``again``, it is a recomputation, which ends when everything that the backward reads
-        exists."""
+        """Start a recording.
+
+        With ``again``, it is a recomputation, which ends when everything that the backward reads exists.
+        """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """The backward's first node, from the end, that reads a saved tensor."""
+        """The last node in the order of the backward that reads a saved tensor."""
         in_turn((self._through(part, blocks) for part in range(kind.parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -106,7 +109,7 @@ class Recording:
         ends_early = self._again and not kind.norms_after
         down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
         if kind.recompute == 1 and kind.activation_again:
-            for _ in down:  # the recomputed part runs as a whole
+            for _ in down:  # A recomputed part runs without interruption.
                 pass
         else:
             yield from down
@@ -172,7 +175,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # the first part continues first, and computes for all
+        if kind.tokens and place[1] > 0:  # The first part continues first, and computes the attention for all parts.
             return
         together = kind.parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together
@@ -184,7 +187,7 @@ class Recording:
         self._node(computed, backward, reads_saved=True)
 
     def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
-        """Record a sum over y in the forward and one in the backward. Both are waited for at once."""
+        """Record a sum over y in the forward and one in the backward. Each is waited for immediately."""
         if not is_there:
             return
         forward, backward = list[Event](), list[Event]()
@@ -202,8 +205,10 @@ class Recording:
 
 
 def _issue(of: str, axis: str, place: tuple[int, int], what: str) -> Event:
-    """Return the start of a collective over an axis. ``of`` is a layer, norm, or keys, and ``place`` is block and
-    part."""
+    """Return the start of a collective over an axis.
+
+    ``of`` names the layer, the norm, or the keys, and ``place`` is the block and the part.
+    """
     return Event("issue", f"{of}_{axis}", axis, place[0], (*place, of, what))
 
 
@@ -213,7 +218,8 @@ def _wait(event: Event) -> Event:
 
 @lru_cache(maxsize=1024)
 def events_of(kind: Kind) -> list[Event]:
-    """Return the events of a step of three consecutive blocks: the first, one for all between, and the last. If
+    """Return the events of a step in three consecutive blocks: the first one, one that represents all blocks between,
+    and the last one. If
     parts do not pass from block to block, return the events of one block."""
     blocks = 3 if kind.passes_blocks else 1
     recording = Recording(kind, blocks)

@@ -1,4 +1,4 @@
-"""Seconds of sending weights and gradients to the ranks that share or copy them, with nothing hidden."""
+"""Compute the seconds of sending weights and gradients to the ranks that shard or copy them, if nothing is hidden."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WeightTraffic(Cases):
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
     - table: a table's weights gathered once, and its gradients scattered.
     - outermost: a block's weights gathered once, and its gradients scattered.
-    - of_z, table_of_z: the fraction of block and table that remains with one rank of dp and cp.
+    - of_z, table_of_z: the fraction of block and table that would remain if dp and cp had one rank.
     - gradients: summed over the ranks that hold copies.
     """
 

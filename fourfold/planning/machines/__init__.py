@@ -1,1 +1,1 @@
-"""Machines: what a device computes and holds, and what carries data between devices."""
+"""Machines: rates and memory of their devices, and bandwidths and latencies of their links."""

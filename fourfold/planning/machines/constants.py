@@ -1,4 +1,4 @@
-"""The few constants that no data sheet has: how close a program gets to the machine's rates.
+"""The constants that no data sheet lists: how close a program gets to the machine's rates.
 
 Each has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants are
 factors on the machine's rates, so one set also serves machines that nobody has measured.
@@ -25,7 +25,7 @@ class Constants(Cases):
     - intra, inter: fraction of the link's bandwidth.
     - latency: factor on the latency of a collective.
     - exposed: fraction of hideable communication that does not hide.
-    - dispersion: standard deviation of the nodes' speeds. The slowest node decides.
+    - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
     - step: seconds that a step takes at any size.
     """
 

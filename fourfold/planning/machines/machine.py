@@ -21,11 +21,11 @@ from fourfold.planning.machines.names import FOLDER, machine_names, similar_mach
 class Machine(Cases):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
-    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates, as advertised (bf16) and as the best shape
-      reaches.
+    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates: the advertised bf16 rate, and the rates that the
+      best shape reaches.
     - units: processors that share the tiles of a matmul.
-    - attention: rate of the fastest fused attention kernel for long sequences. It reaches half at attention_half
-      tokens.
+    - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
+      attention_half tokens.
     - flash2, flash2_half: the same for FlashAttention-2, if another kernel is faster (0 if none is).
     - intra2, intra4, intra8: one-directional bandwidth from a device to a group with this many neighbors.
     - intra_far: bandwidth to members of a group that are not neighbors.
@@ -78,7 +78,7 @@ class Machine(Cases):
     efficiency: tuple[tuple[str, float], ...] = ()
     """Factors on the priors of ``constants.Constants``, by name, as ``fourfold machine calibrate`` fitted them."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature among the calibrated rows. Everything outside is extrapolation."""
+    """Smallest and largest value of each feature among the calibrated rows. Predictions outside are extrapolations."""
 
 
 SECTIONS = {

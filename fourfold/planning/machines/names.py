@@ -17,8 +17,10 @@ def machine_names() -> list[str]:
 
 
 def similar_machines(name: str) -> list[str]:
-    """Return machines whose name contains ``name`` or is contained in it, as ``dgx-h100`` for ``h100``, or else the
-    closest."""
+    """Return machines whose name contains ``name`` or is contained in it, such as ``dgx-h100`` for ``h100``.
+
+    If there are none, return the closest names.
+    """
     words = name.lower()
     containing = [machine for machine in machine_names() if words and (words in machine or machine in words)]
     return containing or difflib.get_close_matches(words, machine_names(), n=1)

@@ -14,8 +14,10 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 
 
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
-    """Return the text of a file that ``load_machine`` reads. Comments tell measured constants from the constants of
-    ``base``."""
+    """Return the text of a file that ``load_machine`` reads.
+
+    Comments tell measured constants from the constants of ``base``.
+    """
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
         given = {key: getattr(machine, key) for key in keys if getattr(machine, key)}
@@ -55,8 +57,8 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
     """Return a machine from a microbenchmark's record. Anything it could not measure is taken from ``base``.
 
-    The rates are what programs reach, so the constants that scale data sheets to practice are taken out of them: prior
-    × factor = 1 (links: what one collective reached).
+    The measured rates are rates that programs reach, so no constant needs to scale them down: the factors are set so
+    that prior × factor = 1 (for links: the fraction that one collective reached).
     """
     from fourfold.planning.machines.constants import PRIORS
 
@@ -68,7 +70,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "peak": max(best, base.peak if measured["device"] != "cpu" else best),
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
-        # A processor's matmuls were in float32. A GPU's in float32 were measured with operands as stored.
+        # On a CPU, all matmuls were measured in float32. On a GPU, the float32 matmuls were measured with operands as
+        # stored.
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
@@ -106,7 +109,7 @@ def machine_with_products(base: Machine, name: str, rates: Mapping[str, float], 
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return bandwidth by group size, and latencies: the line through a small and a large all-gather."""
+    """Return the bandwidth by group size and the latencies, from a line through a small and a large all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -1,4 +1,5 @@
-"""Explain why a layout wins: against which layouts, by how much, and what would change that."""
+"""Explain why a layout wins: which layouts it beats, by how much, and which change of the machine would reverse the
+order."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Constants whose break-even is searched: the machine's field, the unit, and its size."""
+"""Machine constants whose break-even is searched: the field, the unit, and the size of the unit."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
 FINER = 65
-"""Number of factors from one value to the next, for a break-even to a thousandth."""
+"""Number of factors to try between two values, so that a break-even is exact to a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout one step away: the change, and how much slower it is (None: refused, for the reason)."""
+    """A layout that is one change away: the change, and how much slower the layout is (None if it is refused, with the
+    reason)."""
 
     change: str
     slower: float | None
@@ -72,7 +74,7 @@ def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """Find, for each of ``KNOBS`` and each direction, the value at which another grid takes the lead among the
+    """For each of ``KNOBS`` and each direction, find the value at which another grid becomes the fastest among the
     ``RANKED`` fastest layouts."""
     order = plan.found.order[:RANKED]
     if len(order) < 2:
@@ -84,7 +86,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
         """Find the first factor of a constant at which a layout on another grid is the fastest.
 
-        Return the position of the factor, and the position of that layout among the candidates.
+        Returns the indices of the factor and of that layout among the candidates.
         """
         machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
@@ -178,8 +180,8 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def in_nodes(plan: Plan) -> list[Neighbor]:
-    """Return the best layout with its shard groups in two levels, if they fill several nodes with several ranks
-    each."""
+    """Return the best layout with its shard groups in two levels, if a group has several ranks on each of several
+    nodes."""
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
     per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
@@ -192,7 +194,7 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the values before and after one of them."""
+    """Return the neighbors of a value in a list."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
@@ -211,7 +213,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Count in one sentence the neighbors within ``factor``, the planner's margin, of the best layout."""
+    """Return a sentence with the number of neighbors that are within ``factor``, the planner's margin, of the best
+    layout."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits: the layout stands alone."
@@ -233,7 +236,7 @@ def explain(
 
     Args:
         plan: The plan.
-        factor: The ratio of two times from which their order is certain.
+        factor: The ratio of two predicted times above which their order is certain.
         own: The run file's own layout.
         doubled: The best layout of the same batch on twice the GPUs, if one fits.
     """

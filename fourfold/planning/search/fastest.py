@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit. All legal layouts are evaluated, without sampling.
 
-Parts of a micro-batch are the exception, because they only hide communication over x and y. A layout in several parts
-is evaluated only if it could be among the fastest with all of that communication hidden.
+Batch parts are the exception, because they only hide communication over x and y. A layout is evaluated with several
+parts only if it could be among the fastest with all of this communication hidden.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
 """Ratio of two step times that counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""Layouts this likely to run out of memory do so with any number of parts."""
+"""A layout with at least this probability of running out of memory is given up for any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
-"""Fields that the time of one block depends on, within one search."""
+"""Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields that the traffic of weights and gradients depends on."""
 RANKED = 400
 """Number of fastest layouts that are guaranteed to be the fastest with any number of parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that get shorter, together with the bubble, if x and y are hidden."""
+"""Parts of a step that get shorter if communication over x and y is hidden. The bubble gets shorter too."""
 COPIES = 0.95
 """Minimum fraction of a step that is left if sequences come one by one and are not copied around collectives."""
 
 
 class SearchScores(NamedTuple):
-    """Points of a search, [n] each: seconds of a step (infinite if illegal), minimum seconds with any number of parts,
-    bytes of the fullest rank, P(OOM), and the reason of a refusal."""
+    """Scores of the points of a search, one array [n] each: seconds of a step (infinite if illegal), minimum seconds
+    over all numbers of parts, bytes of the fullest rank, P(OOM), and the index of the reason for a refusal."""
 
     seconds: np.ndarray
     least: np.ndarray
@@ -77,8 +77,9 @@ class Found:
     """All points of a search, with their scores.
 
     - order: the legal points, fastest first, ties by P(OOM) (see ``ranking``).
-    - crossed: the points before the candidates with more parts.
-    - refused: [reasons] number of layouts that are illegal whatever they recompute. They are no points.
+    - crossed: the number of points before the candidates with more parts.
+    - refused: [reasons] the number of layouts that are illegal with every recompute mode. They are not among the
+      points.
     - parts: the numbers of parts that were tried.
     - seconds_taken: wall time.
     """
@@ -155,7 +156,9 @@ def search(
 
 
 def ranking(scores: SearchScores) -> np.ndarray:
-    """Order the points that fit, fastest first. Times tie in bands of the factor ``TIED``, starting at the fastest.
+    """Order the points that fit, fastest first.
+
+    Starting at the fastest, times within a factor of ``TIED`` form a band and count as equal.
 
     Within a band, the layout with the lower P(OOM), in whole percent, comes first, and then the faster one.
     """
@@ -196,7 +199,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
     Points share blocks and the traffic of weights, which are computed once.
 
-    For the minimum, parts hide everything that is exposed over x and y, and shorten nothing else except copies of
+    The minimum assumes that parts hide all communication over x and y, and shorten nothing else except copies of
     tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
@@ -213,8 +216,10 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
-    """Return the positions of points that may be among the fastest ``RANKED`` with more parts, which may need less
-    memory."""
+    """Return the positions of points that may be among the fastest ``RANKED`` with more parts.
+
+    More parts may also need less memory.
+    """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf
     if len(scores.fits):

@@ -1,4 +1,5 @@
-"""Find the best layouts that the planner's error cannot tell apart, and the search by real trials that could."""
+"""Find the best layouts whose predicted times are too close to call, and propose a search by real trials that decides
+between them."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ MEASURED = 10
 
 @dataclass(frozen=True)
 class Indistinct:
-    """Layouts whose predicted times are too close to the best to say which is fastest."""
+    """The layouts whose predicted times are too close to the best one to say which is the fastest."""
 
     factor: float
-    """Ratio of two predicted times from which the order of the measured ones is certain (95 %)."""
+    """Ratio of two predicted times above which the measured times have the same order with 95 % certainty."""
     count: int
     """Number of layouts that fit and are within the factor, including the best."""
     ranked: int
     """Number of these layouts among the ranked ones."""
     space: list[str]
-    """Limits of a search by ``fourfold tune`` that keep the fastest of these layouts and few further ones."""
+    """Limits for ``fourfold tune`` that include the fastest of these layouts and few other layouts."""
 
     def record(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -46,7 +47,7 @@ def indistinct(plan: Plan, factor: float) -> Indistinct:
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
-    """Return limits that all ``works`` keep, in the words of ``limits.parse_limits``: the values of each knob."""
+    """Return limits that allow all ``works``, as texts for ``limits.parse_limits``: the values of each knob."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "interleave": pipelined, "cp_method": shared}

@@ -133,7 +133,7 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """Return a suffix for the blocks that recompute. Empty if all do."""
+    """Return a suffix that names which blocks recompute. Empty if all blocks do."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
@@ -158,7 +158,7 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
 
 
 def _stages_shown(pp: int) -> list[int]:
-    """Return all stages of a short pipeline, or eight evenly spaced ones of a long pipeline, with the first and the
+    """Return all stages of a short pipeline, or eight evenly spaced stages of a long one, including the first and the
     last."""
     return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
 
@@ -183,8 +183,7 @@ def make_plan(
         limits: Limits of the search.
         watch: As in ``search``.
 
-    Raises:
-        UserError: No layout fits. The message says what would.
+    Raises: UserError: No layout fits. The message says what would.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
@@ -196,7 +195,7 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
-    """Explain what is missing, and the smallest change that helps."""
+    """Return a sentence that says why nothing fits and names the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]
@@ -224,5 +223,5 @@ def _nothing_fits(
 def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits) -> bool:
     try:
         return len(search(base, machine, constants, gpus, limits).order) > 0
-    except UserError:  # the limits leave no layout
+    except UserError:  # The limits leave no layout.
         return False

@@ -1,4 +1,4 @@
-"""Sample layouts that a search refuses, evenly for each reason, with the times and memory that the formulas give."""
+"""Sample the layouts that a search refuses, evenly for each reason, and compute their time and memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fourfold.planning.search.space import (
 from fourfold.planning.workload import Workload
 
 GRIDS = 100
-"""Largest number of grids per reason whose further choices are tried."""
+"""Largest number of grids per reason for which all choices are tried."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Illegal layouts. The formulas work for them too, though no program could run them.
+    """Illegal layouts with predictions. The formulas work for them too, although no program could run them.
 
     ``seconds`` and ``memory`` are [n] seconds of a step and bytes of the fullest rank, not finite if the formulas have
     no answer. ``reason`` is [n] indices into ``space.REASONS``.

@@ -19,7 +19,7 @@ AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
 """Sizes that limits may bound. ep adds no ranks."""
 MOST_GPUS = 1 << 24
-"""Layouts of more GPUs do not fit the search's 32 bits."""
+"""Largest number of GPUs. The sizes of larger layouts do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PIPELINES = (
     ("1F1B", 1),
@@ -27,12 +27,13 @@ PIPELINES = (
     *(("InterleavedZeroBubble", chunks) for chunks in (2, 4)),
     ("ZBVZeroBubble", 2),
 )
-"""Schedules, each with the stages of a rank. Further schedules are predicted only if a run file has them: GPipe and
-LoopedBFS take as long as 1F1B and hold more, and DualPipeV is like ZBVZeroBubble."""
+"""Schedules that the search tries, each with its number of stages per rank. It leaves out GPipe and LoopedBFS, which
+take as long as 1F1B and need more memory, and DualPipeV, which is like ZBVZeroBubble. These are predicted only if a run
+file names them."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
-"""Mode (an index into ``workload.RECOMPUTE``), every, and offload."""
+"""Recompute choices: mode (an index into ``workload.RECOMPUTE``), every, and offload."""
 PARTS = (1, 2, 4)
-"""Numbers of micro-batch parts that take turns (``batch_parts``)."""
+"""Numbers of batch parts to try (``batch_parts``)."""
 
 REASONS = (
     "legal",
@@ -40,7 +41,7 @@ REASONS = (
     "offload: the machine file does not say how fast the host's memory is",
     "memory: more likely than allowed not to fit",
 )
-"""Reasons for rejecting a point. A point keeps the index of the first reason that holds."""
+"""Reasons for refusing a point. A point stores the index of the first reason that applies."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
 """Number of points evaluated at once, so that their arrays stay in a processor's cache."""
@@ -87,7 +88,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
-    # Points that differ only in a choice without effect are one point.
+    # If points differ only in a choice without effect, keep one of them.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["interleave"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
@@ -114,9 +115,10 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] why a grid is illegal with every choice, 0 if it may be legal, and [n] its number of layouts."""
-    # No other choice makes legal what these choices leave illegal. Only zero 3 allows an ep with neither z nor ep
-    # dividing the second one.
+    """Return, for each grid, the index of the reason why it is illegal with every choice (0 if it may be legal), and
+    its number of layouts, [n] each."""
+    # If a grid is illegal with these choices, it is illegal with all choices. Zero 3 is among them, because it is the
+    # only one that allows an ep that neither divides z nor is a multiple of it.
     simplest = base.but(**grids, schedule=0, interleave=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
@@ -153,7 +155,7 @@ def _sizes(work: Workload) -> Sizes:
         "float8": step.bits == 8, "experts": model.experts, "expert_inner": model.expert_inner,
         "shared_inner": model.shared_inner,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # Multiplied by other sizes, it exceeds 32 bits.
+        # Products with other sizes would exceed 32 bits.
         "micro_batch": np.asarray(layout.micro_batch, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,
@@ -174,7 +176,7 @@ def refusal(work: Workload, machine: Machine) -> str:
 
 @cache
 def factorisations(number: int, parts: int) -> np.ndarray:
-    """Return [n, parts]: every way to write ``number`` as an ordered product of ``parts`` factors."""
+    """Return every way to write ``number`` as an ordered product of ``parts`` factors, [n, parts]."""
     if parts == 1:
         return np.array([[number]])
     rows = []

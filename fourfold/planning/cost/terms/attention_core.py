@@ -9,17 +9,18 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Matmuls of a fused kernel's backward for two in its forward: five, because scores are computed again."""
+"""Ratio of matmuls in a fused kernel's backward and forward: five to two, because the backward computes the scores
+again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
-"""Bytes moved for each score in 16 bits by separate kernels for scaled masked softmax and dropout: scores written
-and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves as much and the scores'
-gradient."""
+"""Bytes moved per score in 16 bits by separate kernels for scaled masked softmax and for dropout: scores written and
+read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves the same bytes and the gradient
+of the scores."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
-"""The same if Megatron-LM's fused softmax does not apply, so that scaling, masking, conversion to 32 bits, softmax, and
-conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, dropout 5. The backward moves as much without the
-mask."""
+"""Bytes moved per score if Megatron-LM's fused softmax does not apply. Scaling, masking, conversion to 32 bits,
+softmax, and conversion back are then separate operations: 4 + 4 + 6 + 8 + 6 bytes, and dropout 5. The backward moves
+the same bytes except the mask."""
 FUSED_HEADS = 4
 """The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
 PLAIN_KERNELS = 6.0
@@ -27,13 +28,13 @@ PLAIN_KERNELS = 6.0
 
 
 NARROW, NARROW_FLASH2 = 0.8, 0.9
-"""Rate with heads of 64 relative to heads of 128, forward and backward together, with cuDNN and FlashAttention-3,
-and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473, and 299 of 539, 616, and
-335 TFLOP/s in a causal forward of 16k tokens, and closer in the backward)."""
+"""Rate with a head_dim of 64 relative to a head_dim of 128, for forward and backward together: with cuDNN and
+FlashAttention-3, and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473, and 299 of
+539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward the rates are closer)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved for each score in 16 bits by the single operations of capped attention (parallel.block_attention). Each
-of them reads its operands and writes its result in memory.
+"""Bytes moved per score in 16 bits by capped attention, which runs as separate operations (parallel.block_attention).
+Each operation reads its operands from memory and writes its result.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
   maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).
@@ -42,12 +43,12 @@ of them reads its operands and writes its result in memory.
   matmuls (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
-"""Operations of one piece of the queries."""
+"""Number of operations for one piece of the queries."""
 
 
 class Kernel(NamedTuple):
-    """A fused kernel: its rate for long sequences with heads of 128, relative to the fastest one, the tokens at
-    which it reaches half of that, and its relative rate with smaller heads."""
+    """A fused kernel: its rate for long sequences with a head_dim of 128 relative to the fastest kernel, the number of
+    tokens at which it reaches half of this rate, and its relative rate with smaller heads."""
 
     share: Number
     half: Number
@@ -72,7 +73,7 @@ def unfused_seconds(
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Return the seconds of forward and backward with capped scores, in single operations."""
+    """Return the seconds of forward and backward with capped scores, which run as separate operations."""
     forward, backward = (
         unfused_seconds(products * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / products)
         for moved, products in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

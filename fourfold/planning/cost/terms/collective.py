@@ -1,4 +1,5 @@
-"""Seconds of a collective: ring and tree, inside a node, and across nodes with the adapters that its peers share."""
+"""Seconds of a collective as a ring or a tree, inside a node and across nodes. Groups share a node's network
+adapters."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from fourfold.planning.machines.machine import Machine
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: their number, their number in one node, their bandwidth, and the latency of ring and
-    tree."""
+    """A group of ranks that communicate: its size, its number of ranks in one node, its bandwidth, and the latency of a
+    ring and a tree."""
 
     size: Number
     inside: Number
@@ -57,8 +58,8 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
 
 
 def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """Return the seconds of ``count`` all-gathers or reduce-scatters of ``size`` bytes in total (of the full tensors),
-    by a ring.
+    """Return the seconds of ``count`` ring all-gathers or reduce-scatters whose full tensors have ``size`` bytes in
+    total.
 
     Its latency grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5).
     """
@@ -92,7 +93,7 @@ def shard_group_of(
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
     """Return ``gather_seconds`` over a shard group.
 
-    Two levels are two rings, one after the other: one of a node's ranks and, with one rank's part, one of the nodes
+    Two levels are two rings, one after the other: a ring of a node's ranks, and a ring of the nodes for one rank's part
     (PCCL, arXiv 2504.18658).
     """
     if not group.in_levels.any():

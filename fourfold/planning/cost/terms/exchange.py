@@ -13,12 +13,12 @@ from fourfold.planning.machines.machine import Machine
 def exchange_seconds(
     size: Number, copies: Number, once: Flag, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
-    """Return the seconds in which each of ``ranks`` ranks, with a distance of ``stride``, sends ``copies`` of its
-    tokens.
+    """Return the seconds of an exchange in which each of ``ranks`` ranks, with a distance of ``stride``, sends
+    ``copies`` of its tokens.
 
-    The tokens have ``size`` bytes in total and go to ranks that are equally likely. It is zero with one rank. Each rank
-    has its share of the node's adapters, which work concurrently with the links inside the node, and the slower ones
-    count.
+    The tokens have ``size`` bytes in total, and all destination ranks are equally likely. With one rank, the time is
+    zero. Each rank has a share of the node's adapters. The adapters work concurrently with the links inside the node,
+    and the slower of the two sets the time.
 
     Args:
         once: A token with several copies on one node is sent once over the network, and once to each rank there
@@ -30,7 +30,8 @@ def exchange_seconds(
     to_ranks = np.where(once, ranks * _share_reached(copies, ranks), copies)
     to_nodes = np.where(once, group.nodes * _share_reached(copies, group.nodes), copies)
     inside = size * to_ranks * (1 - 1 / group.inside) / near
-    inside = np.where(once, inside, inside * group.inside / ranks)  # what arrives at a node is passed on inside it
+    # Tokens that arrive at a node are passed on inside it.
+    inside = np.where(once, inside, inside * group.inside / ranks)
     outside = size * to_nodes * (1 - group.inside / ranks) / far
     hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
     latency = group.base + constants.latency * hops
@@ -38,5 +39,5 @@ def exchange_seconds(
 
 
 def _share_reached(copies: Number, places: Number) -> Number:
-    """Return the fraction of ``places`` that get at least one of ``copies``, each at a random place."""
+    """Return the expected fraction of ``places`` that get at least one of ``copies``, each sent to a random place."""
     return 1 - (1 - 1 / np.maximum(places, 1.0)) ** copies

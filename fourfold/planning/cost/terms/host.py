@@ -1,4 +1,4 @@
-"""Host time: one thread launches kernels one after another, and a device that outruns it waits."""
+"""Host time: one thread launches kernels one after another. If the device is faster, it waits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ attention."""
 FUSED_SHARE = 0.5
 """Fraction of these operations left with fused norms, rotary embeddings, and attention."""
 COLLECTIVE_KERNELS = 3.0
-"""Launches of a collective: the copies around it, and the events that order streams."""
+"""Number of launches per collective: the copies around it, and the events that order streams."""
 OPTIMIZER_KERNELS = 60.0
-"""Fused AdamW, norm, and clipping, in multi-tensor kernels."""
+"""Number of launches of fused AdamW, norm, and clipping, which are multi-tensor kernels."""
 
 
 def overlapped(device: Number, host: Number) -> Number:
-    """Return the time if device and host work concurrently. If they take equally long, neither hides the other
-    fully."""
+    """Return the time if device and host work concurrently.
+
+    If they take equally long, neither hides the other fully.
+    """
     return (device**4 + host**4) ** 0.25
 
 
@@ -29,15 +31,14 @@ def block_launches(kernels: float, fused: Flag, collectives: Number) -> Number:
 
 
 ROUTER_KERNELS = 25.0
-"""Operations of a router in eager PyTorch, in each direction: scores, choice, weights, counts, sorting, gathering, and
-summing rows."""
+"""Number of operations of a router in eager PyTorch, in each direction: scores, choice, weights, counts, sorting,
+gathering, and summing rows."""
 GROUPED_KERNELS = 4.0
-"""Operations of grouped matmuls and of the activation between them, if one kernel computes all experts."""
+"""Number of operations of grouped matmuls and of the activation between them, if one kernel computes all experts."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
-"""Matmuls of an expert, if each is launched by itself (Transformer Engine's GroupedLinear)."""
+"""Number of matmuls of an expert, if each is launched by itself (Transformer Engine's GroupedLinear)."""
 FLOAT8_KERNELS = 3.0
-"""Additional launches for each of its matmuls in 8 bits: an input is rounded, and the scales of two are put in
-order."""
+"""Number of additional launches for each of these matmuls in 8 bits: one rounds an input, and two reorder scales."""
 
 
 def expert_launches(

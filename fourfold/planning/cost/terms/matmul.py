@@ -2,7 +2,7 @@
 
 A kernel gives every processor one tile of the output at a time. A last wave that is not full costs as much as a full
 one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among tile
-sizes. The fastest counts, though smaller tiles reuse less of what they load.
+sizes, so the fastest one counts. Smaller tiles reuse less of the data that they load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 """Rows, columns, and the fraction of the best rate, with two of the guide's figures (256×128 and 128×64 on A100)."""
 
 PROLOGUE = 128.0
-"""A tile's set-up and write-out take as long as this much depth of the sum: two to four steps of 32 or 64."""
+"""Setting up and writing out a tile takes as long as this depth of the sum: two to four steps of 32 or 64."""
 
 
 def matmul_seconds(
@@ -41,7 +41,7 @@ def matmul_seconds(
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
-    # A device of one unit is a processor. Its blocks fit its caches and are small compared with any layer.
+    # A device with one unit is a CPU. Its tiles fit its caches and are small compared with any layer.
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)

@@ -13,9 +13,10 @@ from fourfold.planning.array_fields import Flag, Number
 
 # Other programs, in the forward, counted from the operations of a block.
 RESIDUAL_PASSES = 12.0
-"""Two norms (read, write), two residual sums (read twice, write), and the two outputs copied once."""
+"""Passes over the residual stream: two norms (read, write), two residual sums (read twice, write), and one copy of the
+two outputs."""
 FUSED_RESIDUAL_PASSES = 8.0
-"""Norm and residual sum in one kernel each."""
+"""Passes over the residual stream if a norm and a residual sum are one kernel each."""
 HEAD_PASSES = 4.0
 """Passes over queries, keys, and values: rotate or add biases, and lay out for the attention."""
 PLAIN_TURNS = 8.0
@@ -25,29 +26,31 @@ GELU_PASSES, GATED_PASSES = 4.0, 5.0
 """Passes over the inner width: bias and activation as two operations, or gate, up, their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
-"""A norm's backward reads the gradient and the input and writes one tensor, and a sum's backward only passes on: 3
-for 2."""
+"""Passes of the backward relative to the forward, 3 to 2. The backward of a norm reads the gradient and the input and
+writes one tensor. The backward of a sum moves nothing."""
 
-# fourfold's own operations on 16 bits, forward and backward. tests/planning/test_traffic.py counts them, except for
-# fused operations and the kernels of norms, which only a GPU or a compiler has.
+# The numbers below are for fourfold's own operations in 16 bits, forward and backward. tests/planning/test_traffic.py
+# counts them, except fused operations and the kernels of norms, which only a GPU or a compiler has.
 OWN_SUMS = 6.0, 6.0
-"""Two residual sums, and the sums of gradients that meet there: read twice, write."""
+"""Passes over the residual stream: two residual sums and the sums of the gradients there (read twice, write)."""
 OWN_NORMS = 4.0, 10.0
-"""Two norms of one kernel each. It reads and writes, and its gradients of inputs and of weights each read both ends."""
+"""Passes over the residual stream by two norms of one kernel each. The forward reads and writes. The gradients of
+inputs and of weights each read the input and the output's gradient."""
 OWN_CHAINS = 10.0, 48.0
-"""Two RMSNorms as chains of operations (``parallel.norm``), with sums over y between them."""
+"""Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.norm``) with a sum over y
+in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
-"""The same for two LayerNorms, which have two statistics, in higher precision."""
+"""Passes for two such LayerNorms, which have two statistics in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys: to 32 bits, a kernel, and back, times the weight."""
 OWN_TURNS = 11.5, 11.5
 """Passes over the channels that rotary embeddings rotate: single operations with sums in 32 bits (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
-"""One kernel, with the head norms."""
+"""Passes if one kernel computes rotary embeddings and head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
 """Passes over the inner width: silu and product, with a gradient each for gate and up."""
 OWN_GELU = 2.0, 3.0
-"""Passes over the inner width."""
+"""Passes over the inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
 """Passes over the outputs that a bias is added to. Its gradient is a sum."""
 
@@ -57,17 +60,18 @@ ROW_PASSES = 4.0
 """Passes over the rows of a rank's tokens: gathered before they are sent, and summed with weights when they are
 back. The backward does the reverse."""
 SORT_PASSES = 4.0
-"""Passes over the rows of a rank's several experts, sorted by expert, and put back in their order."""
+"""Passes over the rows of a rank's experts, if it has several: sort the rows by expert, and restore their order."""
 PLACING_PASSES = 2.0
-"""The same, and all of ``ROW_PASSES``, if the exchange puts every token in its place and sums what comes back."""
+"""Passes that replace these and ``ROW_PASSES`` if the exchange delivers rows in the right order and sums the rows that
+come back."""
 PADDING_PASSES = 4.0
-"""Passes over these rows in 8 bits: each expert's rows are padded to a multiple, and unpadded."""
+"""Passes over these rows in 8 bits, to pad each expert's rows to a multiple and to remove the padding."""
 ROUNDING_PASSES = 2.0
-"""Passes of 16 bits over what a matmul reads, rounded to 8 bits row by row and column by column."""
+"""Passes, in 16 bits, that round a matmul's operand to 8 bits by rows and by columns."""
 EXPERT_GATE_PASSES = 3.0, 6.0
-"""Passes of other programs over the experts' width: gate, up, and their product, times the rows' weights. The
-backward has the product's gradient, gate, up, their gradients, and the product again for the gradients of the
-weights."""
+"""Passes of other programs over the experts' width. The forward reads gate and up, and writes their product times the
+router's weights. The backward reads the product's gradient, gate, and up, writes their gradients, and computes the
+product again for the gradients of the router's weights."""
 
 
 def others_bytes(
@@ -86,14 +90,14 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Flag, fused: Flag, core_fused: Flag, chains: Flag, layer_norm: Flag,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """Return the same for fourfold's own block.
+    """Return the bytes moved in forward and backward of fourfold's own block.
 
     Args:
         turned: Bytes that rotary embeddings rotate.
         normed: Bytes that head norms read.
         biased: Bytes that biases are added to.
-        core_fused: Operations between the attention's matmuls are fused.
-        chains: Norms are chains of operations.
+        core_fused: Whether the operations between the attention's matmuls are fused.
+        chains: Whether norms are chains of operations.
     """
 
     def passes(direction: int) -> Number:
@@ -138,7 +142,7 @@ def expert_bytes(
         scores: Bytes of the router's scores.
         sent: Bytes of the rows of a rank's tokens.
         here: Bytes of the rows of its experts.
-        inner: These at the experts' width.
+        inner: Bytes of these rows at the experts' width.
         how: How the program moves rows.
     """
     passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
