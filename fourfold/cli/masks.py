@@ -19,8 +19,8 @@ def masks(
 ) -> None:
     """Show which tokens of its own data a run's masks leave out, before you train.
 
-    Prints training sequences with their trained tokens marked, the fraction of tokens that are trained, and the longest
-    passage without a gap, which is the longest that the model can learn verbatim.
+    Prints training sequences with their trained tokens marked, the fraction of tokens that are trained, the longest
+    passage without a gap, and the fraction of passages without a gap, which the mask does not protect.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

@@ -152,7 +152,7 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
     if record["goldfish"] is not None:
         goldfish = record["goldfish"]
         facts += [
-            ["left out by the goldfish mask", f"{goldfish['drop_rate']:.2%} of the tokens that the others keep"],
+            ["left out by the goldfish mask", f"{goldfish['drop_rate']:.2%} of the tokens that the other masks keep"],
             [
                 "longest passage without a gap",
                 f"{goldfish['longest_undropped_span']} tokens (chance: about {goldfish['expected_longest_span']:.0f})",
