@@ -1,11 +1,13 @@
-"""Writes the reference between the markers of docs/api.md from signatures and docstrings: python docs/api.py"""
+"""Write the reference between the markers of docs/api.md from signatures and docstrings: python docs/api.py"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,34 @@ def reference(path: str) -> str:
     found = getattr(importlib.import_module(module), name)
     parts = [f"```python\n{_signature(name, found)}\n```\n", _prose(found)]
     if inspect.isclass(found):
+        parts += [_field_list(found)]
         parts += [f"**`{signature}`** {prose}" for signature, prose in _members(found)]
     return "\n".join(part for part in parts if part.strip())
 
 
+def fields_of(found: type) -> dict[str, str]:
+    """Return the docstring of every public field of a dataclass, "" for a field that has none."""
+    if not dataclasses.is_dataclass(found):
+        return {}
+    fields = {}
+    for each in reversed([base for base in found.__mro__ if dataclasses.is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, [*definition.body[1:], ast.Pass()], strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                value = following.value if isinstance(following, ast.Expr) else None
+                fields[statement.target.id] = str(value.value) if isinstance(value, ast.Constant) else ""
+    return {name: " ".join(text.split()) for name, text in fields.items() if not name.startswith("_")}
+
+
+def _field_list(found: type) -> str:
+    """Return a Markdown list of a dataclass's fields and their docstrings."""
+    lines = [f"- `{name}`: {text}" for name, text in fields_of(found).items() if text]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
 def _members(found: type) -> Iterator[tuple[str, str]]:
-    """Signature and docstring of what the class itself makes public, in the order of its source."""
+    """Yield the signature and the docstring of each public member of the class itself, in the order of its source."""
     for name, member in vars(found).items():
         if name.startswith("_"):
             continue
@@ -47,7 +71,7 @@ def _members(found: type) -> Iterator[tuple[str, str]]:
 
 
 def _signature(name: str, found: Any) -> str:
-    """The call as its source annotates it; a parameter a line where one line is too long."""
+    """Return the call as its source annotates it, with one parameter per line if one line is too long."""
     if isinstance(found, type) and issubclass(found, BaseModel):
         return f"{name}(**keys)"
     signature = inspect.signature(found)
@@ -61,14 +85,14 @@ def _signature(name: str, found: Any) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    """The parameter with annotation and default; a function as default shows as dots."""
+    """Return the parameter with annotation and default. A function as default shows as dots."""
     if inspect.isfunction(parameter.default):
         parameter = parameter.replace(default=...)
     return re.sub("['\"]", "", str(parameter)).replace("Ellipsis", "...")
 
 
 def _prose(found: Any) -> str:
-    """The docstring as Markdown; nothing for one that a dataclass has made up."""
+    """Return the docstring as Markdown, or nothing if dataclasses generated it."""
     text = inspect.getdoc(found) or ""
     if dataclasses.is_dataclass(found) and text.startswith(f"{found.__name__}("):
         return ""

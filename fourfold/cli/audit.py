@@ -31,11 +31,18 @@ def audit(
     counts: Annotated[
         str, typer.Option(metavar="KEY", help="The key with the number of times a document was trained on.")
     ] = "count",
-    suffix: Annotated[int, typer.Option(help="Tokens at the end of a document that the model must repeat.")] = 50,
+    suffix: Annotated[
+        int, typer.Option(help="Number of tokens at the end of a document that the model must repeat.")
+    ] = 50,
     prefix: Annotated[int, typer.Option(help="Fewest tokens before the suffix.")] = 50,
-    offset: Annotated[int, typer.Option(help="Tokens of other documents before each, as in a packed sequence.")] = 0,
+    offset: Annotated[
+        int, typer.Option(help="Number of tokens of unrelated documents before each document, as in a packed sequence.")
+    ] = 0,
     reference: Annotated[
-        str | None, typer.Option(metavar="CHECKPOINT|RUN|HF", help="A model without these documents, to compare with.")
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT|RUN|HF", help="A model that was not trained on these documents, to compare with."
+        ),
     ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's own.")
@@ -47,8 +54,10 @@ def audit(
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
     ] = None,
-    generate: Annotated[int, typer.Option(help="Documents to continue token by token (ROUGE-L, edit similarity).")] = 0,
-    micro_batch_size: Annotated[int, typer.Option(help="Documents that one rank scores at once.")] = 8,
+    generate: Annotated[
+        int, typer.Option(help="Number of documents to continue token by token (ROUGE-L, edit similarity).")
+    ] = 0,
+    micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores at once.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
     max_exact_match: Annotated[
         float | None, typer.Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")

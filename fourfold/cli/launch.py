@@ -22,10 +22,10 @@ Output = Annotated[
 Setup = Annotated[Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
 SaveSeconds = Annotated[
     int,
-    typer.Option(min=1, max=65535, help="Time to save before the job is ended: more than a step and a save take."),
+    typer.Option(min=1, max=65535, help="How long before its end the job saves. Longer than a step and a save take."),
 ]
 MaxCrashes = Annotated[
-    int, typer.Option(min=0, help="Restarts in a row after a crash. Those after a save are not limited.")
+    int, typer.Option(min=0, help="Restarts in a row after a crash. Restarts after a save are not limited.")
 ]
 
 
@@ -40,7 +40,7 @@ def slurm(
     output: Output = None,
     setup: Setup = None,
     wrapper: Annotated[
-        str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, as `singularity run image.sif`.")
+        str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, such as `singularity run image.sif`.")
     ] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
     srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun. Repeatable.")] = [],  # noqa: B006

@@ -80,7 +80,7 @@ def evaluate(
     ],
     text: Texts = [],  # noqa: B006 (typer reads it, nobody writes it)
     seq_len: WindowLength = None,
-    windows: Annotated[int, typer.Option(min=1, help="The most windows of text to read.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Largest number of windows of text to read.")] = 16,
     loki_values: options.LokiValues = [],  # noqa: B006
     tasks: Annotated[
         str,

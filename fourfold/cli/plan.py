@@ -89,7 +89,7 @@ def layout(
         Path | None,
         typer.Argument(
             metavar="[RUN.toml]",
-            help="Predict this run, and replan it.",
+            help="Predict this run file, and plan its model again.",
             show_default=False,
             autocompletion=toml_files,
         ),

@@ -50,10 +50,12 @@ def prepare(
     ] = None,
     ignore_key: Annotated[
         list[str] | None,
-        typer.Option(help="With sft and preferences: a key of rows or messages to drop. Others are refused."),
+        typer.Option(
+            help="With sft and preferences: a key of rows or messages to drop. Any other unused key is refused."
+        ),
     ] = None,
     text_key: Annotated[
-        str, _of_text(help="The key, or column, that holds the text. Separate several with commas.")
+        str, _of_text(help="The key, or column, that holds the text. You can give several, separated by commas.")
     ] = "text",
     encoding: Annotated[
         str | None,

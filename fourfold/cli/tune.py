@@ -57,7 +57,7 @@ def tune(
         float | None, typer.Option(metavar="GB", min=0.001, help="Memory of a device, or of a process on a CPU.")
     ] = None,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Trials at once. Default: as many as the machine's GPUs suffice for.")
+        int | None, typer.Option(min=1, help="Number of trials at once. Default: as many as the machine's GPUs allow.")
     ] = None,
     slurm: Annotated[
         str | None,

@@ -14,13 +14,15 @@ from fourfold.errors import UserError
 
 def tune_matmul(
     run_file: RunFile,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what this machine's table has.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also measure sizes that are already in this machine's table.")
+    ] = False,
     machine: Annotated[
         Path | None, typer.Option(metavar="MACHINE.toml", help="With --out: the machine file to start from.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="TUNED.toml", help="A machine file for `fourfold plan` with the rates of these products."),
+        typer.Option(metavar="TUNED.toml", help="A machine file for `fourfold plan` with the rates of these matmuls."),
     ] = None,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
@@ -47,7 +49,7 @@ def tune_matmul(
         record = tune_products(run, again)
     if base is not None and out is not None:
         tuned = machine_with_products(base, out.stem, record["rates"], record["precision"])
-        write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the products of {run.name}", base))
+        write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the matmuls of {run.name}", base))
     show(record, as_json, _print_tables)
 
 

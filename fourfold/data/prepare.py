@@ -89,13 +89,15 @@ def prepare(
     canaries: Canaries | None = None,
     force: bool = False,
 ) -> PrepareSummary:
-    """Tokenize `inputs` into OUT.bin, OUT.idx, and OUT.json. An end-of-document token follows each document.
+    """Tokenize `inputs` into OUT.bin, OUT.idx, and OUT.json.
+
+    An end-of-document token follows each document.
 
     An interrupted preparation continues from OUT.parts. A corpus made in the same way from the same files is kept,
     unless `force` is set. Any other corpus at OUT is replaced. OUT.json is written last and marks a complete corpus.
 
     Args:
-        inputs: See `list_inputs`.
+        inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
         output_prefix: OUT, without a suffix.
         tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
         train_tokenizer_vocab: Train a tokenizer of this size on the input instead, and save it as OUT-tokenizer.json.
@@ -109,6 +111,9 @@ def prepare(
         seed: Seed of that choice.
         canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
         force: Make the corpus again even if it exists.
+
+    Returns:
+        The manifests and the files of the corpus, and notes about how the input was read.
 
     Raises:
         UserError: Input or options cannot work, or a file cannot be written. The message names the file and the line.

@@ -81,7 +81,7 @@ def host(cores: int, memory: float, gpus: int) -> Finding:
     """Judge the cores and the memory that this process may use."""
     text, figures = f"{cores} cores, {format_bytes(memory)} of memory", {"cores": cores, "memory": memory}
     if cores < gpus:
-        advice = "give every process cores of its own: srun --cpus-per-task, or torchrun without a binding to one core"
+        advice = "give every process its own cores: srun --cpus-per-task, or torchrun without a binding to one core"
         return warning("host", f"{text}, for {gpus} GPUs", advice, **figures)
     return ok("host", text, **figures)
 

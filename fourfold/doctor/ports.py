@@ -39,6 +39,6 @@ def failure_to_connect(host: str) -> str | None:
                 with accepted:
                     client.sendall(b"x")
                     accepted.settimeout(SECONDS)
-                    return None if accepted.recv(1) == b"x" else "what was sent did not arrive"
+                    return None if accepted.recv(1) == b"x" else "the data that was sent did not arrive"
     except OSError as failure:
         return failure.strerror or str(failure)

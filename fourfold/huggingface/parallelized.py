@@ -70,6 +70,10 @@ class Parallelized(nn.Module):
         attend to each other. transformers separates them only without a cache, so this switches the cache off if you
         pass labels or gradients are enabled.
 
+        Args:
+            args: Arguments of the model, with the sequences of this process.
+            kwargs: Keyword arguments of the model.
+
         Raises:
             UserError: The model's loss is not a sum over tokens, or packed documents would attend to each other.
         """
@@ -129,22 +133,41 @@ class Parallelized(nn.Module):
             )
 
     def rows(self, batch: Tensor) -> Tensor:
-        """Return this process's share of a batch that every process has. The first dim is divided over z and dp."""
+        """Return this process's share of a batch that every process has.
+
+        Args:
+            batch: The batch [B, …]. Its first dim is divided over z and dp.
+
+        Raises:
+            UserError: B is not divisible by z·dp.
+        """
         axis = self.grid.batch
         if len(batch) % axis.size:
             raise UserError(f"a batch of {len(batch)} sequences cannot be divided over z·dp = {axis.size}")
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:
-        """Return the number of tokens that the loss of these labels counts, over all processes."""
+        """Return the number of tokens that the loss counts, over all processes.
+
+        Args:
+            labels: Labels [B, S] of this process. IGNORE_INDEX (-100) marks tokens that the loss leaves out.
+        """
         return all_reduce((labels[..., 1:] != IGNORE_INDEX).sum(), self.grid.tokens, "kept tokens")
 
     def total(self, share: Tensor) -> Tensor:
-        """Sum a loss over all processes that hold different sequences, without a gradient."""
+        """Return the sum of a loss over all processes that hold different sequences, without a gradient.
+
+        Args:
+            share: This process's loss, a scalar.
+        """
         return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Compute the gradients of a loss, and complete them after the ``last`` micro-batch of a step.
+        """Compute the gradients of a loss. Call this instead of ``loss.backward()``.
+
+        Args:
+            loss: The loss of one micro-batch, a scalar.
+            last: Whether this is the last micro-batch of the step, which completes the sums over all processes.
 
         Raises:
             UserError: The gradients of the previous step are still there, and would be summed over ranks again.
@@ -177,13 +200,23 @@ class Parallelized(nn.Module):
                 parameter.grad = None if total is None else total.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of the gradients over all processes to ``max_norm``, and return the norm before clipping."""
+        """Clip the norm of the gradients over all processes. Call this instead of torch's function.
+
+        Args:
+            max_norm: The largest norm.
+
+        Returns:
+            The norm before clipping, a scalar.
+        """
         return self.on_grid.clip_gradients(max_norm)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
         """Return the whole weights, or the whole gradients, by name on rank 0, and None on other ranks.
 
         Everything passes through the memory of rank 0, so this is for small models.
+
+        Args:
+            gradients: Whether to gather the gradients instead of the weights.
 
         Raises:
             UserError: A weight has no gradient.
@@ -192,18 +225,32 @@ class Parallelized(nn.Module):
         return None if found is None else {name: whole.view(self.shapes[name]) for name, whole in found.items()}
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Set all weights from whole tensors."""
+        """Set all weights.
+
+        Args:
+            weights: The whole weights by name, as ``gather`` returns them, on every process.
+        """
         with self.on_grid.replacing_weights():
             for shard in self.shards:
                 shard.local.copy_(weights[shard.name].reshape(shard.global_shape)[shard.slices])
 
     def fill_from(self, folder: Path) -> None:
-        """Set all weights from a folder of safetensors. Every process reads the slices that it holds."""
+        """Set all weights from files. Every process reads the slices that it holds.
+
+        Args:
+            folder: A folder of safetensors.
+
+        Raises:
+            UserError: A weight is missing, or a file is damaged. Every process raises it.
+        """
         with self.on_grid.replacing_weights(), failing_together():
             read_weights(self.module, self.shards, self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder for transformers' ``from_pretrained``, one tensor at a time through rank 0.
+
+        Args:
+            folder: The folder to write. It must not exist.
 
         Raises:
             UserError: ``folder`` exists or cannot be written. Every process raises it, and nothing is left behind.
@@ -224,7 +271,15 @@ class Parallelized(nn.Module):
         write_checkpoint(self.shards, self.grid, Path(folder), optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Fill the weights, and the state of ``optimizer`` if given, from a checkpoint that any grid has written."""
+        """Fill the weights from a checkpoint that any grid has written.
+
+        Args:
+            folder: The checkpoint's folder.
+            optimizer: If given, its state is filled too.
+
+        Raises:
+            UserError: ``folder`` is not such a checkpoint, or it has no state for the optimizer.
+        """
         numbers = read_numbers(Path(folder), optimizer is not None)
         with self.on_grid.replacing_weights():
             read_checkpoint(self.shards, Path(folder), optimizer, numbers)

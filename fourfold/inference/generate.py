@@ -135,8 +135,8 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    The model's generation_config.json gives the end tokens, the texts that stop generation, and whatever
-    ``Sampling.settings`` takes from it. Nothing else in it applies, because one sequence is streamed.
+    The model's generation_config.json gives the end tokens, the texts that stop generation, and the settings that
+    ``Sampling.settings`` reads. All its other settings are ignored, because one sequence is streamed.
 
     Args:
         model: A transformers model, or ours with the same interface.
@@ -145,6 +145,9 @@ def generate(
         max_new_tokens: Largest number of tokens to generate.
         sampling: How to draw the next token.
         show: Receives the prompt, and then each piece of new text.
+
+    Returns:
+        The new text, with the speed and the size of the cache.
 
     Raises:
         UserError: ``encode_prompt`` refuses the prompt, the model has too few positions, or transformers refuses a

@@ -40,6 +40,7 @@ class AuditRequest(ScoringRequest):
     """A model, documents, and the options of an audit."""
 
     documents: Path
+    """A .jsonl file with the documents that the model was trained on."""
     control: Path | None = None
     """More documents, which the model was not trained on."""
     reference: str | None = None
@@ -55,10 +56,16 @@ class AuditRequest(ScoringRequest):
     generate: int = 0
     """Number of documents to continue token by token."""
     text_key: str = "text"
+    """Key of the text in a line."""
     count_key: str = "count"
+    """Key of the number of times that the model was trained on a document."""
 
     def check(self) -> None:
-        """Raise ``UserError`` for sizes that cannot be audited."""
+        """Check the sizes and the sampling options.
+
+        Raises:
+            UserError: A size or a sampling option is out of range.
+        """
         for name, least in (("suffix", 1), ("prefix", 1), ("generate", 0), ("offset", 0), ("micro_batch_size", 1)):
             if not least <= getattr(self, name) < 2**31:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"

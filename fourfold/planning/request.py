@@ -55,7 +55,24 @@ def request_from_options(
     precision: str | None = None,
     optimizer: str | None = None,
 ) -> Request:
-    """Make the request. Raise ``UserError`` for options that contradict each other or are out of range."""
+    """Make the request from the options of ``fourfold plan``.
+
+    Args:
+        model: A preset, a config.json, or its folder. Give this or ``run_file``.
+        run_file: A run file, whose model and step are planned.
+        overrides: Overrides of the run file, ``section.key=value``.
+        gpus: Number of GPUs. Default: the run file's number of processes.
+        seq: Tokens per sequence. Default: the run file's, or the model's context but at most 8,192.
+        batch: Sequences per step. Default: the run file's, or about 4M tokens.
+        precision: A key of ``BITS``, such as "bf16". Default: the run file's, or "bf16".
+        optimizer: One of ``OPTIMIZERS``. Default: the run file's, or "adamw".
+
+    Returns:
+        The request.
+
+    Raises:
+        UserError: Options contradict each other or are out of range, or a file cannot be read.
+    """
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if model is not None and overrides:

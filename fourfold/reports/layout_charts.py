@@ -56,7 +56,9 @@ def memory_chart(layouts: Sequence[Shown], machine: Machine, rejected: Mapping[s
 def _text(layout: Shown) -> str:
     text = f"{describe_layout(layout.work)}\n{layout.seconds:.4g} s, {gigabytes(layout.memory)} GB"
     if layout.refused:
-        text += f"\nrefused: {layout.refused}" + ("" if layout.is_legal else " (where the formulas would put it)")
+        text += f"\nrefused: {layout.refused}" + (
+            "" if layout.is_legal else " (the formulas give these numbers, but it cannot run)"
+        )
     return text
 
 

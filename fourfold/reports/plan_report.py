@@ -117,7 +117,7 @@ def _waterfall(explanation: dict[str, Any], with_own: bool) -> str:
         for i, column in enumerate(waterfall["columns"])
         if with_own or column != "yours"
     }
-    return stacked_bars("What a step is spent on", bars, x_label="seconds")
+    return stacked_bars("Where a step's time goes", bars, x_label="seconds")
 
 
 def _stages(best: Prediction) -> dict[str, dict[str, float]]:

@@ -61,7 +61,7 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         console.print(f"In every row: {', '.join(same)}.")
     if any(first.seconds > second.seconds for first, second in pairwise(plan.ranked)):
         console.print(
-            f"Times in the same {TIED - 1:.0%} band, counted from the fastest, tie: the lower P(OOM) comes first."
+            f"Step times within {TIED - 1:.0%} count as equal, and then the layout with the lower P(OOM) comes first."
         )
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
@@ -112,10 +112,10 @@ def doubts(result: PlanRecord) -> list[str]:
     if result.interval is not None:
         low, high = result.interval
         sentences.append(
-            f"A step of the best layout takes {low:.3g} to {high:.3g} s with a probability of 90 %: so far from the "
-            "prediction are published runs of other programs, to which no constant was fitted."
+            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. This range comes "
+            "from the planner's errors on published runs of other programs, which its constants were not fitted to."
         )
-    close = f"predicted times that differ by less than {found.factor - 1:.0%} do not say which of two layouts is faster"
+    close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
         return [*sentences, f"No other layout comes near the best one: {close}."]
     these = f"The first {found.ranked} layouts of the table"
@@ -163,7 +163,7 @@ def costs_sentence(result: PlanRecord) -> str:
     if c.checkpoint_interval_seconds is not None:
         sentence += (
             f" With a failure every {c.mtbf_hours:,.1f} h, checkpoint every {c.checkpoint_interval_seconds / 60:,.0f} "
-            f"min (Young/Daly): {c.goodput:.1%} of the time is then progress, which the days include."
+            f"min (Young/Daly). {c.goodput:.1%} of the time is then progress, and the days include the loss."
         )
     return sentence
 
@@ -187,7 +187,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     if more := explanation["next_doubling"]:
         console.print(
             f"{more['gpus']} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} "
-            f"times as fast ({more['efficiency']:.0%} of twice): {more['layout']}."
+            f"times as fast ({more['efficiency']:.0%} of a doubling): {more['layout']}."
         )
 
 

@@ -94,7 +94,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise UserError(f"{folder / METRICS_FILE} holds no step yet: wait for the first one.")
     run_file = folder / RUN_FILE
     if not run_file.is_file():
-        raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
+        raise UserError(f"{run_file} does not exist: give the folder of a run, which `fourfold train` makes.")
     steps = {record["step"] for record in records}
     resumed = [step for step in resumed_at(folder) if step in steps and step < records[-1]["step"]]
     return RecordedRun(folder, name, records, read_text(run_file), resumed)
@@ -139,7 +139,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); fix or delete the file.") from None
     if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
-        raise UserError(f"{path} is not an object of label to text or number; fix or delete the file.")
+        raise UserError(f"{path} does not map labels to text or numbers; fix or delete the file.")
     return summary
 
 

@@ -90,8 +90,8 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
     """Return a sentence that says at which steps the table's losses were recorded, or that the steps differ."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
-        f"The {what} of the table are {'the last ones, at different steps' if step is None else f'at step {step:,}'}: "
-        f"{'no step has one of every run' if step is None else 'the last step with one of every run'}."
+        f"The {what} of the table are {'from different steps' if step is None else f'from step {step:,}'}, "
+        f"{'because no step was recorded by all runs' if step is None else 'the last step that all runs recorded'}."
         for what, key, step in places
         if len(runs) > 1 and all(run.steps_with(key) for run in runs)
     ]

@@ -39,7 +39,7 @@ def parity_table(report: ParityReport) -> None:
         worst = report.worst(quantity)
         numbers = [f"{worst.grid:.1e}", f"{worst.one_process:.1e}", f"{worst.ratio:.1f}"]
         rows.append([quantity, worst.tensor, *numbers, "ok" if worst.ratio <= report.limit else "FAILED"])
-    title = f"Differences from float64, where the ratio is largest (limit {report.limit:g})"
+    title = f"Differences from float64, in the tensor with the largest ratio (limit {report.limit:g})"
     print_table(title, ("quantity", "tensor", "grid", "one process", "ratio", ""), rows, words=("tensor",))
     Console().print(
         f"resumed: saved, loaded on {report.resumed_on}, one more step\n"
@@ -95,7 +95,7 @@ def _exposed_by_axis(report: TraceReport) -> None:
         for axis in sorted(sent, key=lambda axis: (axis == "all", -sent[axis]))
     ]  # fmt: skip
     print_table(
-        "Exposed: no matrix product between a collective and the wait for it",
+        "Exposed: no matmul runs between a collective and the wait for it",
         ("axis", "MiB", "exposed", "share", *(("ms", "exposed ms") if timed else ())),
         rows,
     )
@@ -214,7 +214,7 @@ def generation_line(record: Mapping[str, Any]) -> str:
     read = ""
     if record["step_bytes"] is not None:
         read = (
-            f"; the next token reads {format_bytes(record['step_bytes'])} of it, where full attention reads "
+            f"; the next token reads {format_bytes(record['step_bytes'])} of it, and full attention reads "
             f"{format_bytes(record['full_step_bytes'])}"
         )
     cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}{read}"

@@ -70,7 +70,15 @@ UNKNOWN = "extra_forbidden"
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run that a TOML file and ``a.b=c`` overrides describe. Raise ``UserError`` for any mistake in them."""
+    """Return the run that a TOML file and overrides describe.
+
+    Args:
+        path: Path of the run file.
+        overrides: Texts ``section.key=value``, which replace values of the file.
+
+    Raises:
+        UserError: The file cannot be read, or a key or value in it or in an override is wrong.
+    """
     table = read_table(Path(path))
     for override in overrides:
         apply_override(table, override)

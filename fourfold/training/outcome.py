@@ -10,6 +10,7 @@ class Outcome:
     """The outcome of a training job on one process."""
 
     run_dir: str
+    """The run's folder."""
     steps: int
     """Number of optimizer steps that the weights have had, including steps before this job."""
     loss: float | None
@@ -17,6 +18,8 @@ class Outcome:
     checkpoint: str | None
     """The newest checkpoint in the run's folder."""
     sample: str | None
+    """Text that the model has continued. None without [sample]."""
     stopped: bool
     """Whether a signal or the time limit ended the job before its last step."""
     is_first_process: bool
+    """Whether this process has rank 0."""

@@ -318,12 +318,12 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
                    "--limit", "pp=4", "--limit", "cp=1", "--tokens", "1e12", "--report", page)  # fmt: skip
     text = page.read_text(encoding="utf-8")
     assert code == 0 and not re.search(r"(src|href)=", without_scripts(text))
-    for part in ("against memory", "What a step is spent on", "each stage", "Timeline", "Tokens/s", "Break-evens",
+    for part in ("against memory", "Where a step's time goes", "each stage", "Timeline", "Tokens/s", "Break-evens",
                  "Neighbors", "GPU-hours", "cannot be told apart", "fourfold tune"):  # fmt: skip
         assert part in text, part
     with opened(browser, page, 1280, "light") as shown:
         drawn = check_looks(shown)
-        assert drawn["What a step is spent on"].shapes > 5
+        assert drawn["Where a step's time goes"].shapes > 5
         assert drawn["Step time against memory"].shapes > 100
         pictures = " ".join(shown.locator(".plot svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
     assert "NaN" not in pictures and "undefined" not in pictures

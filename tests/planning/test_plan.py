@@ -156,7 +156,7 @@ def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> 
         write_plan_report(tmp_path / "plan.html", found)
         text = (tmp_path / "plan.html").read_text(encoding="utf-8")
         specs = chart_specs(text)
-        bars = specs["What a step is spent on"]["option"]["yAxis"]["data"]
+        bars = specs["Where a step's time goes"]["option"]["yAxis"]["data"]
         dots = {series["name"]: series["data"] for series in specs["Step time against memory"]["option"]["series"]}
         assert ("yours" in bars) == drawn == found.is_own_drawn == bool(dots.get("yours"))
         assert ("too long for the charts" in text) != drawn and found.own_label in text

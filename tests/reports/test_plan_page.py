@@ -79,7 +79,7 @@ def test_the_scatter_counts_and_explains_every_refusal(result: PlanRecord, page_
 
 
 def test_the_waterfall_names_seven_parts_and_loses_none(result: PlanRecord, page_file: Path) -> None:
-    drawn = points(page_file.read_text(encoding="utf-8"), "What a step is spent on")
+    drawn = points(page_file.read_text(encoding="utf-8"), "Where a step's time goes")
     parts = [data for name, data in drawn.items() if name != "total"]
     assert len(parts) == PARTS_NAMED and "other" in drawn
     assert sum(data[0] for data in parts) == pytest.approx(result.plan.best.seconds)

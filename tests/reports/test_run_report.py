@@ -330,7 +330,7 @@ def test_runs_of_different_lengths_are_compared_at_their_last_common_step(tmp_pa
     runs = [make_run(tmp_path / "short", short), make_run(tmp_path / "long", long)]
     write_comparison(runs, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert "losses of the table are at step 3: the last step with one of every run" in text
+    assert "losses of the table are from step 3, the last step that all runs recorded" in text
     assert "loss at step 3" in text and "validation loss at step 2" in text and "last step<" not in text
     rows = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall(r"<tr>(?:(?!</tr>).)*</tr>", text, re.DOTALL)]
     table = {cells[0]: cells for cells in rows if cells and cells[0] in ("short", "long")}

@@ -80,18 +80,26 @@ class LokiBasis:
 
     @property
     def layers(self) -> int:
+        """Return the number of layers."""
         return len(self.best)
 
     @property
     def head_dim(self) -> int:
+        """Return the size of a head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
 
     @property
     def kv_heads(self) -> int:
+        """Return the number of KV heads."""
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
     def of_layer(self, layer: int, config: LokiConfig) -> LayerBasis:
-        """Return the basis of one layer, with the kind and the ranking dims that ``config`` selects."""
+        """Return the basis of one layer, with the kind and the number of ranking dims that the settings select.
+
+        Args:
+            layer: Number of the layer, from 0.
+            config: Loki's settings.
+        """
         kind = self.best[layer] if config.basis == "best" else config.basis
         components = self._of_kind(kind)
         d = config.dim_count(self.head_dim)
@@ -100,14 +108,25 @@ class LokiBasis:
         return LayerBasis(components.vectors_LKDD[layer], d)
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. Any calibration must beat this control."""
+        """Return a basis of random directions for the same model. Any calibration must beat this control.
+
+        Args:
+            seed: Seed of the directions.
+        """
         shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file atomically. Raise ``UserError`` if it cannot be written."""
+        """Write a safetensors file, whole or not at all.
+
+        Args:
+            path: Path of the file.
+
+        Raises:
+            UserError: The file cannot be written.
+        """
         tensors = {"fingerprint": self.fingerprint.sample}
         for kind, components in self.components.items():
             tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
@@ -125,7 +144,14 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Read a file written by ``save``. Raise ``UserError`` if it is missing, damaged, or not a basis."""
+        """Return the basis in a file that ``save`` has written.
+
+        Args:
+            path: Path of the file.
+
+        Raises:
+            UserError: The file is missing, damaged, or not a basis.
+        """
         if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         with opened_tensors(Path(path)) as file:
@@ -155,8 +181,18 @@ class LokiBasis:
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Raise ``UserError`` unless each layer and head has its own directions, because one head's must not
-        broadcast."""
+        """Check that each layer and head has its own directions.
+
+        The directions of a single head must not broadcast to the others of its layer.
+
+        Args:
+            layers: Number of the model's layers.
+            kv_heads: Number of its KV heads.
+            head_dim: Size of a head.
+
+        Raises:
+            UserError: The basis has another shape.
+        """
         for kind, each in self.components.items():
             shape = tuple(each.vectors_LKDD.shape)
             wanted = (layers, kv_heads, head_dim, head_dim)

@@ -33,7 +33,7 @@ log = logging.getLogger("fourfold.loki")
 def enable_loki(
     model: PreTrainedModel, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0
 ) -> PreTrainedModel:
-    """Make a model attend with Loki, and return the same model.
+    """Make a model attend with Loki.
 
     ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next pass replaces the
     cache's layers. A second call changes the basis and the configuration. Layers with a sliding window stay dense, with
@@ -42,8 +42,11 @@ def enable_loki(
     Args:
         model: A transformers model.
         basis: The result of ``calibrate`` for this model.
-        config: Loki's settings.
-        capacity: Number of tokens to allocate at once, if the final length is known.
+        config: Loki's settings (default: ``LokiConfig()``).
+        capacity: Number of tokens to allocate at once, if the final length is known. 0 lets the cache grow.
+
+    Returns:
+        The same model.
 
     Raises:
         UserError: The basis belongs to another model, the architecture is not supported, or the configuration does not

@@ -78,6 +78,9 @@ def calibrate(
             tenth of the windows, at least one).
         progress: Wraps the windows to show progress.
 
+    Returns:
+        The basis: principal components of the keys of every layer and KV head.
+
     Raises:
         UserError: The model is not supported, or there is too little text.
     """

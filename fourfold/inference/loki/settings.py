@@ -96,7 +96,11 @@ class LokiConfig:
             )
 
     def key_count(self, length: int) -> int:
-        """Return the number of keys, out of ``length``, that a step attends to."""
+        """Return the number of keys that a step attends to.
+
+        Args:
+            length: Number of tokens in the context.
+        """
         if self.k is not None:
             return min(self.k, length)
         return min(max(math.ceil(self.key_share * length), self.min_k), length)
@@ -107,14 +111,24 @@ class LokiConfig:
         return DEFAULT_K_F if self.k_f is None else self.k_f
 
     def largest_key_count(self, length: int) -> int:
-        """Return the most keys that any sequence of a padded batch attends to.
+        """Return the largest number of keys that any sequence of a padded batch attends to.
 
-        One below ``min_seq`` attends to all its keys.
+        A sequence shorter than ``min_seq`` attends to all its keys.
+
+        Args:
+            length: Number of tokens in the longest context.
         """
         return min(max(self.key_count(length), self.min_seq - 1), length)
 
     def dim_count(self, head_dim: int) -> int:
-        """Return the number of leading dims that rank keys of this size, unless ``variance`` determines it."""
+        """Return the number of leading dims that rank keys, unless ``variance`` determines it.
+
+        Args:
+            head_dim: Size of a head.
+
+        Raises:
+            UserError: ``d`` is more than ``head_dim``.
+        """
         if self.d is None:
             share = DEFAULT_D_F if self.d_f is None else self.d_f
             return max(1, math.ceil(share * head_dim))
@@ -123,11 +137,23 @@ class LokiConfig:
         return self.d
 
     def is_dense_at(self, length: int) -> bool:
-        """Return whether a step at this context attends to everything."""
+        """Return whether a step attends to everything.
+
+        Args:
+            length: Number of tokens in the context.
+        """
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """Return the kernels for caches of these dtypes. Raise ``UserError`` if the configured ones do not apply."""
+        """Return which kernels run.
+
+        Args:
+            device: Device of the caches.
+            dtypes: Dtypes of the caches.
+
+        Raises:
+            UserError: The configured kernels are not installed, or do not support the device or a dtype.
+        """
         is_supported = device.type == "cpu" and all(dtype in NUMBA_DTYPES for dtype in dtypes)
         if self.kernels == "auto":
             if device.type == "cuda" and torch.version.cuda is not None and why_unavailable("triton") is None:

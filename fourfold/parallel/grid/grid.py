@@ -87,7 +87,16 @@ class Grid:
     - ``ep``: neighbors on the tokens axis that share the experts.
     - ``expert_replicas``: processes with the same experts.
 
-    Several grids can live in one process, because nothing is global.
+    Every process of the job must make the grid, with the same sizes, because this creates the groups. In a program that
+    torchrun or srun started, it also starts torch's default process group if the program has not: nccl on this
+    process's GPU for ``"cuda"``, and gloo otherwise. Several grids can live in one process.
+
+    Args:
+        sizes: Sizes of the axes.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        UserError: The product of the sizes is not the number of processes.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
@@ -131,7 +140,11 @@ class Grid:
         self._place_experts(sizes.ep)
 
     def axis(self, name: str) -> Axis:
-        """Return an axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
+        """Return an axis.
+
+        Args:
+            name: Name of an axis, or of several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``.
+        """
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
@@ -153,13 +166,12 @@ class Grid:
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """Return the ranks of the axis ``z`` or ``dp_cp_z``, in two levels if they fill several nodes with several
-        ranks each.
+        """Return the ranks that shard weights, in two levels if they fill several nodes with several ranks each.
 
         The first call creates the groups, so every process of the job must call this with the same arguments.
 
         Args:
-            name: The axis.
+            name: The axis, ``z`` or ``dp_cp_z``.
             per_node: Number of its ranks in a node. If there are more ranks, it divides their number.
         """
         whole = self._axes[name]
@@ -209,7 +221,11 @@ class Grid:
         }
 
     def expert_mesh(self, hybrid: bool) -> DeviceMesh:
-        """Return the ranks with the same experts for FSDP2, as one axis or as (copies, shards)."""
+        """Return the ranks with the same experts as a mesh for FSDP2.
+
+        Args:
+            hybrid: Whether the mesh has the two axes (copies, shards). Otherwise it has one.
+        """
         replicas, copies, shards = self.expert_replicas, self.expert_copies, self.expert_shards
         ranks = torch.tensor(dist.get_process_group_ranks(replicas.group))
         if not hybrid:

@@ -108,11 +108,14 @@ _OPTIONAL = {
 
 @cache
 def load_machine(name: str, given_as: str = "--machine") -> Machine:
-    """Load a built-in machine or a TOML file. Raise ``UserError`` for anything unknown or wrong in it.
+    """Return the constants of a built-in machine or of a machine file.
 
     Args:
         name: Name of a built-in machine, or path of a file that ends in .toml.
         given_as: The option or key that gave the name, for messages.
+
+    Raises:
+        UserError: The name is unknown, or the file cannot be read or has a wrong key or value.
     """
     if name.endswith(".toml"):
         try:

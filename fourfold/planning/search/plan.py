@@ -27,16 +27,23 @@ class Prediction:
     """One layout: seconds by part, and bytes of the fullest rank and by stage."""
 
     work: Workload
+    """The layout, with its model, step, and program."""
     parts: dict[str, float]
+    """Seconds of a step by part (``cost.step.PARTS``)."""
     micro_batch_seconds: float
     """Seconds that the layers of an average rank take for one micro-batch (``cost.step.micro_batch_seconds``)."""
     memory_bytes: float
+    """Peak bytes of the fullest rank."""
     p_oom: float
+    """Probability of running out of memory."""
     stages: list[dict[str, float]]
+    """Peak bytes by category on each pipeline stage, in the order of the stages shown."""
     machine: Machine
+    """The machine."""
 
     @property
     def gpus(self) -> int:
+        """Return the number of GPUs."""
         return int(self.work.layout.gpus)
 
     @property
@@ -46,6 +53,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of a step."""
         return sum(self.parts.values())
 
     @property
@@ -54,15 +62,23 @@ class Prediction:
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
     def utilization(self, flops: Number) -> float:
-        """Return a step's ``flops`` relative to the GPUs' bf16 peak, in every precision."""
+        """Return FLOPs relative to the GPUs' bf16 peak, in every precision.
+
+        Args:
+            flops: FLOPs of one step on all GPUs. Model FLOPs give the MFU.
+        """
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
     def pflops(self, flops: Number) -> float:
-        """Return the PFLOP/s of all GPUs together, for a step's ``flops``."""
+        """Return the PFLOP/s of all GPUs together.
+
+        Args:
+            flops: FLOPs of one step on all GPUs.
+        """
         return float(flops / self.seconds / 1e15)
 
     def describe(self) -> str:
-        """Describe the layout in one line, without axes of size 1."""
+        """Return the layout in one line, without axes of size 1."""
         return describe_layout(self.work)
 
     def record(self) -> dict[str, Any]:
@@ -172,7 +188,7 @@ def make_plan(
     limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Find the ``top`` fastest layouts that fit.
+    """Find the fastest layouts that fit.
 
     Args:
         base: The model and its step.
@@ -181,9 +197,13 @@ def make_plan(
         gpus: Number of GPUs.
         top: Number of layouts to return.
         limits: Limits of the search.
-        watch: As in ``search``.
+        watch: Called with the number of finished layouts and the number of all layouts.
 
-    Raises: UserError: No layout fits. The message says what would.
+    Returns:
+        The plan, with the ``top`` fastest layouts, best first.
+
+    Raises:
+        UserError: No layout fits. The message names the smallest change that helps.
     """
     found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
