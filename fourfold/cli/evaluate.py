@@ -23,9 +23,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples in a task's prompt. Default: the task's.")
     ] = None,
     limit: TaskLimit = None,
-    overlap: Annotated[
-        int, typer.Option(min=1, help="Number of tokens that each window repeats from the window before.")
-    ] = 1,
+    overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the one before.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(
@@ -35,9 +33,7 @@ def evaluate(
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
-    micro_batch_size: Annotated[
-        int, typer.Option(min=1, help="Number of sequences that one rank scores at a time.")
-    ] = 8,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences that one rank scores at a time.")] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:

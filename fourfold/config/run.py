@@ -71,6 +71,7 @@ class ParallelConfig(Strict):
 
     @property
     def world_size(self) -> int:
+        """Return the number of processes."""
         return self.pp * self.dp * self.cp * self.z * self.y * self.x
 
     def describe(self) -> str:

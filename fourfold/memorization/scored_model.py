@@ -33,7 +33,9 @@ class ScoringRequest:
     model: str
     """A checkpoint, a run's folder, or a Hugging Face folder or name."""
     tokenizer: str | None = None
+    """A tokenizer.json, its folder, or bytes. Default: the model's own tokenizer."""
     sampling: AttackSampling = field(default_factory=AttackSampling)
+    """The attacker's sampling scheme."""
     micro_batch_size: int = 8
     """Number of documents that one rank scores at once."""
     overrides: tuple[str, ...] = ()
