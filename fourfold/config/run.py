@@ -59,8 +59,8 @@ class ParallelConfig(Strict):
     """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp ranks share the attention. ring passes keys and values around. ulysses exchanges heads for tokens. auto is
-    ulysses if the heads divide, and ring otherwise."""
+    """How cp shares the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto is
+    ulysses if the heads divide."""
     schedule: Schedule = "1F1B"
     """Order in which pp runs the micro-batches, by torch's names."""
     stages_per_rank: int = Field(2, ge=2)
@@ -100,9 +100,8 @@ class OverlapConfig(Strict):
     """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
     more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group in one node: the node's GPUs / (x·y). The group is z, or dp·cp·z with
-    parallel.zero. Above 1, weights are gathered and gradients are summed inside nodes first and then across nodes,
-    instead of in one ring over all ranks."""
+    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: its GPUs / (x·y). Above 1,
+    collectives run in two levels, inside nodes and across nodes, instead of in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
