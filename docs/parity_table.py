@@ -1,8 +1,7 @@
 """Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
 
 Prints each row as it comes, and at the end the score: false alarms, and faults that were caught. With
-``--new-faults`` only the faults that the page does not have yet are run, and all else of the page stays. The faults of
-experts are put into docs/moe.md too.
+``--new-faults`` it runs only the faults that the page does not have yet, and changes nothing else on the page.
 """
 
 from __future__ import annotations
@@ -121,7 +120,6 @@ def main() -> None:
     score = f"{alarms} false alarms in {RANDOM_RUNS} random run files; {score_of(mutants)}"
     print(score)
     (HERE / "parity.md").write_text(page(grids, precisions, mutants, score), encoding="utf-8")
-    write_faults_of_experts(mutants)
     failed = sum(any(float(cell) > 10 for cell in row[3:]) for row in grids)
     sys.exit(1 if alarms or failed or caught < len(mutants) else 0)
 
@@ -135,15 +133,6 @@ def add_new_faults() -> None:
         rows = [known.get(fault.fault) or mutant_row(fault, pool, Path(folder)) for fault in FAULTS]
     before = re.sub(r"\d+ of \d+ faults caught\.", score_of(rows), before)
     path.write_text("\n\n".join([before + "\n".join(table(FAULTS_HEADER, rows)), *after]), encoding="utf-8")
-    write_faults_of_experts(rows)
-
-
-def write_faults_of_experts(faults: list[list[str]]) -> None:
-    """Put the table of the faults of experts into its page, in place of the one that is there."""
-    path, names = HERE / "moe.md", {fault.fault for fault in EXPERTS}
-    before, _, rest = path.read_text(encoding="utf-8").partition(table(FAULTS_HEADER, [])[0])
-    rows = table(FAULTS_HEADER, [row for row in faults if row[0] in names])
-    path.write_text("\n\n".join([before + "\n".join(rows), *rest.split("\n\n", 1)[1:]]), encoding="utf-8")
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against: Against) -> ParityReport | None:

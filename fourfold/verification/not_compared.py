@@ -18,7 +18,7 @@ WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.sou
 sentence about them."""
 
 ALWAYS = {
-    "data": "parity draws random samples, so it reads neither this data nor the order in which a resumed run goes on",
+    "data": "parity draws random samples, so it reads no data and does not check the order of samples after resuming",
 }
 REASONS = {
     "data.format": "the samples and their labels are random, so the masks of answers are not compared",

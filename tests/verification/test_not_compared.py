@@ -42,7 +42,7 @@ def named(**sections: Any) -> dict[str, str]:
         ({"ema": {"decay": 0.9}}, "ema.decay", "validation and samples with them are not"),
         ({"data": {"format": "sft", "train": [{"path": "x"}]}}, "data.format", "masks of answers are not compared"),
         (PREFERENCES | {"dpo": {"beta": 0.1}}, "dpo.beta", "the reference model is not compared"),
-        ({}, "data", "order in which a resumed run goes on"),
+        ({}, "data", "order of samples after resuming"),
         ({"masks": {"functions": ["a:b"]}}, "masks.functions", "['a:b'] has no effect in parity"),
         ({"checks": {"spike": "skip"}}, "checks", "detects no bad one"),
         ({"checkpoint": {"interval": 7}}, "checkpoint.interval", "7 has no effect in parity"),
