@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 MARKED = re.compile(r"(<!-- tree -->\n).*?(<!-- end -->)", re.DOTALL)
 WIDTH = 40
-"""Columns of the names, before the sentences."""
+"""Width of the column of names."""
 
 LONGEST = 120
-"""Characters of a line. A longer sentence ends at its first colon or semicolon, if it has one."""
+"""Largest length of a line. A longer sentence is cut at its first colon or semicolon, if it has one."""
 
 
 def rendered(page: str) -> str:
@@ -34,7 +34,7 @@ def tree(folder: Path, depth: int = 0) -> Iterator[str]:
 
 
 def _line(name: str, path: Path, depth: int) -> str:
-    """Name a module, and say in the first sentence of its docstring what it does."""
+    """Return a module's name and the first sentence of its docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=[a-z0-9)`\]])\.(?: |$)", paragraph)[0].replace("``", "").rstrip(".")

@@ -1,4 +1,4 @@
-"""Measure how much of real text goldfish masks leave without a gap; write docs/figures/mask_gaps.json:
+"""Measure how many passages of real text goldfish masks leave without a gap, and write docs/figures/mask_gaps.json:
 
 fourfold prepare python-stdlib --out runs/mask-gaps --train-tokenizer 8192
 python docs/mask_gaps.py runs/mask-gaps
@@ -29,11 +29,12 @@ MASKS = {
     "hash-table, k 4, h 13": GoldfishConfig(strategy="hash-table", k=4, h=13),
     "hash-table, k 50, h 50": GoldfishConfig(strategy="hash-table", k=50, h=50),
 }
-"""hash-table is the published code's; Apertus was trained with k = 50 and h = 50 of it."""
+"""The masks to measure. hash-table is the strategy of the published code. Apertus was trained with it, with k = 50 and
+h = 50."""
 
 
 def measured(corpus: Path, tokens: int = TOKENS) -> dict[str, dict[str, Any]]:
-    """Counts of every mask over the first windows of a corpus; passages and spans lie within one document."""
+    """Count every mask over the first windows of a corpus. Passages and spans lie within one document."""
     found = {}
     for name, config in MASKS.items():
         goldfish = Goldfish(config)
@@ -59,7 +60,7 @@ def counts(windows: Windows, dropped: NDArray[np.bool_], k: int) -> dict[str, An
 def without_gap(
     dropped: NDArray[np.bool_], gaps: NDArray[np.int64], documents: NDArray[np.int64], passage: int
 ) -> float:
-    """The share of all passages of so many tokens of one document that have no dropped token."""
+    """Return the fraction of passages of this length, within one document, that have no dropped token."""
     last = gaps[:, passage - 1 :]
     before = (gaps - dropped)[:, : last.shape[1]]
     inside = documents[:, passage - 1 :] == documents[:, : last.shape[1]]
@@ -67,7 +68,7 @@ def without_gap(
 
 
 def pieces(kept: NDArray[np.bool_], starts: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """The parts of each window that belong to one document."""
+    """Yield the part of each window that belongs to one document."""
     return [part for row, start in zip(kept, starts, strict=True) for part in np.split(row, np.flatnonzero(start))]
 
 

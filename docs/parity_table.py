@@ -1,6 +1,6 @@
 """Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
 
-Prints each row as it comes, and at the end the score: false alarms, and faults that were caught. With
+Prints each row when it is done, and the score at the end: the false alarms, and the faults that were caught. With
 ``--new-faults`` it runs only the faults that the page does not have yet, and changes nothing else on the page.
 """
 
@@ -55,8 +55,8 @@ MODELS = {
     "Llama": {"model.preset": "llama-tiny", "model.num_hidden_layers": 4},
     "GPT": {"model.preset": "gpt-tiny", "model.vocab_size": 301, "model.num_hidden_layers": 4},
 }
-"""Llama: grouped-query attention 8/4, RMSNorm, SwiGLU, untied, vocabulary 257. GPT: LayerNorm, learned positions,
-biases, tied, 4 heads, vocabulary 301."""
+"""Llama has grouped-query attention 8/4, RMSNorm, SwiGLU, untied embeddings, and a vocabulary of 257. GPT has
+LayerNorm, learned positions, biases, tied embeddings, 4 heads, and a vocabulary of 301."""
 
 GRIDS: list[dict[str, int | str]] = [
     {"x": 2},
@@ -149,7 +149,8 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
 
 
 def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Ratios of every grid with every model, against our own decoder and against that of transformers."""
+    """Yield the ratios of every grid with every model, against our own decoder and against the decoder of
+    transformers."""
     for grid in GRIDS:
         for model, sizes in MODELS.items():
             for against in ("plain", "transformers"):
@@ -160,7 +161,7 @@ def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
 
 
 def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """Errors of grids in low precision over that of one process."""
+    """Yield the errors of grids in low precision, relative to the error of one process."""
     for name, precision in PRECISIONS.items():
         row = [name]
         one: PrecisionError | None = None
@@ -188,7 +189,7 @@ SURVIVED = "not caught"
 
 
 def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
-    """A fault, and the figure that betrays it most."""
+    """Return a fault, and the figure that shows it most clearly."""
     run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
     name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
@@ -204,12 +205,12 @@ def score_of(faults: list[list[str]]) -> str:
 
 
 def settings(keys: dict[str, Any], folder: Path) -> list[str]:
-    """Overrides of the run file, as the command takes them."""
+    """Return overrides of the run file in the form that the command line takes."""
     return [f"{key}={value}" for key, value in {**keys, "output_dir": folder}.items()]
 
 
 def overrides(sizes: dict[str, Any], grid: dict[str, int | str]) -> dict[str, Any]:
-    """The keys of the run file that a row of the table sets."""
+    """Return the keys of the run file that a row of the table sets."""
     axes = {f"parallel.{key}": value for key, value in {"x": 1, "y": 1, **grid}.items() if key != "recompute"}
     return {**sizes, **axes, "activation_checkpoint.mode": grid.get("recompute", "none")}
 
@@ -228,7 +229,7 @@ def printed(row: list[str]) -> list[str]:
 
 
 def table(header: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     columns = list(header)
     return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
 

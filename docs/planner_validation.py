@@ -25,7 +25,7 @@ from fourfold.planning.calibration.score import Scored, errors_of, fit_rows
 HERE = Path(__file__).parent
 FIGURES = HERE / "planner_figures.json"
 QUOTED = ("A source that nothing was fitted to", "Intervals", "Published figures")
-"""Sections whose tables other pages quote."""
+"""Sections with tables that other pages quote."""
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
 
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def tables_in(text: str) -> list[dict[str, list[str] | list[list[str]]]]:
-    """The tables of the sections that are ``QUOTED``: columns and rows."""
+    """Return the tables of the ``QUOTED`` sections, as columns and rows."""
     found = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
         if section.partition("\n")[0] in QUOTED:

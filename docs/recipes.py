@@ -1,7 +1,7 @@
-"""Write docs/recipes.md: what the planner, or for LoRA the trace, says of every run file in examples/.
+"""Write docs/recipes.md: the planner's prediction (for LoRA, the trace) for every run file in examples/.
 
 python docs/recipes.py           the page
-python docs/recipes.py --plan    replan the layouts of the run files that it writes, then the page
+python docs/recipes.py --plan    plan the layouts of the generated run files again, then write the page
 python docs/recipes.py --trace   count the memory of LoRA again, then the page
 """
 
@@ -34,12 +34,13 @@ SEARCHED = SearchLimits(
     pipelines=(("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
     parts=(1,),
 )
-"""Layouts of the run files: common choices, of which the search takes a second."""
+"""Limits of the search for run files: common choices only, so that a search takes a second."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run file of examples/. gpus: how many it is planned for; 0: its layout is written by hand."""
+    """One run file of examples/. ``gpus`` is the number of GPUs that it is planned for, or 0 if its layout is written
+    by hand."""
 
     path: str
     machine: str
@@ -50,9 +51,9 @@ class Recipe:
     seq: int = 2048
     published: str = ""
     layout: tuple[tuple[str, Any], ...] = ()
-    """Fields of a workload's layout, where they are given instead of planned."""
+    """Fields of a workload's layout that are given instead of planned."""
     tuned: bool = False
-    """Fine-tuning: starts from a model's weights, on conversations."""
+    """Whether the run fine-tunes a model's weights on conversations."""
 
     @property
     def file(self) -> Path:
@@ -64,7 +65,7 @@ class Recipe:
 
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
-"""Keys of [parallel] that are not 1 where a run file leaves them out."""
+"""Keys of [parallel] whose default is not 1."""
 HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of", "s a step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
           "published")  # fmt: skip
 MODES = ("none", "selective", "full")
@@ -91,7 +92,7 @@ def of_axonn() -> list[Recipe]:
                     f"{title} {machine.capitalize()}",
                     model,
                     gpus,
-                    9216 if gpus % 3 == 0 else 8192,  # sequences; 6,144 GPUs need a multiple of 3
+                    9216 if gpus % 3 == 0 else 8192,  # Sequences per step. 6,144 GPUs need a multiple of 3.
                     published=f"{pflops:,}" if pflops else "",
                 )
             )
@@ -146,7 +147,7 @@ RECIPES = (
 
 
 def main() -> None:
-    os.chdir(EXAMPLES.parent)  # run files name the folders of models from here
+    os.chdir(EXAMPLES.parent)  # Run files name the folders of models relative to this folder.
     if sys.argv[1:] == ["--plan"]:
         for recipe in RECIPES:
             if recipe.gpus:
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def planned(recipe: Recipe) -> str:
-    """The run file of a recipe in the fastest layout that is searched, or in the given one."""
+    """Return the run file of a recipe with the fastest layout of the search, or with the given layout."""
     machine = load_machine(recipe.machine)
     text = run_file(recipe, {}, 1, 0)
     work = workload_of(make_run(parse_toml(text)))
@@ -199,14 +200,14 @@ def prediction(recipe: Recipe) -> Prediction:
 
 
 def traced(recipe: Recipe) -> dict[str, float]:
-    """Bytes of the first rank."""
+    """Return the traced peak bytes of the first rank."""
     from fourfold.verification.trace import trace
 
     return trace(load_run(recipe.file)).record()["memory"]
 
 
 def row(recipe: Recipe) -> tuple[str, ...]:
-    """One row of the page."""
+    """Return one row of the page."""
     run, machine = load_run(recipe.file), load_machine(recipe.machine)
     link = f"[{recipe.path.removesuffix('.toml')}](../examples/{recipe.path})"
     gpus, of = f"{run.parallel.world_size:,}", f"{machine.memory / 1e9:.0f}"

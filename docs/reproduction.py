@@ -1,9 +1,14 @@
 """Write docs/reproduction.md from reproduction_page.md.in: python docs/reproduction.py
 
-A mark {{page.md; cells; column}} of the template becomes the cell of a table of another page, or of
-planner_figures.json, in the row that begins with these cells; {{share; …}} shows it as a percentage. {{plan; name}} is
-a prediction that is made now, {{gaps; mask; key}} a figure of figures/mask_gaps.json, {{law; k; S}} the drop law,
-{{said; page.md; pattern}} a number in a page's text, {{runs}} the table of slingshot_runs.csv.
+The script replaces these marks of the template:
+
+- {{page.md; cells; column}}: the cell of a table in another page or in planner_figures.json, in the row that begins
+  with these cells. {{share; …}} shows it as a percentage.
+- {{plan; name}}: a prediction that is made now.
+- {{gaps; mask; key}}: a figure of figures/mask_gaps.json.
+- {{law; k; S}}: the drop law.
+- {{said; page.md; pattern}}: a number in the text of a page.
+- {{runs}}: the table of slingshot_runs.csv.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from fourfold.planning.search.plan import Prediction, predict
 HERE = Path(__file__).parent
 PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
 STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch": 1}
-"""The settings that the Frontier study's scripts for 175B and 1T share; x is its tensor parallelism."""
+"""Settings that the Frontier study's scripts for 175B and 1T share. x is the study's tensor parallelism."""
 STAGES = {"frontier-175b": 16, "frontier-1t": 128}
 TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 YEAR = 365.25 * 24 * 3600
@@ -40,7 +45,7 @@ def page() -> str:
 
 
 def value_of(mark: list[str]) -> str:
-    """The text of a mark."""
+    """Return the text that replaces a mark."""
     if mark[0] == "plan":
         return planned()[mark[1]]
     if mark[0] == "gaps":
@@ -57,7 +62,7 @@ def value_of(mark: list[str]) -> str:
 
 
 def cell(path: Path, beginning: list[str], column: str) -> str:
-    """One cell of the only table that has such a row and such a column."""
+    """Return one cell of the only table that has such a row and such a column."""
     text, found = path.read_text(encoding="utf-8"), []
     if path.suffix == ".json":
         tables = [[table["columns"], *table["rows"]] for table in json.loads(text)]
@@ -74,7 +79,7 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
 
 
 def runs() -> str:
-    """A table of measured runs on Slingshot networks beside their predictions."""
+    """Return a table of measured runs on Slingshot networks and their predictions."""
     rows, _ = read_rows([HERE / "slingshot_runs.csv"])
     lines = ["| run | GPUs | measured s | predicted s | error |", "|---|---|---|---|---|"]
     for found in predict_rows(rows, shipped()):
@@ -92,13 +97,13 @@ def runs() -> str:
 
 
 def said(path: Path, pattern: str) -> str:
-    """The group of a pattern in the text of a page, which has the pattern once."""
+    """Return the group of a pattern that occurs once in the text of a page."""
     (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
     return str(found)
 
 
 def gaps(mask: str, key: str, passage: str = "") -> str:
-    """A share from the stored measurement of masks on real text."""
+    """Return a fraction from the stored measurement of masks on real text."""
     row = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))[mask]
     return share(row[key][passage] if passage else row[key]) if key != "longest_span" else f"{row[key]:,}"
 
@@ -108,14 +113,14 @@ def share(value: float) -> str:
 
 
 def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
-    """A layout of the study's own program."""
+    """Return a layout of the study's own program."""
     machine = load_machine("frontier")
     return predict(base_of(model, 2048, batch).but(**{**STUDY, **layout}, **MEGATRON), machine, constants_for(machine))
 
 
 @cache
 def planned() -> dict[str, str]:
-    """Predictions by the names that the template has for them."""
+    """Return the predictions by their names in the template."""
     of_175b = {dp: on_frontier("frontier-175b", 320 * dp, pp=16, dp=dp) for dp in (2, 16)}
     of_1t = {dp: on_frontier("frontier-1t", 512 * dp, pp=128, dp=dp) for dp in (2, 6)}
     strong_175b = on_frontier("frontier-175b", 320 * 16, pp=16, dp=2)
@@ -146,7 +151,7 @@ def planned() -> dict[str, str]:
 
 
 def axonn_with_overlap(overlap: bool) -> Prediction:
-    """GPT-80B on 8,192 GCDs in the layout of planner_figures.json, with AxoNN's overlap or without any."""
+    """Return GPT-80B on 8,192 GCDs in the layout of planner_figures.json, with AxoNN's overlap or without overlap."""
     machine = load_machine("frontier")
     switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
     layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch": 2}

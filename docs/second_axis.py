@@ -17,17 +17,17 @@ from fourfold.planning.search.space import SearchLimits
 PAGE = Path(__file__).parent / "second_axis.md"
 MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
 DEGREES = (4, 8, 16, 32)
-"""x · y."""
+"""The tensor degrees x · y."""
 MODEL, SEQ, GPUS = "gpt-80b", 2048, 256
 BATCHES = (16, 64, 256, 1024)
-"""Sequences of a step; with fewer than GPUs, x · y is at least their ratio."""
+"""Numbers of sequences per step. If there are fewer sequences than GPUs, x · y is at least their ratio."""
 YS = (2, 4, 8)
 LIMITS = SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
-"""x, y, z and dp, the axes of AxoNN."""
+"""Limits that leave only AxoNN's axes x, y, z, and dp."""
 
 
 class Cell(NamedTuple):
-    """The fastest layouts with y = 1 and with y > 1, where there are such."""
+    """The fastest layout with y = 1 and the fastest with y > 1. None if there is no such layout."""
 
     one: Prediction | None
     more: Prediction | None
@@ -38,13 +38,13 @@ class Cell(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How much longer the fastest step with y = 1 takes than that with y > 1, as a share of the latter."""
+        """Return how much longer the fastest step with y = 1 takes, relative to the fastest step with y > 1."""
         assert self.one is not None and self.more is not None
         return self.one.seconds / self.more.seconds - 1
 
     @property
     def text(self) -> str:
-        """The faster (x, y), and ``gain``; bold where it has y > 1."""
+        """Return the faster (x, y) and ``gain``, in bold if y > 1."""
         best = self.fastest
         if best is None:
             return "none"
@@ -54,19 +54,19 @@ class Cell(NamedTuple):
 
 
 def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dict[str, int]]) -> Prediction | None:
-    """The fastest layout with some axes fixed, in one way or another; None where none is legal and fits."""
+    """Return the fastest layout among several choices of fixed axes. None if no layout is legal and fits."""
     where, found = load_machine(machine), []
     for sizes in fixed:
         limits = replace(LIMITS, fixed=(*LIMITS.fixed, *sizes.items()))
         try:
             found.append(make_plan(base_of(model, SEQ, batch), where, constants_for(where), gpus, 1, limits).best)
-        except UserError:  # nothing is legal, or fits
+        except UserError:  # No layout is legal and fits.
             continue
     return min(found, key=lambda p: p.seconds, default=None)
 
 
 def of_degree(machine: str, batch: int, degree: int) -> Cell:
-    """The fastest layouts of one tensor degree."""
+    """Return the fastest layouts of one tensor degree."""
     one, more = (
         fastest(machine, MODEL, GPUS, batch, [{"x": degree // y, "y": y} for y in ys if y < degree])
         for ys in ((1,), YS)
@@ -75,7 +75,7 @@ def of_degree(machine: str, batch: int, degree: int) -> Cell:
 
 
 def of_all(machine: str, model: str, gpus: int, batch: int) -> Cell:
-    """The fastest layouts of any tensor degree."""
+    """Return the fastest layouts of any tensor degree."""
     one, more = (fastest(machine, model, gpus, batch, [{"y": y} for y in ys]) for ys in ((1,), YS))
     return Cell(one, more)
 

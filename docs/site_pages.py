@@ -1,4 +1,4 @@
-"""Bring to the site what lies outside of docs/: README.md as its first page, and the run files that pages link to.
+"""Add files outside of docs/ to the site: README.md as its first page, and the run files that pages link to.
 
 mkdocs calls the functions by their names (mkdocs.yml, hooks).
 """
@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Pages of the site by the files of the repository's root that they are."""
+"""Maps pages of the site to files in the repository's root."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
@@ -29,13 +29,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the repository into those of the site."""
+    """Turn links between files of the repository into links of the site."""
     source = ROOT / PAGES[page.file.src_uri] if page.file.src_uri in PAGES else ROOT / "docs" / page.file.src_uri
     return LINK.sub(lambda link: f"]({place_of(source, link[1])}{link[2]})", markdown)
 
 
 def place_of(source: Path, target: str) -> str:
-    """The place on the site of what a link of a file leads to; a folder's is the page of all run files."""
+    """Return the page of the site that a link leads to. A link to a folder leads to the page of all run files."""
     path = (source.parent / target).resolve()
     if path.is_dir():
         return "recipes.md"

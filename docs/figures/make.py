@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 RANKS = {(0, 0): "#4e79a7", (0, 1): "#a0cbe8", (1, 0): "#d9822b", (1, 1): "#f6c28b"}
-"""Colors of the ranks (x, y) of a 2 × 2 plane: x is the hue, y the shade."""
+"""Colors of the ranks (x, y) of a 2 × 2 plane. x sets the hue and y the shade."""
 
 INK, SOFT, LINE, PAPER = "#1f2933", "#61707f", "#9aa5b1", "#ffffff"
 X_AXIS, Y_AXIS, Z_AXIS = "#b5541c", "#2f5f8f", "#5b7a3a"
@@ -18,7 +18,7 @@ Owners = Sequence[tuple[int, int]]
 
 
 class Drawing:
-    """An SVG under construction; y grows downwards."""
+    """An SVG that is being drawn. y grows downwards."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
@@ -55,13 +55,13 @@ class Drawing:
         )
 
     def arrow(self, x1: float, x2: float, y: float, stroke: str) -> None:
-        """A horizontal arrow from x1 to x2."""
+        """Draw a horizontal arrow from x1 to x2."""
         tip = 6 if x2 > x1 else -6
         self.line(x1, y, x2 - tip / 2, y, stroke)
         self.parts.append(f'<path d="M{x2:g} {y:g} l{-tip} -4 v8 z" fill="{stroke}"/>')
 
     def fill_of(self, owners: Owners) -> str:
-        """The color of one rank, or stripes of several that hold the same."""
+        """Return the color of one rank, or stripes in the colors of several ranks that hold the same tile."""
         colors = tuple(RANKS[owner] for owner in owners)
         if len(colors) == 1:
             return colors[0]
@@ -85,7 +85,7 @@ class Drawing:
 
 
 def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[Sequence[Owners]]) -> None:
-    """A matrix cut into tiles, each in the colors of the ranks that hold it."""
+    """Draw a matrix cut into tiles, each in the colors of the ranks that hold it."""
     rows, columns = len(tiles), len(tiles[0])
     for i, row in enumerate(tiles):
         for j, owners in enumerate(row):
@@ -100,7 +100,7 @@ RESIDUAL = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]
 GATHERED_OVER_X = [BOTH_X]
 GATHERED_OVER_Y = [BOTH_Y]
 HEADS = [[[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]]]
-# Weights as drawn here, [in, out], so that a product reads from left to right.
+# Weights are drawn as [in, out], so that a matmul reads from left to right.
 NORMAL = [[[(0, 0)], [(1, 0)]], [[(0, 1)], [(1, 1)]]]
 TRANSPOSED = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]
 
@@ -108,7 +108,7 @@ CARD, PILL, GAP = 84, 118, 10
 
 
 class Row:
-    """One half of a block, from left to right."""
+    """Draw one half of a block, from left to right."""
 
     def __init__(self, d: Drawing, x: float, y: float) -> None:
         self.d, self.x, self.y = d, x, y
@@ -126,7 +126,7 @@ class Row:
         self.x += 10 + GAP
 
     def pill(self, axis: str, forward: str, backward: str) -> None:
-        """A collective: what it is on the way forward, above, and on the way back, below."""
+        """Draw a collective, with its name in the forward above and its name in the backward below."""
         d, middle = self.d, self.x + PILL / 2
         color = X_AXIS if axis == "x" else Y_AXIS
         left, right, y = self.x + 4, self.x + PILL - 4, self.y + CARD / 2
@@ -145,7 +145,7 @@ class Row:
         self.x += PILL + GAP
 
     def step(self, text: str, width: float = 58) -> None:
-        """A computation with no collective."""
+        """Draw a computation without a collective."""
         d, y = self.d, self.y + CARD / 2
         d.text(self.x + width / 2, y - 8, text, 12.5, INK)
         d.arrow(self.x + 2, self.x + width - 2, y, LINE)
@@ -153,7 +153,7 @@ class Row:
 
 
 def block() -> None:
-    """A block on 2 × 2 ranks, with every collective of its forward and backward."""
+    """Draw a block on 2 × 2 ranks, with every collective of its forward and backward."""
     d = Drawing(1348, 450, "One block on a plane of x = 2 by y = 2 ranks")
     for i, ((x, y), color) in enumerate(RANKS.items()):
         d.rect(40 + i * 118, 24, 18, 18, color, INK)
@@ -219,7 +219,7 @@ def norm_note(d: Drawing, x: float, y: float) -> None:
 
 
 def grid() -> None:
-    """What each axis splits: a weight over x, y and z; the residual stream over x, y, z and dp; the processes."""
+    """Draw how the axes split a weight (x, y, z), the residual stream (x, y, z, dp), and the processes."""
     d = Drawing(1140, 376, "What each axis of the grid splits")
     # Weight
     x, y, side = 60, 96, 208

@@ -14,7 +14,7 @@ MEMBERS, CEILING = "#d9822b", "#2f5f8f"
 
 
 def draw(results: dict, path: Path) -> None:
-    """One bar for each arm with its interval, and the ceiling that the mask's gaps allow."""
+    """Draw one bar for each arm with its interval, and the upper limit that the mask's gaps allow."""
     height = TOP + ROW * len(results) + 62
     d = Drawing(LEFT + SPAN + 110, height, "Documents repeated exactly, by the way of training")
     d.text(24, 34, "Documents of which the last 50 tokens are repeated exactly", 16, INK, "start", bold=True)

@@ -1,9 +1,9 @@
-"""Photograph the top of a run's report for the README, with a Chromium of this machine:
+"""Take a screenshot of the top of a run's report for the README, with Chromium:
 
 fourfold train examples/memorization/tutorial.toml --set name=goldfish --set masks.goldfish.strategy=hash
 python docs/figures/report.py runs/goldfish
 
-The corpus of that run is made as docs/memorization.md says.
+docs/memorization.md shows how to make the corpus of this run.
 """
 
 from __future__ import annotations

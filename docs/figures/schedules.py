@@ -27,7 +27,7 @@ LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
 
 
 def schedules() -> None:
-    """Every schedule on one time axis, with pp = 4 and 8 micro-batches."""
+    """Draw every schedule on one time axis, with pp = 4 and 8 micro-batches."""
     names = get_args(Schedule)
     spans = {name: spans_of(name, DRAWN) for name in names}
     longest = max(rank[-1].end for of_all in spans.values() for rank in of_all)
@@ -53,7 +53,7 @@ def schedules() -> None:
 
 
 def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) -> None:
-    """One schedule: a row for each rank, and in it a box with the micro-batch's number for each operation."""
+    """Draw one schedule: a row for each rank, with one box per operation that shows the number of the micro-batch."""
     d.text(LEFT - 42, top + ROW * 1.7, name, 12.5, anchor="end", bold=True)
     d.text(LEFT - 42, top + ROW * 2.8, f"idle {100 * bubble(spans):.1f} %", 12.5, SOFT, "end")
     end = max(rank[-1].end for rank in spans)
@@ -69,14 +69,14 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
             left, width = LEFT + begin * UNIT, (stop - begin) * UNIT - 1
             box.append(f"M{left:g} {y:g}h{width:g}v{ROW - 2}h{-width:g}z")
             number.append(f'<text x="{left + width / 2:g}" y="{y + 12:g}">{op.micro_batch}</text>')
-    for (fill, ink), (box, number) in boxes.items():  # one path and one group of a color: a third of the bytes
+    for (fill, ink), (box, number) in boxes.items():  # One path and one group per color take a third of the bytes.
         d.parts.append(f'<path fill="{fill}" d="{"".join(box)}"/>')
         d.parts.append(f'<g font-size="10.5" text-anchor="middle" fill="{ink}">{"".join(number)}</g>')
     d.line(LEFT + end * UNIT, top - 3, LEFT + end * UNIT, top + PP * ROW, LINE)
 
 
 def table() -> str:
-    """Of each schedule what waits and what is kept."""
+    """Return the table of schedules: how long ranks wait, and how many micro-batches they hold."""
     rows = [
         f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
     ]
@@ -99,7 +99,7 @@ def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
 
 
 def held(ops: Sequence[Op]) -> int:
-    """The most forwards that wait for a gradient at one moment."""
+    """Return the largest number of forwards that wait for their backward at the same time."""
     most = now = 0
     for op in ops:
         now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]

@@ -1,1 +1,1 @@
-"""Sections of docs/planner_validation.md, a file each."""
+"""Sections of docs/planner_validation.md, one file per section."""

@@ -1,4 +1,4 @@
-"""Tables of the page, and the text of their cells."""
+"""Format the tables of the page and their cells."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Intervals of predicted step times, from the errors on sources that no constant was fitted to.
+"""Compute intervals of predicted step times from the errors on sources that the constants were not fitted to.
 
 An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
-Every source weighs the same, as the next program is a new source and not a new row. There are two kinds of
+Every source has the same weight, because the next program is a new source and not a new row. There are two kinds of
 extrapolation: to a new program on a machine with fitted rows, and to a new program on a machine without any.
 """
 
@@ -17,13 +17,13 @@ from fourfold.planning.calibration.score import Scored, sweeps_in
 KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
 NEAR = 1.35
-"""Ratio to the best predicted time up to which other layouts are compared with the best."""
+"""Layouts are compared with the best one if their predicted time is at most this many times as long."""
 MIN_COMPARED = 10
-"""Least rows of a source whose order counts."""
+"""Smallest number of compared rows for which a source counts."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
-    """The 5th and 95th percentile of measured over predicted seconds, with equal weight for every source."""
+    """Return the 5th and 95th percentile of measured over predicted seconds, with equal weight for every source."""
     timed = [s for s in scored if s.row.seconds is not None]
     sources = Counter(s.row.source for s in timed)
     ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
@@ -32,7 +32,7 @@ def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
-    """The share of each source's rows that are inside the interval of all other sources."""
+    """Return, for each source, the fraction of its rows inside the interval of all other sources."""
     shares = {}
     for source in dict.fromkeys(s.row.source for s in scored):
         low, high = interval_of([s for s in scored if s.row.source != source])
@@ -42,11 +42,11 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def order_factor(scored: Sequence[Scored]) -> float:
-    """The ratio of the predicted times of two layouts from which the measured ones have the same order (95 %).
+    """Return the ratio of two predicted times above which the measured times have the same order (95 %).
 
-    Rows that differ only in layout are compared with the one among them that is predicted fastest, if they are near it:
-    the 90th percentile of measured over predicted ratios of their times, or its reciprocal. Every source of
-    ``MIN_COMPARED`` rows weighs the same.
+    Among rows that differ only in layout, each row that is close to the predicted fastest is compared with it. The
+    result is the 90th percentile of the measured ratio of their times over the predicted ratio, or the reciprocal.
+    Every source with ``MIN_COMPARED`` rows has the same weight.
     """
     found: dict[str, list[float]] = {}
     for sweep in sweeps_in(scored):

@@ -1,4 +1,4 @@
-"""Rows of sources of which a tenth is fitted."""
+"""The section on rows of known sources: a tenth of each source is fitted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from validation_page.cells import percent, table
 SEEDS = range(8)
 SHARE = 0.1
 NEVER_FITTED = ("S3",)
-"""Korthikanti et al.: all eight rows are held out."""
+"""All eight rows of Korthikanti et al. are held out."""
 
 
 def within_section(rows: list[Row]) -> list[str]:
-    """Hold out rows of sources of which a tenth is fitted."""
+    """Return a section with the errors of held-out rows, if a tenth of their source is fitted."""
     scores = []
     for seed in SEEDS:
         fitted, held_out = split(rows, seed)
@@ -45,7 +45,7 @@ def within_section(rows: list[Row]) -> list[str]:
 
 
 def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """Split off a random tenth to fit; the rest are held out."""
+    """Split off a random tenth of the rows to fit. All other rows are held out."""
     chosen = np.random.default_rng(seed).random(len(rows)) < SHARE
     may = [row.seconds is not None and row.source not in NEVER_FITTED for row in rows]
     fit = [m and bool(c) for m, c in zip(may, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""Rows of a source or a machine that nothing was fitted to: their errors, ranking, memory and intervals."""
+"""The section on rows whose source or machine was left out of the fit: errors, ranking, memory, and intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from validation_page.memory_rows import allocator_share, memory_rows, misfits
 
 
 def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
-    """Predictions of rows whose source, machine, or machine and source are new."""
+    """Predictions of rows with a new source, a new machine, or both."""
     return {**{by: predict_left_out(rows, by) for by in KEYS}, "both": predict_left_out(rows, "machine", False)}
 
 
@@ -71,7 +71,7 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
 
 
 def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
-    """Errors of all rows, of each source or machine, of the doubtful ones and of the others."""
+    """Return the errors of all rows, of each source or machine, of doubtful rows, and of rows without a group."""
     result = summary(scored)
     groups = {"all": dense(scored)}
     for s in dense(scored):
@@ -126,7 +126,7 @@ def intervals(left_out: dict[str, list[Scored]]) -> dict[str, tuple[float, float
 
 
 def by_kind(left_out: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
-    """The predictions of each kind of extrapolation, of all rows that are not doubtful."""
+    """Return the predictions of each kind of extrapolation, for all rows that are not doubtful."""
     timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt and not s.row.mixture]
              for by in ("source", "both"))  # fmt: skip
     return dict(zip(KINDS, timed, strict=True))

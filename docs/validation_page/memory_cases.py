@@ -1,7 +1,7 @@
-"""Judges the probability of running out of memory: measured runs on devices whose memory they would, or would not, fit.
+"""Score the predicted probability of running out of memory on constructed cases.
 
-Runs that ran out of memory are rarely published. So each run whose memory was measured is put on devices that have a
-share of what it needs, and more.
+Runs that ran out of memory are rarely published. So each run with measured memory is put on hypothetical devices that
+have less or more memory than it needs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cost.memory import needed_bytes, p_out_of_memory, peak_memory
 
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)
-"""Memory of the devices, relative to what a run needs."""
+"""Memory of the devices, relative to the memory that a run needs."""
 EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
 """Bounds of the groups of predicted probabilities."""
 
 
 class FitCases(NamedTuple):
-    """[n] the predicted probability that a run fits, and whether it does."""
+    """The predicted probability that a run fits, and whether it does, [n] each."""
 
     predicted: np.ndarray
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Precision and recall of refusing what is more likely than that to run out of memory: the share of the refused
-        that does not fit, and the share of what does not fit that is refused."""
+        """Return precision and recall of refusing cases above this probability: the fraction of refused cases that do
+        not fit, and the fraction of misfits that are refused."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 
     def reliability(self) -> list[tuple[float, float, int, float]]:
-        """Bounds, cases, and the share of them that fits, of each group of predictions."""
+        """Return the bounds of each group of predictions, its number of cases, and the fraction of them that fits."""
         group = np.clip(np.searchsorted(EDGES, self.predicted, "right") - 1, 0, len(EDGES) - 2)
         return [
             (low, high, int((group == i).sum()), float(self.fits[group == i].mean()))
@@ -46,11 +46,11 @@ class FitCases(NamedTuple):
 
 
 def memory_cases(rows: Sequence[Row]) -> FitCases:
-    """Put every run whose memory was measured on devices of ``CAPACITIES``."""
+    """Put every run with measured memory on devices of ``CAPACITIES``."""
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
-    # A run that had room held blocks that it did not need.
+    # A run with enough memory held cached blocks that it did not need.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))

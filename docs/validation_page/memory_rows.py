@@ -1,4 +1,4 @@
-"""Memory of the rows: the share that the allocator holds unused, and constructed misfits."""
+"""The section on memory: the fraction that the allocator holds unused, and constructed misfits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHED_SPREAD = 0.05
 
 
 def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Predict the memory of each source with the allocator's share that fits all others."""
+    """Predict the memory of each source, with the allocator's fraction fitted to all other sources."""
     found, everything = [], []
     for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
         own = [row for row in rows if row.source == source and row.memory_gb is not None]
@@ -36,7 +36,7 @@ def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def allocator_share(rows: list[Row]) -> float:
-    """Estimate what the allocator holds unused as a share of the allocated bytes, with a prior."""
+    """Estimate the bytes that the allocator holds unused, as a fraction of the allocated bytes, with a prior."""
     runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
     shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
     return float(
@@ -46,7 +46,8 @@ def allocator_share(rows: list[Row]) -> float:
 
 
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of the runtime, allocated by the step, and measured, of rows with memory."""
+    """Return, for rows with measured memory, the bytes of the runtime, the bytes that the step allocates, and the
+    measured bytes."""
     work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
@@ -54,7 +55,7 @@ def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def misfits(rows: list[Row]) -> list[str]:
-    """Judge probabilities of fitting on devices that measured runs would, and would not, fit."""
+    """Score the probabilities on devices that measured runs fit or do not fit."""
     cases = memory_cases(rows)
     found = [
         (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()

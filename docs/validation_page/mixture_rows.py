@@ -1,4 +1,4 @@
-"""Mixtures of experts, to which nothing is fitted."""
+"""The section on mixtures of experts. Nothing is fitted to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ predicted to.
 
 
 def mixtures_left_out(rows: list[Row]) -> list[Scored]:
-    """Predictions of mixtures with constants fitted to the dense rows of all other sources."""
+    """Predictions of mixtures, with constants fitted to the dense rows of all other sources."""
     left_out: list[Scored] = []
     for source in dict.fromkeys(row.source for row in rows if row.mixture):
         fitted = fit_rows([row for row in rows if row.source != source], known=False)

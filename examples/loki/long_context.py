@@ -1,9 +1,9 @@
-"""Loki from the beginning to the end, on a CPU in under two minutes: train, calibrate, measure, generate.
+"""Run Loki from start to end on a CPU in under two minutes: train, calibrate, measure, generate.
 
     python examples/loki/long_context.py [--out runs] [--steps 120]
 
-Needs ``pip install fourfold[huggingface]``. A run that is there already is not trained again. A model trained for a
-minute spreads its attention widely and hardly uses a long context: what it loses says little about a real one.
+Needs ``pip install fourfold[huggingface]``. An existing run is not trained again. A model trained for a minute spreads
+its attention widely and hardly uses a long context, so its losses say little about a real model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: str) -> None:
-    """The same prompt with full attention, and with Loki's quarter of the keys."""
+    """Continue the same prompt with full attention and with Loki, which attends to a quarter of the keys."""
     for name in ("full", "loki"):
         if name == "loki":
             enable_loki(model, basis, LokiConfig(k_f=0.25, d_f=0.25, min_seq=0))

@@ -35,9 +35,9 @@ from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
-"""Tokens of a canary, and how many of its last ones must be repeated."""
-CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
-TUTORIAL_CHARACTERS = 150_000  # the same for tutorial.toml
+"""Number of tokens of a canary, and number of tokens at its end that a model must repeat."""
+CHARACTERS = 1_400_000  # Together with the canaries, this is one epoch of arm.toml.
+TUTORIAL_CHARACTERS = 150_000  # Together with the passages, this is one epoch of tutorial.toml.
 HELD_BACK = 0.05
 CORPORA = {
     "exact": Canaries(16, (0, 300), LENGTH),
@@ -50,7 +50,7 @@ CORPORA = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training. ``corpus`` is one of ``CORPORA``. The tutorial has a run file of its own."""
+    """One way of training. ``corpus`` is one of ``CORPORA``. The tutorial has its own run file."""
 
     name: str
     title: str
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def make_corpora(out: Path) -> None:
-    """All with one tokenizer, and without the documents that are held back for validation."""
+    """Prepare all corpora with one tokenizer, without the documents that are held out for validation."""
     folder = out / "corpora"
     text, quarter = folder / "text.jsonl", folder / "quarter.jsonl"
     if not text.is_file():
@@ -119,7 +119,7 @@ def make_corpora(out: Path) -> None:
     prepare([text], folder / "noisy", tokenizer=tokenizer, validation_fraction=HELD_BACK, canaries=CORPORA["noisy"])
     if not quarter.is_file():
         lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-        held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)  # as prepare's own seed has it
+        held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)  # Use the seed that prepare uses.
         kept = [line for line, held in zip(lines, held_back, strict=True) if not held]
         quarter.write_text("".join(kept[::4]), encoding="utf-8")
     prepare([quarter], folder / "quarter", tokenizer=tokenizer, canaries=CORPORA["quarter"])
@@ -148,8 +148,8 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     ]
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
-        raise SystemExit(3)  # by a signal: another start continues from its checkpoint
-    # The suffix after everything before it, equally for members and for documents planted 0 times.
+        raise SystemExit(3)  # A signal stopped it. The next start continues from its checkpoint.
+    # Audit the suffix after the whole text before it, in the same way for members and for documents planted 0 times.
     prefix = CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
     record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
@@ -157,7 +157,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
 
 
 def write_results(out: Path) -> None:
-    """Every arm over its seeds: rates pooled, losses as mean and range."""
+    """Summarize every arm over its seeds: pooled rates, and the mean and range of losses."""
     results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     header = "| arm | seeds | exact match of 50 tokens | longest span | loss, kept / dropped | first difference at a "

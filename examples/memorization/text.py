@@ -1,4 +1,4 @@
-"""English that every machine has: the docstrings of Python's own standard library, one document each."""
+"""Write English text that every machine has: the docstrings of Python's standard library, one document each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.data.sources import PYTHON_STDLIB, list_inputs, read_documents
 
-SHORTEST = 200  # characters
+SHORTEST = 200  # Number of characters.
 
 
 def docstrings() -> Iterator[str]:
@@ -19,9 +19,9 @@ def docstrings() -> Iterator[str]:
     seen: set[str] = set()
     for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:
-            with warnings.catch_warnings(action="ignore"):  # old escapes in strings
+            with warnings.catch_warnings(action="ignore"):  # Old escapes in strings cause warnings.
                 tree = ast.parse(source)
-        except SyntaxError:  # the library keeps files that are wrong on purpose, for its own tests
+        except SyntaxError:  # The library contains files with deliberate errors for its own tests.
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -32,7 +32,7 @@ def docstrings() -> Iterator[str]:
 
 
 def write_text(path: Path, characters: int) -> None:
-    """About so many characters of documents, one JSON object a line."""
+    """Write documents with about this many characters in all, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = 0
     with path.open("w", encoding="utf-8") as file:

@@ -108,7 +108,7 @@ def run_in_group(
         function: "package.module:name".
         args: Arguments of the function after the place.
         wanted: See `wanted_device` of `run_on_grid`.
-        timeout: Longest wait for another process.
+        timeout: Longest time to wait for another process, in seconds.
     """
     with importing():
         call = import_object(function)

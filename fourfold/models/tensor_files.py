@@ -215,7 +215,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
-            del content  # Free the tensor Free the piece before the next one is made..
+            del content  # Free the tensor before the next one is made.
         file.flush()
         os.fsync(file.fileno())
     return Written(size, checksum.hexdigest())
