@@ -53,7 +53,18 @@ def read_documents(
     text_key: str = "text",
     count_key: str = "count",
 ) -> list[AuditDocument]:
-    """Read documents from a .jsonl file with "text" or, as ``fourfold prepare --canaries`` writes it, "tokens".
+    """Read the documents of an audit.
+
+    Args:
+        path: A .jsonl file. A line has "text" or, as ``fourfold prepare --canaries`` writes it, "tokens".
+        tokenizer: The model's tokenizer. None if it is unknown, and then lines need "tokens".
+        vocab_size: Number of the model's tokens.
+        shortest: Smallest number of tokens of a document.
+        text_key: Key of the text.
+        count_key: Key of the number of times that the model was trained on the document.
+
+    Returns:
+        The documents, in the order of the file.
 
     Raises:
         UserError: A file or line cannot be used, a document has fewer than ``shortest`` tokens, or the "tokens" come

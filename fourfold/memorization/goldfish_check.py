@@ -37,7 +37,11 @@ class MaskReplay:
 
 
 def check_replayable(config: GoldfishConfig) -> None:
-    """Raise ``UserError`` for a mask that depends on the document's position in its sequence."""
+    """Check that a mask can be replayed on single documents.
+
+    Raises:
+        UserError: The mask depends on the document's position in its sequence.
+    """
     if config.strategy not in REPLAYABLE:
         raise UserError(
             f"masks.goldfish.strategy = '{config.strategy}' depends on where a document stood in its sequence, so its "

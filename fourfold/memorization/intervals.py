@@ -28,7 +28,14 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def difference(successes: int, trials: int, other_successes: int, other_trials: int) -> Interval:
-    """Return the interval of the difference between two independent rates (Newcombe 1998, method 10)."""
+    """Return the interval of the difference between two independent rates (Newcombe 1998, method 10).
+
+    Args:
+        successes: Successes of the first rate.
+        trials: Trials of the first rate.
+        other_successes: Successes of the second rate, which is subtracted.
+        other_trials: Trials of the second rate.
+    """
     if trials == 0 or other_trials == 0:
         return -1.0, 1.0
     rate, other = successes / trials, other_successes / other_trials

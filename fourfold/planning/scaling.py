@@ -47,7 +47,14 @@ class ScalingPoint:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Parse ``512:32768`` (the doublings from the first to the last) or a list ``8,24,64``."""
+    """Return the numbers of GPUs in a text.
+
+    Args:
+        text: ``512:32768`` (the doublings from the first to the last), or a list such as ``8,24,64``.
+
+    Raises:
+        UserError: The text has another form, or a number is out of range.
+    """
     try:
         ends = [int(part) for part in text.split(":" if ":" in text else ",")]
         if min(ends) < 1 or (":" in text and (len(ends) != 2 or ends[0] > ends[1])):

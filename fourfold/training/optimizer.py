@@ -41,7 +41,11 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
 
 
 def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Refuse a group that names no trained parameter, or only parameters that an earlier group names."""
+    """Check the optimizer's parameter groups.
+
+    Raises:
+        UserError: A group names no trained parameter, or only parameters that an earlier group names.
+    """
     left = list(names)
     for group in config.groups:
         for pattern in group.parameters:
@@ -271,9 +275,15 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
-    """Return the learning rate of a step, counted from 0.
+    """Return the learning rate of a step.
 
     It warms up linearly to ``peak``, then decays to ``peak`` · ``min_lr_ratio`` at the last step.
+
+    Args:
+        step: Number of the step, counted from 0.
+        train_steps: Number of steps in the whole run.
+        peak: The rate after the warm-up.
+        config: The section [lr_scheduler].
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps

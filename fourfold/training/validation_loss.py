@@ -32,7 +32,14 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
-    """Record the loss of a validation after ``step`` steps, and return True if it is the lowest so far."""
+    """Record the loss of a validation. Return whether it is the lowest so far.
+
+    Args:
+        best: The record, which is updated.
+        config: The section [validation].
+        step: Number of steps taken before the validation.
+        loss: The validation loss, the same on all ranks.
+    """
     if not math.isfinite(loss) or (best.loss is not None and not loss < best.loss - config.min_improvement):
         best.since += 1
         return False

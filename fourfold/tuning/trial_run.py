@@ -27,7 +27,7 @@ before this check, and how many times as long as the best trial's step is too lo
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """Return a trial's run: ``steps`` steps after the warm-up and nothing else, in a folder of its own."""
+    """Return the run of a trial: the warm-up and ``steps`` measured steps in a separate folder, without other work."""
     table = run.model_dump(mode="json", exclude_none=True)
     table = {name: section for name, section in table.items() if name not in LEFT_OUT}
     table |= {"name": RUN_FOLDER, "output_dir": str(folder)}

@@ -16,7 +16,14 @@ from fourfold.verification.parity_report import Deviation
 
 
 def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Deviation:
-    """Return the deviation of one tensor."""
+    """Return the deviation of one tensor.
+
+    Args:
+        name: The tensor's name.
+        grid: The grid's result, on the CPU.
+        one_process: The result of one process in float32.
+        exact: The result of one process in float64.
+    """
     ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 

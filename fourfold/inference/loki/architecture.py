@@ -57,7 +57,11 @@ class AttentionModule(nn.Module):
 
 
 def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
-    """Return every layer's attention module, in order. Raise ``UserError`` for a model that Loki does not support."""
+    """Return every layer's attention module, in order.
+
+    Raises:
+        UserError: Loki does not support the model.
+    """
     kind = text_config(model).model_type
     if kind in LACKING:
         raise UserError(f"loki: models of type '{kind}' are not supported: {LACKING[kind]}; use full attention")

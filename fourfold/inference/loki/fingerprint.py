@@ -50,7 +50,14 @@ class Fingerprint:
         )
 
     def check(self, other: Fingerprint) -> None:
-        """Raise ``UserError`` unless ``other``, the fingerprint of the model in use, is the same."""
+        """Check that the model in use is the calibrated model.
+
+        Args:
+            other: The fingerprint of the model in use.
+
+        Raises:
+            UserError: The fingerprints differ.
+        """
         again = "calibrate this model with: fourfold loki calibrate"
         if self.model != other.model:
             raise UserError(f"the basis is of another model ({self.model}) than this one ({other.model}); {again}")

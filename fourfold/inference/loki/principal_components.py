@@ -51,7 +51,7 @@ class Moments:
     def covariance_KDD(self) -> Tensor:
         """Return the covariance around the mean.
 
-        Softmax ignores the mean, so the mean's direction would rank nothing.
+        Softmax ignores the mean of the keys, so a component along the mean could not rank them.
         """
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]

@@ -41,10 +41,20 @@ Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
 def measure_quality(
     model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
 ) -> dict[str, Any]:
-    """Return perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
+    """Measure Loki, the oracle, and the control on windows of text.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
     dense are left out of the means. Loki is disabled afterwards, even if it was enabled before.
+
+    Args:
+        model: A transformers model.
+        windows: Lists of token ids.
+        basis: The result of ``calibrate`` for this model.
+        config: Loki's settings.
+        progress: Wraps the windows to show progress.
+
+    Returns:
+        Perplexity, recall, and captured mass of each, as JSON values.
 
     Raises:
         UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.

@@ -63,8 +63,17 @@ def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] |
 def floor_bytes(
     length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
 ) -> int:
-    """Return the fewest bytes that a step can read for one sequence: d dims of every key, and k whole keys and
-    values."""
+    """Return the fewest bytes that a step can read for one sequence: d dims of every key, and k whole keys and values.
+
+    Args:
+        length: Number of tokens in the cache.
+        head_dim: Size of a head.
+        d: Number of ranking dims.
+        k: Number of keys that the step attends to.
+        heads: Number of KV heads.
+        itemsize: Bytes of a number in the cache.
+        proxy_itemsize: Bytes of a number in the proxy.
+    """
     return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
 

@@ -46,7 +46,19 @@ class AttentionScores(NamedTuple):
 def attend_block(
     q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32. A query that sees no key gets 0 and −∞."""
+    """Attend with some queries to a block of keys.
+
+    Args:
+        q_BNQD: Queries.
+        k_BKSD: Keys. K divides N.
+        v_BKSD: Values.
+        causal: Whether query i sees only keys up to i. Queries and keys then have the same number.
+        mask_B1QS: True if a query may see a key. None means all keys, or the causal half.
+        scores: Scale and cap of the scores.
+
+    Returns:
+        The outputs [B, N, Q, D] and the log-sum-exps [B, N, Q] in float32. A query that sees no key gets 0 and −∞.
+    """
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         return _attend_capped(q_BNQD, k, v, causal, mask_B1QS, scores)
@@ -84,7 +96,22 @@ def attend_block_backward(
     mask_B1QS: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, and v for this block of keys. They are exact because out and lse cover all keys."""
+    """Compute the backward of attention for a block of keys.
+
+    Args:
+        grad_BNQD: The gradient of the outputs over all keys.
+        q_BNQD: Queries.
+        out_BNQD: The outputs over all keys.
+        lse_BNQ: The log-sum-exps over all keys. With these, the gradients of a block are exact.
+        k_BKSD: Keys of the block.
+        v_BKSD: Values of the block.
+        causal: See ``attend_block``.
+        mask_B1QS: See ``attend_block``.
+        scores: Scale and cap of the scores.
+
+    Returns:
+        The gradients of q, k, and v. The gradient of q is this block's share of a sum over blocks.
+    """
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         of_queries = (grad_BNQD, q_BNQD, out_BNQD)

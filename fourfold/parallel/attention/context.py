@@ -86,7 +86,17 @@ class DocumentTables(AttentionTables):
 
 
 def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange some tokens of all heads for all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
+    """Exchange some tokens of all heads for all tokens of some heads (Ulysses, arXiv 2309.14509).
+
+    Args:
+        q_BTND: Queries of this rank's tokens.
+        k_BTKD: Keys of this rank's tokens.
+        v_BTKD: Values of this rank's tokens.
+        cp: The context axis.
+
+    Returns:
+        Queries, keys, and values of all tokens, in order, for this rank's share of the heads.
+    """
     if cp.size == 1:
         return q_BTND, k_BTKD, v_BTKD
     heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]

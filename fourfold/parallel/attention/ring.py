@@ -65,9 +65,18 @@ class VisibleBlock:
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
 ) -> VisibleBlock | None:
-    """Return the keys of rank ``source`` that this rank's queries see, or None if all of them are before the windows.
+    """Return the part of a ring step that is not masked away.
 
-    Each rank has ``tokens`` queries and keys.
+    Args:
+        source: The rank whose keys this rank has now.
+        tokens: Number of queries of this rank, and of keys of ``source``.
+        documents_BS: Document of each token of the whole sequence. None without documents.
+        cp: The context axis.
+        window: Number of tokens that a query sees, including itself. 0 means all.
+        device: Device of a mask.
+
+    Returns:
+        The keys of ``source`` that this rank's queries see, or None if all of them are before the windows.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:

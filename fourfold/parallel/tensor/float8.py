@@ -50,7 +50,11 @@ def use_float8(model: Transformer, recipe: str) -> None:
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise ``UserError`` if the device has no float8 matmuls."""
+    """Check that the device has float8 matmuls.
+
+    Raises:
+        UserError: It has none.
+    """
     if device.type == "cpu":
         raise UserError("training.float8 needs a GPU, and this run is on the CPU; set training.float8 = 'none'")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:

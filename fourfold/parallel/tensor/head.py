@@ -150,7 +150,14 @@ def loss_and_gradients(
 
 
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
-    """Return the number of tokens whose logits are computed at once: a multiple of y, within a budget of logits."""
+    """Return the number of tokens whose logits are computed at once.
+
+    Args:
+        tokens: Number of tokens in all.
+        columns: Number of this rank's rows of the vocabulary.
+        y: Size of axis y. The result is a multiple of it.
+        budget: Largest number of logits.
+    """
     return min(tokens, max(1, budget // columns // y) * y)
 
 

@@ -36,7 +36,20 @@ class FittedMachine:
 
 
 def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) -> FittedMachine:
-    """Fit to tables of rows (.csv) and metrics of runs (metrics.jsonl, with run.toml in the same folder)."""
+    """Fit a machine's constants to measurements.
+
+    Args:
+        paths: Tables of rows (.csv), and metrics of runs (metrics.jsonl, with run.toml in the same folder).
+        base: The machine as its file describes it.
+        name: Name of the fitted machine.
+        seed: Seed of the folds of the cross-validation.
+
+    Returns:
+        The machine with fitted constants, and its errors before the fit and on held-out rows.
+
+    Raises:
+        UserError: A file cannot be read, no row has a step time, or the rows are from several machines.
+    """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
     # The user's own machine file describes the machine of all rows, whatever they call its GPUs.

@@ -26,8 +26,8 @@ class Machine(Cases):
     - units: processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.
-    - flash2, flash2_half: the same for FlashAttention-2, if another kernel is faster (0 if none is).
-    - intra2, intra4, intra8: one-directional bandwidth from a device to a group with this many neighbors.
+    - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if no other kernel is faster.
+    - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth to members of a group that are not neighbors.
     - host: bandwidth to the host's memory, 0 if unknown.
     - node: injection bandwidth of a node.
@@ -169,7 +169,15 @@ def parse_machine(text: str, where: str) -> Machine:
 
 
 def check_positive(value: Any, what: str) -> None:
-    """Raise ``UserError`` unless a value from a file is a plausible number above 0."""
+    """Check that a value from a file is a plausible number above 0.
+
+    Args:
+        value: The value.
+        what: Its name, for the message.
+
+    Raises:
+        UserError: It is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{what} = {str(value)[:40]} must be a number above 0, such as 1")
     if not LEAST <= value <= MOST:

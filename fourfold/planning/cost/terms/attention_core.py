@@ -56,7 +56,15 @@ class Kernel(NamedTuple):
 
 
 def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number, kernel: Kernel) -> Number:
-    """Return the seconds of a fused kernel's forward with these ``flops``, given the fastest kernel's rate."""
+    """Return the seconds of a fused kernel's forward.
+
+    Args:
+        flops: FLOPs of the forward.
+        seq: Tokens of a sequence.
+        head_dim: Size of a head.
+        rate: FLOP/s of the machine's fastest kernel for long sequences.
+        kernel: The kernel's speed relative to the fastest one.
+    """
     width = np.where(head_dim < 128, kernel.narrow, 1.0)
     return flops * (seq + kernel.half) / (seq * rate * kernel.share * width)
 
@@ -64,9 +72,16 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
 def unfused_seconds(
     scores: Number, head_dim: Number, *, rate: Number, bandwidth: Number, moved_per_score: Number
 ) -> Number:
-    """Return the seconds of one direction of the unfused core with ``scores`` = sequences × heads × queries × keys.
+    """Return the seconds of one direction of the attention core with separate kernels.
 
     Its two matmuls move the scores, and their depth (or width) is only ``head_dim``.
+
+    Args:
+        scores: Number of scores: sequences × heads × queries × keys.
+        head_dim: Size of a head.
+        rate: FLOP/s of matmuls.
+        bandwidth: Memory bandwidth in bytes per second.
+        moved_per_score: Bytes that the kernels between the matmuls move per score.
     """
     products = 2 * 2 * scores * head_dim / (0.5 * rate)
     return products + scores * moved_per_score / bandwidth

@@ -78,10 +78,16 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of sending ``size`` bytes to the next stage.
+    """Return the seconds of sending activations to the next stage.
 
     The bytes go through the network, because the slowest hop sets the pace. Only a job within one node or domain uses
     the links inside.
+
+    Args:
+        size: Bytes to send.
+        gpus: Number of GPUs of the job.
+        machine: The machine.
+        constants: The machine's constants.
     """
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node

@@ -27,10 +27,16 @@ class RankGroup(NamedTuple):
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
-    """Return the group of ``size`` ranks with a distance of ``stride``, if ranks fill one node after another.
+    """Return a group of ranks that communicate, if ranks fill one node after another.
 
     All groups of an axis work at once. Groups that leave a node share its adapters, and members of one group in the
     node use them together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that share it).
+
+    Args:
+        size: Number of ranks in the group.
+        stride: Distance between neighbors of the group, in ranks.
+        machine: The machine.
+        constants: The machine's constants.
     """
     fast = np.maximum(machine.domain, machine.gpus_per_node)
     inside = np.clip(np.floor(fast / stride), 1, size)
