@@ -7,6 +7,9 @@ OUT/gpu.json has the figures of all parts. It is replaced in one piece whenever 
 program or a part loses no figure. OUT/gpu.log has what the parts print. A second run into the same OUT keeps the parts
 that it does not run. --wheels installs packages on a machine without network. docs/gpu.md says how to use it. Needs
 torch ≥ 2.11.
+
+The exit code is 1 if a part failed, by its own exit code or a signal, or if the program was stopped. A part that ran out
+of time has not failed: a slow machine has fewer figures, and the same exit code.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ LEAST = 10.0
 END_SECONDS = 5.0
 """Time for a part to end after SIGTERM, before SIGKILL."""
 POLL = 0.2
+OUT_OF_TIME = ("not begun", "not done")
+"""How the result of a part begins that the budget has ended."""
 clock = time.monotonic
 
 
@@ -69,7 +74,8 @@ def main() -> int:
         try:
             environment = _environment(arguments, work, record, save)
             where = {"device": _device(arguments), "torch": version("torch")}
-            for name, part in chosen(arguments, environment).items():
+            asked = chosen(arguments, environment)
+            for name, part in asked.items():
                 left = begin + arguments.seconds - END_SECONDS - clock()
                 limit = min(left, part.seconds * max(1.0, arguments.seconds / BUDGET))
                 before = record["parts"].pop(name, {})
@@ -86,7 +92,14 @@ def main() -> int:
             print(f"stopped; the figures so far are in {out / 'gpu.json'}", flush=True)
             return 1
     print(f"{begin_of_line(begin)} all figures are in {out / 'gpu.json'}")
-    return 0 if all(part["result"] == "done" for part in record["parts"].values()) else 1
+    results = {name: record["parts"][name]["result"] for name in ("wheels", *asked) if name in record["parts"]}
+    late = [name for name, result in results.items() if result.startswith(OUT_OF_TIME)]
+    if late:
+        print(f"no time was left for all of {', '.join(late)}; run them again with --only {' '.join(late)}")
+    failed = [name for name, result in results.items() if name not in late and result != "done"]
+    if failed:
+        print(f"failed: {', '.join(failed)}; the end of each is in {out / 'gpu.log'}")
+    return 1 if failed else 0
 
 
 def begin_of_line(begin: float) -> str:

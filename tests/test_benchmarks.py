@@ -115,8 +115,13 @@ class Clock:
         return self.now
 
 
-def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hanging part is ended at its limit, a part after the budget is not begun, and figures of both runs are kept."""
+def test_a_part_that_fails_or_hangs_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hanging part is ended at its limit, a part after the budget is not begun, and figures of both runs are kept.
+
+    Only a part that fails makes the exit code 1.
+    """
     programs = {
         "good": program("print('[1]')", prints=True),
         "bad": program("raise SystemExit(3)"),
@@ -129,9 +134,11 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatc
     assert code == 1
     first = {"good": ("done", [1]), "bad": ("exit code 3", None), "killed": ("killed by signal 9", [3])}
     assert results(record) == first
+    assert "failed: bad, killed; " in capsys.readouterr().out
     monkeypatch.setattr(gpu, "clock", Clock(7.0))
     code, record = gpu_record(tmp_path, monkeypatch, "--only", "hangs", "late", "--seconds", "110")
-    assert code == 1
+    assert code == 0, "no part failed in this run"
+    assert "run them again with --only hangs late\n" in capsys.readouterr().out
     late = {"hangs": ("not done in 98 s", None), "late": ("not begun: no time was left", None)}
     assert results(record) == first | late
     monkeypatch.undo()
