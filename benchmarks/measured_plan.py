@@ -65,7 +65,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         finished = []
-        for run, (recompute, layers) in RUNS.items():
+        runs = RUNS if not arguments.tiny else {name: RUNS[name] for name in ("plain", "deep")}
+        for run, (recompute, layers) in runs.items():
             try:
                 train(folder, run, recompute, layers, arguments)
             except subprocess.CalledProcessError as error:

@@ -22,8 +22,8 @@ class Program(Cases):
     """Whether pointwise operations are fused (torch.compile, Transformer Engine)."""
     fused_gate: Flag = False
     """Whether a gated MLP keeps gate, up, and their product, and no activation in between."""
-    fused_loss: Flag = False
-    """Whether the loss reads 16-bit logits."""
+    fused_loss: Flag = True
+    """Whether the loss reads 16-bit logits, as fourfold's does on a GPU."""
     keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
@@ -106,7 +106,7 @@ class Program(Cases):
 OWN_PROGRAM = Program()
 
 OTHER_PROGRAM = Program(
-    is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_norms=False,
-    recomputes_gathers=False, recompute_stops_early=False,
+    is_fourfold=False, fused_loss=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False,
+    recomputes_norms=False, recomputes_gathers=False, recompute_stops_early=False,
 )  # fmt: skip
 """The defaults of programs other than fourfold."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.block import kernel_of
+from fourfold.planning.cost.attention_time import kernel_of
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.tensor_sizes import capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core

@@ -119,9 +119,10 @@ def on_hopper(version: int = 92000) -> Any:
     )
 
 
-def kernel_of(dtype: torch.dtype, width: int, is_masked: bool = False, queries: int = 64, device: str = "cuda") -> str:
+def kernel_of(dtype: torch.dtype, width: int, is_masked: bool = False, length: int = 64, device: str = "cuda") -> str:
     with FakeTensorMode():
-        return kernel_for(torch.empty(1, 2, queries, width, dtype=dtype, device=device), is_masked)
+        tensor = torch.empty(1, 2, length, width, dtype=dtype, device=device)
+        return kernel_for(tensor, tensor, is_masked)
 
 
 def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,15 +133,20 @@ def test_ring_blocks_ask_for_cudnn_where_torch_prefers_it(monkeypatch: pytest.Mo
             "cudnn", "cudnn", "cudnn", "flash", "flash", "efficient"
         ]  # fmt: skip
         assert kernel_of(bf16, 128, is_masked=True) == kernel_of(fp32, 128) == "efficient"
-        assert kernel_of(bf16, 128, queries=1) == "flash"
+        assert kernel_of(bf16, 128, length=1) == "flash", "a single key"
         assert kernel_of(bf16, 128, device="cpu") == "cpu"
-        with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
-            assert kernel_of(bf16, 128) == "flash"
-        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-        assert kernel_of(bf16, 128) == "flash"
-        monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
-        with patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-            assert kernel_of(bf16, 128) == "flash"
+        for warns, kernel in ((True, "cudnn"), (False, "flash")):
+            with (
+                patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True),
+                patch.object(torch, "is_deterministic_algorithms_warn_only_enabled", lambda warns=warns: warns),
+            ):
+                assert kernel_of(bf16, 128) == kernel
+        for value, kernel in (("1", "flash"), ("0", "cudnn")):
+            monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", value)
+            assert kernel_of(bf16, 128) == kernel
+        for capability, kernel in {(8, 0): "flash", (9, 0): "cudnn", (10, 3): "cudnn", (12, 0): "flash"}.items():
+            with patch.object(torch.cuda, "get_device_capability", lambda device, of=capability: of):
+                assert kernel_of(bf16, 128) == kernel
     capability, version = on_hopper(91002)
     with capability, version:
         assert kernel_of(bf16, 128) == "flash"

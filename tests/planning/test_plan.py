@@ -271,7 +271,7 @@ def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -
     within = [p.describe() for p in plan.ranked[: close.count]]
     assert set(within) <= {describe_layout(again.found.point(i)) for i in again.found.order}
     assert again.best.describe() == plan.best.describe() and len(again.found.order) < len(plan.found.order) / 5
-    assert indistinct(plan, 1.0).count == 1
+    assert 1 <= indistinct(plan, 1.0).count < close.count
 
 
 def test_nothing_fits_says_what_would() -> None:

@@ -15,7 +15,8 @@ from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.parallel.attention.ring import block_of_step
 from fourfold.planning.budget import checkpoint_interval, costs
-from fourfold.planning.cost.block import block_time, keys_computed
+from fourfold.planning.cost.attention_time import kernel_of, keys_computed
+from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
 from fourfold.planning.cost.step import step_parts
@@ -243,11 +244,20 @@ def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measur
     assert found == pytest.approx(list(measured.values()), rel=0.1)
 
 
-def test_the_ring_of_cp_has_the_kernel_that_returns_sums() -> None:
-    method = {name: CP_METHODS.index(name) for name in CP_METHODS}
-    for machine, slower in (("b200", 2.5), ("dgx-a100", 1.0)):
-        ring, ulysses = (attention_rate(machine, 32768, cp=8, cp_method=method[name]) for name in ("ring", "ulysses"))
-        assert ulysses / ring == pytest.approx(slower, rel=0.5 if slower > 1 else 1e-9) and ulysses >= slower * ring
+def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
+    """Only these cannot call cuDNN. The A100 has no newer kernel."""
+
+    def share(machine: str, **changes: object) -> float:
+        work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(**{"seq": 32768, "batch": 64} | changes)
+        return float(kernel_of(work, load_machine(machine)).share)
+
+    ring, ulysses = ({"cp": 8, "cp_method": CP_METHODS.index(name)} for name in ("ring", "ulysses"))
+    window = {"sliding": 1.0, "window": 4096}
+    older = [ring | {"head_dim": 256}, window]
+    newer = [ring, ulysses, ulysses | {"head_dim": 256}, ring | window, window | {"seq": 4096}]
+    assert all(share("b200", **each) < 0.5 for each in older)
+    assert all(share("b200", **each) == 1 for each in newer)
+    assert all(share("dgx-a100", **each) == 1 for each in older + newer)
 
 
 @pytest.mark.parametrize("window", [16, 32, 48, 100, 200, 256])

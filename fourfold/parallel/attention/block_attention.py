@@ -27,10 +27,15 @@ BIAS_MULTIPLE = 16
 attention does the same."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
-"""CUDA's kernels need a head width that is a multiple of this, so torch's public attention pads too."""
+"""CUDA's kernels need a head width that is a multiple of this, so torch's public attention pads too. FlashAttention takes
+no wider heads than ``WIDEST_FLASH``, and cuDNN gets none wider than ``WIDEST_CUDNN``.
+
+torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do not before cuDNN 9.23, so blocks of these
+widths use FlashAttention.
+"""
 
 CUDNN = 91500
-"""The first version of cuDNN that torch's public attention prefers on Hopper (``check_prefer_cudnn_attention``)."""
+"""torch's public attention prefers cuDNN above this version (``check_prefer_cudnn_attention`` in sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
 """Number of queries whose capped scores are computed at once, so that memory grows only with the number of keys."""
@@ -62,7 +67,7 @@ def attend_block(
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
         return _attend_capped(q_BNQD, k, v, causal, mask_B1QS, scores)
-    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, mask_B1QS is not None)
+    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, k, mask_B1QS is not None)
     q, k, v = (q_BNQD, k, v) if kernel == "cpu" else padded(q_BNQD, k, v)
     if kernel == "cpu":
         flash = ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -117,7 +122,7 @@ def attend_block_backward(
         of_queries = (grad_BNQD, q_BNQD, out_BNQD)
         dq, dk, dv = _differentiate_capped(of_queries, lse_BNQ, k, v, causal, mask_B1QS, scores)
         return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
-    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, mask_B1QS is not None)
+    bias, kernel = _bias(q_BNQD, mask_B1QS), kernel_for(q_BNQD, k, mask_B1QS is not None)
     tensors: tuple[Tensor, ...] = (grad_BNQD, q_BNQD, k, v, out_BNQD)
     tensors = tensors if kernel == "cpu" else padded(*tensors)
     if kernel == "cpu":
@@ -143,26 +148,33 @@ def attend_block_backward(
     return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
 
 
-def kernel_for(q_BNQD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
+def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
     """Return torch's kernel for a block of attention without capped scores.
 
-    CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask.
+    CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask. cuDNN's kernel needs
+    more than one key.
     """
     width = q_BNQD.shape[-1]
     if q_BNQD.device.type == "cpu":
         return "cpu"
     if is_masked or q_BNQD.dtype not in (torch.bfloat16, torch.float16) or width > WIDEST_FLASH:
         return "efficient"
-    return "cudnn" if width <= WIDEST_CUDNN and q_BNQD.shape[2] > 1 and prefers_cudnn(q_BNQD.device) else "flash"
+    return "cudnn" if width <= WIDEST_CUDNN and k_BNSD.shape[2] > 1 and prefers_cudnn(q_BNQD.device) else "flash"
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether torch's own attention prefers cuDNN on this GPU (Hopper). Its backward is not deterministic."""
-    if torch.are_deterministic_algorithms_enabled():
+    """Return whether torch's own attention prefers cuDNN on this GPU (Hopper and data center Blackwell).
+
+    The backward of cuDNN is not deterministic.
+    """
+    is_strict = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    if is_strict or torch.version.hip is not None or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    is_wanted = torch.backends.cuda.cudnn_sdp_enabled() and "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
-    return is_hopper and is_wanted and (torch.backends.cudnn.version() or 0) > CUDNN
+    major, minor = torch.cuda.get_device_capability(device)
+    is_wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return is_wanted and major in (9, 10) and minor in (0, 3) and (torch.backends.cudnn.version() or 0) > CUDNN
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Flag, Number
+from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.cost.attention_time import attention_seconds, softmax_is_plain
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
-from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores, heads_here
+from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import CP_METHODS, ModelShape, Workload
+from fourfold.planning.workload import ModelShape, Workload
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _time_with_experts(
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
     """Return the host seconds of the forward and of the backward."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
-    more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
+    more = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, more_back = work.program.fused, more
     if np.any(caps_scores(work)):
         pieces = np.where(caps_scores(work), capped_scores(work).pieces, 0.0)
@@ -164,71 +165,6 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     each = [linear_seconds(work.tokens, inner, out, item, rates, rates.matmul, share) for inner, out, share in shapes]
     forward, inputs, weights = (sum(parts) for parts in zip(*each, strict=True))
     return forward, inputs, weights
-
-
-def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
-    """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
-    model, layout, step, program = work.model, work.layout, work.step, work.program
-    queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
-    scores = queries * step.seq
-    flops = 4 * queries * keys_computed(work) * model.head_dim
-    flash = attention_core.flash_seconds(
-        flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
-    )
-    how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
-    plain = _softmax_is_plain(work)
-    moved = np.where(plain, attention_core.PLAIN_FORWARD, attention_core.UNFUSED_FORWARD)
-    moved_back = np.where(plain, attention_core.PLAIN_BACKWARD, attention_core.UNFUSED_BACKWARD)
-    forward = attention_core.unfused_seconds(scores, model.head_dim, **how, moved_per_score=moved)
-    backward = attention_core.unfused_seconds(2 * scores, model.head_dim, **how, moved_per_score=moved_back / 2)
-    forward = np.where(program.flash, flash, forward)
-    backward = np.where(program.flash, attention_core.BACKWARD * flash, backward)
-    if not np.any(caps_scores(work)):
-        return forward, backward
-    capped = attention_core.capped_seconds(queries * capped_scores(work).computed, model.head_dim, **how)
-    is_capped = caps_scores(work)
-    return np.where(is_capped, capped[0], forward), np.where(is_capped, capped[1], backward)
-
-
-def keys_computed(work: Workload) -> Number:
-    """Return the mean number of keys per query for which scores are computed, over all queries and blocks.
-
-    These are the keys that a query sees, and under fourfold's masks some more. If y shares the queries, they are all
-    keys. In a ring with a window, they are the rank's own keys, half as many keys in the neighboring chunks, and the
-    window, but never more than without a window.
-    """
-    model, layout, seq = work.model, work.layout, work.step.seq
-    seen, own = model.keys_seen(seq), seq / layout.cp
-    in_ring = np.minimum(own + (own / 2 + model.window) * (1 - 1 / layout.cp), (seq + own) / 2)
-    slides = fourfold_ring(work) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < seq)
-    ring = (1 - model.sliding) * seq / 2 + model.sliding * in_ring
-    all_keys = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
-    return np.where(all_keys, seq, np.where(slides, ring, seen))
-
-
-def fourfold_ring(work: Workload) -> Flag:
-    """Return whether fourfold passes keys and values around a ring."""
-    is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
-    passes: Flag = work.program.is_fourfold & (work.layout.cp > 1) & is_ring
-    return passes
-
-
-def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
-    """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
-    faster = np.asarray(machine.flash2) > 0
-    # fourfold's ring needs the log-sum-exps, which only FlashAttention-2's kernel returns.
-    newest = faster & ~np.asarray(work.program.flash2 | fourfold_ring(work), bool)
-    return attention_core.Kernel(
-        share=np.where(faster & ~newest, machine.flash2 / machine.attention, 1.0),
-        half=np.where(faster & ~newest, machine.flash2_half, machine.attention_half),
-        narrow=np.where(newest, attention_core.NARROW, attention_core.NARROW_FLASH2),
-    )
-
-
-def _softmax_is_plain(work: Workload) -> Flag:
-    """Return whether an unfused attention falls back to single operations."""
-    unfused = ~np.asarray(work.program.flash, bool)
-    return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)
 
 
 def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
@@ -340,8 +276,11 @@ def _head(
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
     products = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits.
-    loss = tokens / layout.y * columns * (2 * step.item_bytes + 20) / rates.bandwidth
+    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits. Our kernels read 16-bit logits twice and
+    # write the gradient over them.
+    is_ours = np.logical_and(work.program.is_fourfold, work.program.fused_loss)
+    moved = np.where(is_ours, 3 * step.item_bytes, 2 * step.item_bytes + 20)
+    loss = tokens / layout.y * columns * moved / rates.bandwidth
     residual = step.item_bytes * tokens * hidden
     over_x = gather_seconds(2 * residual, 2, x_group)
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)

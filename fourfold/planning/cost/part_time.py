@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.planning.array_fields import Cases, Number
-from fourfold.planning.cost.block import attention_seconds, norm_seconds, whole_keys_seconds
+from fourfold.planning.cost.attention_time import attention_seconds
+from fourfold.planning.cost.block import norm_seconds, whole_keys_seconds
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants

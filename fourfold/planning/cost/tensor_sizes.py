@@ -12,8 +12,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
 """Number of queries in one piece of an attention that runs as separate operations."""
 
-WIDEST_FLASH = 256
-"""The largest ``head_dim`` that FlashAttention's kernels support."""
+WIDEST_FLASH, WIDEST_CUDNN = 256, 128
+"""The largest ``head_dim`` that FlashAttention's kernels support, and the largest that a ring gives to cuDNN."""
 
 
 class TensorBytes(NamedTuple):

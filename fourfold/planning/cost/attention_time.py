@@ -1,0 +1,85 @@
+"""Seconds of one block's attention core for one micro-batch, and the kernel that a program uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.array_fields import Flag, Number
+from fourfold.planning.cost.rates import Rates
+from fourfold.planning.cost.tensor_sizes import (
+    WIDEST_CUDNN,
+    attention_over_y,
+    capped_scores,
+    caps_scores,
+    heads_here,
+)
+from fourfold.planning.cost.terms import attention_core
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import CP_METHODS, Workload
+
+
+def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
+    """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
+    scores = queries * step.seq
+    flops = 4 * queries * keys_computed(work) * model.head_dim
+    flash = attention_core.flash_seconds(
+        flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
+    )
+    how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
+    plain = softmax_is_plain(work)
+    moved = np.where(plain, attention_core.PLAIN_FORWARD, attention_core.UNFUSED_FORWARD)
+    moved_back = np.where(plain, attention_core.PLAIN_BACKWARD, attention_core.UNFUSED_BACKWARD)
+    forward = attention_core.unfused_seconds(scores, model.head_dim, **how, moved_per_score=moved)
+    backward = attention_core.unfused_seconds(2 * scores, model.head_dim, **how, moved_per_score=moved_back / 2)
+    forward = np.where(program.flash, flash, forward)
+    backward = np.where(program.flash, attention_core.BACKWARD * flash, backward)
+    if not np.any(caps_scores(work)):
+        return forward, backward
+    capped = attention_core.capped_seconds(queries * capped_scores(work).computed, model.head_dim, **how)
+    is_capped = caps_scores(work)
+    return np.where(is_capped, capped[0], forward), np.where(is_capped, capped[1], backward)
+
+
+def keys_computed(work: Workload) -> Number:
+    """Return the mean number of keys per query for which scores are computed, over all queries and blocks.
+
+    These are the keys that a query sees, and under fourfold's masks some more. If y shares the queries, they are all
+    keys. In a ring with a window, they are the rank's own keys, half as many keys in the neighboring chunks, and the
+    window, but never more than without a window.
+    """
+    model, layout, seq = work.model, work.layout, work.step.seq
+    seen, own = model.keys_seen(seq), seq / layout.cp
+    in_ring = np.minimum(own + (own / 2 + model.window) * (1 - 1 / layout.cp), (seq + own) / 2)
+    slides = fourfold_ring(work) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < seq)
+    ring = (1 - model.sliding) * seq / 2 + model.sliding * in_ring
+    all_keys = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
+    return np.where(all_keys, seq, np.where(slides, ring, seen))
+
+
+def fourfold_ring(work: Workload) -> Flag:
+    """Return whether fourfold passes keys and values around a ring."""
+    is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
+    passes: Flag = work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+    return passes
+
+
+def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
+    """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
+    faster, model = np.asarray(machine.flash2) > 0, work.model
+    # fourfold's windows, and its rings of wide heads, take FlashAttention-2 (``parallel.attention.block_attention``).
+    slides = np.equal(model.sliding, 1) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < work.step.seq)
+    own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)
+    newest = faster & ~np.asarray(work.program.flash2 | own, bool)
+    return attention_core.Kernel(
+        share=np.where(faster & ~newest, machine.flash2 / machine.attention, 1.0),
+        half=np.where(faster & ~newest, machine.flash2_half, machine.attention_half),
+        narrow=np.where(newest, attention_core.NARROW, attention_core.NARROW_FLASH2),
+    )
+
+
+def softmax_is_plain(work: Workload) -> Flag:
+    """Return whether an unfused attention falls back to single operations."""
+    unfused = ~np.asarray(work.program.flash, bool)
+    return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)
