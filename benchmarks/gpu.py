@@ -135,6 +135,8 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
         "mixture_step": benchmark("mixture_step", 60),
         "one_step": benchmark("one_step", 90),
         "measured_plan": benchmark("measured_plan", 90),
+        "loki_default": benchmark("loki_decode", 25, *half, "--k", "0", "--contexts", "32768,131072"),
+        "loki_rotated": benchmark("loki_decode", 25, *half, "--cache", "rotated", "--contexts", "32768,131072"),
         "kernels": benchmark("kernels", 40),
         "doctor": Part(["-m", "fourfold", "machine", "doctor", "--json"], 30, prints=True),
         "train_gpu_long": benchmark("train_gpu", 170, "--sequence", "8192", "--layers", "4"),
@@ -145,7 +147,7 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
             found["measured_plan"], words=[*found["measured_plan"].words, "--machine", machine]
         )
     if not gpu:  # the CPU has no such figures, or takes minutes, and it takes longer for everything
-        cpu = (name for name in found if name not in ("calibrate", "train_gpu_long", "loki_batch"))
+        cpu = (name for name in found if name not in ("calibrate", "train_gpu_long", "loki_batch", "loki_default"))
         found = {name: replace(found[name], seconds=2 * found[name].seconds) for name in cpu}
     gpus = _gpus() if gpu else 0
     if gpus > 1:

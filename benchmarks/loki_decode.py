@@ -30,7 +30,8 @@ from benchmarks.options import add_device, write_figures
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
-from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer
+from fourfold.inference.loki.loki_attention import rotate_queries
 from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 GOALS = {
@@ -40,9 +41,10 @@ GOALS = {
     ("cuda", 8, 32_768): 2.0,
     ("cuda", 1, 8_192): 0.95,
 }
-"""Least ratio, by device, batch and context."""
+"""Least ratio with 2,048 keys and a proxy, by device, batch and context."""
 
 CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
+KEYS = 2048
 REPLAYS = 20
 """Number of steps between two GPU events, so that the host's time for a launch does not count."""
 
@@ -59,10 +61,15 @@ class Shape:
     head_dim: int
     d: int
     k: int
+    """Number of keys attended to. 0 means the default share of the context."""
     dtype: torch.dtype
     device: str
     proxy_dtype: torch.dtype | None = None
     kernels: str = "auto"
+    cache: str = "proxy"
+
+    def keys_of(self, context: int) -> int:
+        return LokiConfig(d=self.d, k=self.k or None).key_count(context)
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,9 @@ def main() -> int:
     dtype = DTYPES[arguments.dtype]
     proxy_dtype = None if arguments.proxy_dtype == "same" else torch.bfloat16
     shape = Shape(
-        arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype, arguments.kernels
-    )
+        arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype,
+        arguments.kernels, arguments.cache,
+    )  # fmt: skip
     header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
     print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
     rows: list[Row] = []
@@ -129,7 +137,7 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
     best = min((name for name in steps if name != "loki"), key=medians.__getitem__)
     size = (context, shape.head_dim)
     itemsize = shape.dtype.itemsize
-    kept = (shape.d, min(shape.k, context), shape.kv_heads, itemsize, (shape.proxy_dtype or shape.dtype).itemsize)
+    kept = (shape.d, shape.keys_of(context), shape.kv_heads, itemsize, (shape.proxy_dtype or shape.dtype).itemsize)
     floor = shape.batch * floor_bytes(*size, *kept)
     dense = shape.batch * dense_bytes(*size, shape.kv_heads, itemsize)
     return Row(
@@ -139,7 +147,7 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
         medians["loki"],
         min(times[best]) * 1e3,
         min(times["loki"]) * 1e3,
-        GOALS.get((shape.device, shape.batch, context)),
+        GOALS.get((shape.device, shape.batch, context)) if shape.k == KEYS and shape.cache == "proxy" else None,
         floor / dense if traffic is None else traffic / dense,
         None if traffic is None else traffic / floor,
     )
@@ -147,17 +155,21 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
 
 def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     """The step, and on a CPU the bytes of the cache that it reads, counted of torch's operations."""
-    basis_KDd = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q[..., : shape.d]
-    basis_KDd = basis_KDd.contiguous().to(shape.device)
-    k = min(shape.k, context)
-    layer = LokiLayer(basis_KDd, context, shape.proxy_dtype)
+    basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
+    basis_KDd: Tensor | None = basis_KDD[..., : shape.d].contiguous()
+    k, is_rotated = shape.keys_of(context), shape.cache == "rotated"
+    layer: LokiLayer | RotatedLayer = LokiLayer(basis_KDd, context, shape.proxy_dtype)
+    if is_rotated:
+        layer, basis_KDd = RotatedLayer(basis_KDD, shape.d, context), None
     config = LokiConfig(d=shape.d, k=k, kernels=shape.kernels)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
     def step(config: LokiConfig = config) -> Tensor:
+        layer.expected = True
         layer.update(new, new)
-        out = decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
+        asked = rotate_queries(query[:, :, None], basis_KDD)[:, :, 0] if is_rotated else query
+        out = decode(asked, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
         layer.crop(-1)
         return out
 
@@ -229,6 +241,7 @@ def _graph(step: Step) -> Callable[[], object]:
 def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
     for begin in range(0, count, 8192):
         tokens = _tokens(shape, min(8192, count - begin))
+        layer.expected = True  # rotated keys are for attention that rotates its queries
         layer.update(tokens, tokens)
 
 
@@ -259,14 +272,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", help=f"default: {CONTEXTS}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--d", type=int, default=32)
-    parser.add_argument("--k", type=int, default=2048)
+    parser.add_argument("--k", type=int, default=KEYS, help="keys attended to. 0: the default share of the context")
+    parser.add_argument("--cache", default="proxy", choices=["proxy", "rotated"])
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
     parser.add_argument("--proxy-dtype", default="same", choices=["same", "bf16"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
     add_device(parser)
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.contexts, arguments.k, arguments.rounds = "256", 64, 2
+        arguments.contexts, arguments.k, arguments.rounds = "256", 64 if arguments.k else 0, 2
     return arguments
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +24,13 @@ from fourfold.parallel.attention.block_attention import (
     kernel_for,
 )
 from fourfold.parallel.attention.document_attention import KeyLimits
+from fourfold.parallel.grid.process_group import NVIDIA_SETTINGS
+from fourfold.parallel.tensor import head
 from fourfold.planning.cost.activations import kept_by_core
 from fourfold.planning.run_workload import workload_of
 from fourfold.verification import recorder
 from fourfold.verification.recorder import flash_backward_bytes
-from fourfold.verification.trace import trace
+from fourfold.verification.trace import MATMUL_WORKSPACES, trace
 
 
 def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, list[Tensor]]:
@@ -109,6 +112,20 @@ def test_only_the_trace_of_a_gpu_counts_what_flash_backward_allocates(data: dict
             with patch.object(recorder, "flash_backward_bytes", lambda *_, size=size: size):
                 peaks[device, size] = trace(run, whole=True).memory.activations_peak
     assert peaks["cpu", 0] == peaks["cpu", 10**9] and 10**9 < peaks["cuda", 10**9] < 10**9 + peaks["cuda", 0]
+
+
+def test_workspaces_of_matmuls_follow_torchs_rule() -> None:
+    """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp: the sum of size · count KiB."""
+    sizes = re.findall(r":(\d+):(\d+)", NVIDIA_SETTINGS["CUBLAS_WORKSPACE_CONFIG"])
+    assert 2 * sum(int(size) * 2**10 * int(count) for size, count in sizes) == MATMUL_WORKSPACES
+
+
+def test_the_peak_is_the_same_if_the_heads_gradient_is_added_in_place() -> None:
+    """As CUDA adds it. The cast of the whole gradient needs as much memory as a product that is added."""
+    run = tiny_run(LLAMA | {"vocab_size": 4096}, training={"precision": "bf16", "device": "cuda"})
+    peak = trace(run, whole=True).memory.total_peak
+    with patch.object(head, "_add_matmul", lambda total, left, right: None):
+        assert trace(run, whole=True).memory.total_peak == peak
 
 
 def on_hopper(version: int = 92000) -> Any:

@@ -10,7 +10,13 @@ from pathlib import Path
 import layouts
 import layouts_of_experts
 import pytest
+import test_parity
 import torch
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.config.run import AXES
+from fourfold.huggingface.architectures.written_config import config_of
 
 SCRIPT = Path(__file__).parents[1] / "fake_cuda_steps.py"
 FIGURES = "step_checks.py:figures_of_all_ranks: reads numbers"
@@ -46,6 +52,15 @@ def expected(counts: int) -> dict[str, int]:
 
 def test_a_step_waits_for_the_gpu_once_and_for_the_counts_of_experts() -> None:
     assert waits(*FAST) == {name: expected(counts) for name, counts in FAST.items()}
+
+
+def test_the_cases_have_every_family_and_every_axis() -> None:
+    """The slow test takes a step of each family on each axis, and experts also along ep."""
+    types = {config_of(ModelConfig(**preset))["model_type"] for preset in PRESETS.values()}
+    assert types <= test_parity.FAMILIES.keys()
+    assert set(AXES) == test_parity.ONE_AXIS.keys()
+    experts = layouts_of_experts.CASES | layouts_of_experts.SLOW_CASES
+    assert {"ep"} <= {axis for _, grid, _ in experts.values() for axis in grid}
 
 
 @pytest.mark.slow

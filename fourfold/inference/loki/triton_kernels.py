@@ -173,7 +173,7 @@ def _rank(
             kept_S = tl.load(always + (row // heads) * length + s, s < length, 0) != 0
             worth_S = tl.where(kept_S, float("inf"), worth_S)
         bits_S = worth_S.to(tl.uint32, bitcast=True)
-        rank_S = tl.where((bits_S >> 31) != 0, ~bits_S, bits_S | 0x80000000)
+        rank_S = tl.where((bits_S >> 31) != 0, bits_S ^ 0xFFFFFFFF, bits_S | 0x80000000)
         tl.store(ranks + row * length + s, rank_S.to(tl.int32, bitcast=True), s < length)
         histogram_N += _histogram(rank_S >> 21, s < length)
     _add(histograms + row * BINS, histogram_N)

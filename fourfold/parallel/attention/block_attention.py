@@ -27,8 +27,8 @@ BIAS_MULTIPLE = 16
 attention does the same."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
-"""CUDA's kernels need a head width that is a multiple of this, so torch's public attention pads too. FlashAttention takes
-no wider heads than ``WIDEST_FLASH``, and cuDNN gets none wider than ``WIDEST_CUDNN``.
+"""CUDA's kernels need a head width that is a multiple of ``WIDTH_MULTIPLE``, so torch's public attention pads too.
+FlashAttention takes no wider heads than ``WIDEST_FLASH``, and cuDNN gets none wider than ``WIDEST_CUDNN``.
 
 torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do not before cuDNN 9.23, so blocks of these
 widths use FlashAttention.

@@ -111,10 +111,22 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def set_up_gpu() -> None:
-    """Set the environment variables for GPUs, except those that the user has set under a current or an old name."""
-    for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
-        if OLDER_NAMES.get(name, "") not in os.environ:
-            os.environ.setdefault(name, value)
+    """Set the environment variables for GPUs, except those that the user has set under a current or an old name.
+
+    Warn on rank 0 if the program has used its GPU already, because the variables come too late then.
+    """
+    settings = NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS
+    missing = {
+        name: value for name, value in settings.items() if not {name, OLDER_NAMES.get(name, name)} & os.environ.keys()
+    }
+    os.environ.update(missing)
+    if missing and torch.cuda.is_initialized() and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(
+            f"warning: this program used its GPU before fourfold could set {', '.join(missing)}, so collectives may be "
+            "slower and memory may fragment; create the Grid first, or start the program with "
+            f"{' '.join(f'{name}={value}' for name, value in missing.items())}",
+            file=sys.stderr,
+        )
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:

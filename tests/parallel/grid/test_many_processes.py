@@ -103,6 +103,20 @@ def test_the_users_own_allocator_settings_win(monkeypatch: pytest.MonkeyPatch, n
     assert of_allocator == {name: "max_split_size_mb:64"}
 
 
+def test_a_program_that_used_its_gpu_too_early_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    for is_used, told in ((False, ""), (True, "before fourfold could set CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC")):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_used=is_used: is_used)
+        own = {"TORCH_NCCL_HIGH_PRIORITY": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+        monkeypatch.setattr(os, "environ", own)
+        process_group.set_up_gpu()
+        assert told in (errors := capsys.readouterr().err) and bool(errors) == is_used
+    process_group.set_up_gpu()
+    assert not capsys.readouterr().err, "all are set"
+
+
 def test_settings_of_a_gpu_are_made_for_a_group_that_the_program_started(
     pool: Pool,
 ) -> None:

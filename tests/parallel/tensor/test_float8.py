@@ -42,8 +42,20 @@ def bf16_run(grid: dict[str, int], float8: str = "none", **sections: object) -> 
     return tiny_run(model, grid, training=training, optimizer={"lr": 1e-2}, **sections)
 
 
+def scales_rows() -> bool:
+    """Return whether torch's CPU kernel takes a scale for each row."""
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(ones, ones.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_products_are_torchaos(recipe: str) -> None:
+    if recipe != "tensorwise" and not scales_rows():
+        pytest.skip("the CPU kernel of torch 2.11 scales whole tensors only")
     torch.manual_seed(0)
     config = Float8LinearConfig.from_recipe_name(recipe)
     theirs = Float8Linear.from_float(torch.nn.Linear(64, 48, bias=False).bfloat16(), config)
