@@ -114,6 +114,20 @@ def test_only_the_trace_of_a_gpu_counts_what_flash_backward_allocates(data: dict
     assert peaks["cpu", 0] == peaks["cpu", 10**9] and 10**9 < peaks["cuda", 10**9] < 10**9 + peaks["cuda", 0]
 
 
+def test_a_packed_run_is_traced_with_one_document_per_sequence() -> None:
+    """The kernel's backward allocates rows for every document, and a document may be a token."""
+    counts: list[int | None] = []
+
+    def note(*sizes: int | None) -> int:
+        counts.append(sizes[6])
+        return 0
+
+    run = tiny_run(training={"precision": "bf16"}, data={"source": "python-stdlib", "mask_documents": True})
+    with patch.object(recorder, "flash_backward_bytes", note):
+        trace(run, whole=True)
+    assert set(counts) == {run.training.micro_batch_size}
+
+
 def test_workspaces_of_matmuls_follow_torchs_rule() -> None:
     """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp: the sum of size · count KiB."""
     sizes = re.findall(r":(\d+):(\d+)", NVIDIA_SETTINGS["CUBLAS_WORKSPACE_CONFIG"])
