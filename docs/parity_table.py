@@ -30,6 +30,7 @@ from mutants_of_layers import LAYERS  # noqa: E402
 from mutants_of_optimizers import OPTIMIZERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
 from mutants_of_preferences import PREFERENCES  # noqa: E402
+from mutants_of_runs import RUNS  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
 from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
@@ -104,7 +105,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
 FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
 
 

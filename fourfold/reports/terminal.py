@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 def parity_table(report: ParityReport) -> None:
     """Print, for each quantity, the tensor that deviates most from float64, next to one process in float32."""
     rows = []
-    for quantity in report.deviations:
-        worst = report.worst(quantity)
+    shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
+    shown += [("own types", each, report.own_types_limit) for each in report.own_types]
+    for quantity, worst, limit in shown:
         numbers = [f"{worst.grid:.1e}", f"{worst.one_process:.1e}", f"{worst.ratio:.1f}"]
-        rows.append([quantity, worst.tensor, *numbers, "ok" if worst.ratio <= report.limit else "FAILED"])
+        rows.append([quantity, worst.tensor, *numbers, "ok" if worst.ratio <= limit else "FAILED"])
     title = f"Differences from float64, in the tensor with the largest ratio (limit {report.limit:g})"
     print_table(title, ("quantity", "tensor", "grid", "one process", "ratio", ""), rows, words=("tensor",))
     Console().print(
-        f"resumed: saved, loaded on {report.resumed_on}, one more step\n"
+        f"resumed: trained by the trainer, resumed on {report.resumed_on}, one more step\n"
         f"replicas: {report.replicas:.1e} apart {_ok(report.replicas == 0)}\n"
         f"initial weights: within {report.initial:.1f} standard errors of their distributions "
         f"{_ok(report.initial <= report.initial_limit)}"

@@ -11,7 +11,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Windows, documents_of
 from fourfold.data.goldfish import build_goldfish_mask
 from fourfold.data.loader import Loader, MicroBatch
-from fourfold.data.masks import LossMask, document_boundary
+from fourfold.data.masks import LossMask, answers_only, document_boundary
 from fourfold.parallel.grid.grid import Grid
 from fourfold.training.corpora import micro_batches
 
@@ -19,58 +19,46 @@ from fourfold.training.corpora import micro_batches
 class RandomSamples:
     """Random token samples for a loader. Each sample is a function of its number alone.
 
-    The labels that count are random too, and spread very unevenly (see ``kept``). With experts, up to half of a
-    sequence is padding, because experts must not count padding.
+    They are as uneven as real data can be:
+
+    - The labels that count are spread very unevenly (see ``kept``).
+    - Documents have random lengths. Every fourth sequence has a row of documents of one token.
+    - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are kept apart,
+      every fourth sequence has a document of padding between the others.
+    - One micro-batch of a step repeats a single token, so a few experts get all its rows and the others get none.
     """
 
     def __init__(self, run: RunConfig) -> None:
         training = run.training
         self.seq_length, self.vocab_size = training.seq_length, run.model.vocab_size
         self.batch, self.micro_batch = training.global_batch_size, training.micro_batch_size
-        self.beta, self.is_padded = run.dpo.beta, run.model.num_experts > 0
+        self.beta, self.pads_inside = run.dpo.beta, run.data.mask_documents
         self.goldfish = build_goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
         self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
 
     @property
     def masks(self) -> list[LossMask]:
         """Return the masks for a loader of these samples."""
-        masks: list[LossMask] = [document_boundary, lambda windows: self.kept(windows.numbers)]
+        masks: list[LossMask] = [document_boundary, answers_only]
         return masks if self.goldfish is None else [*masks, self.goldfish]
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Return the samples with these numbers. Each holds about four documents."""
-        length = self.look_back + self.seq_length + 1
+        """Return the samples with these numbers. The labels that count are the answers of the windows."""
         numbers = np.asarray(numbers, dtype=np.int64)
+        length = self.look_back + self.seq_length + 1
         generators = [np.random.default_rng((1, number)) for number in numbers]
         tokens = np.stack([generator.integers(self.vocab_size, size=length) for generator in generators])
-        starts = [np.flatnonzero(generator.random(length) < 4 / self.seq_length) for generator in generators]
-        documents = documents_of(starts, length)
-        documents -= documents[:, self.look_back, None]
-        if not self.is_padded:
-            return Windows(tokens, documents, numbers, self.look_back, reference=self.reference(numbers))
-        is_padding = np.arange(length) - self.look_back >= self.data_tokens(numbers)[:, None]
-        tokens[is_padding] = 0
-        documents[is_padding] = self.seq_length  # Padding is a separate document.
-        is_data = ~is_padding[:, self.look_back :]
-        return Windows(tokens, documents, numbers, self.look_back, None, self.reference(numbers), is_data)
-
-    def data_tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens before the padding of each window, [samples]."""
-        most = self.seq_length + 1
-        return np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
-
-    def reference(self, numbers: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return reference log-probabilities close to those of an untrained model, so that all margins are close to
-        zero."""
-        if not self.beta:
-            return None
-        even = -np.log(self.vocab_size) * self.kept(numbers).sum(1)
-        drawn = [np.random.default_rng((3, number)).normal() for number in numbers]
-        found: NDArray[np.float32] = (even + np.array(drawn) / self.beta).astype(np.float32)
-        return found
+        is_repeated = self._is_micro_batch(numbers, 3) if self.batch // self.micro_batch > 3 else np.zeros_like(numbers)
+        tokens = np.where(is_repeated[:, None], tokens[:, :1], tokens)
+        documents = self._documents(numbers, generators, length)
+        is_padding = self._is_padding(numbers, documents[:, self.look_back :])
+        tokens[:, self.look_back :][is_padding] = 0
+        kept = self.kept(numbers) & ~is_padding[:, 1:]
+        answers = np.concatenate([~kept[:, :1], kept], axis=1)  # the first token is never predicted, so its mark is odd
+        return Windows(tokens, documents, numbers, self.look_back, answers, self._reference(numbers, kept), ~is_padding)
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the labels that no mask of the run file leaves out, [samples, S].
+        """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
 
         In the first sequence of a batch all labels count, in the last only one in twenty. One micro-batch of each batch
         has no label at all. Another has labels only in the last eighth of its sequences, so some cp or x ranks have
@@ -80,16 +68,48 @@ class RandomSamples:
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
         found: NDArray[np.bool_] = np.stack(drawn) < shares[:, None]
-        step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         count = self.batch // self.micro_batch
         if count > 2:
-            found[micro_batch == (step + 2) % count] = np.arange(self.seq_length) >= self.seq_length * 7 // 8
+            found[self._is_micro_batch(numbers, 2)] = np.arange(self.seq_length) >= self.seq_length * 7 // 8
         if count > 1:
-            found[micro_batch == (step + 1) % count] = False
+            found[self._is_micro_batch(numbers, 1)] = False
         if count in (2, 3):
-            found[micro_batch == step % count] = True
-        if self.is_padded:
-            found &= np.arange(1, self.seq_length + 1) < self.data_tokens(numbers)[:, None]
+            found[self._is_micro_batch(numbers, 0)] = True
+        return found
+
+    def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
+        """Return which samples belong to a micro-batch of their step. Its number is ``place`` + the step."""
+        step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
+        found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
+        return found
+
+    def _documents(
+        self, numbers: NDArray[np.int64], generators: list[np.random.Generator], length: int
+    ) -> NDArray[np.int64]:
+        """Return the document of each token: about four in a sequence. The window's first token is in document 0."""
+        is_start = np.stack([generator.random(length) < 4 / self.seq_length for generator in generators])
+        ones = slice(self.look_back + self.seq_length // 2, self.look_back + self.seq_length * 5 // 8)
+        is_start[numbers % 4 == 2, ones] = True
+        documents = documents_of([np.flatnonzero(row) for row in is_start], length)
+        return documents - documents[:, self.look_back, None]
+
+    def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Choose the padding of each window, [samples, S + 1], and make padding at the end a document of its own."""
+        most = self.seq_length + 1
+        data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
+        is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])
+        documents[is_end] = self.seq_length
+        is_inside = (numbers % 4 == 0)[:, None] & (documents == 1) & self.pads_inside
+        found: NDArray[np.bool_] = is_end | is_inside
+        return found
+
+    def _reference(self, numbers: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float32] | None:
+        """Return reference log-probabilities near an untrained model, so that no margin is far from zero."""
+        if not self.beta:
+            return None
+        even = -np.log(self.vocab_size) * kept.sum(1)
+        drawn = [np.random.default_rng((3, number)).normal() for number in numbers]
+        found: NDArray[np.float32] = (even + np.array(drawn) / self.beta).astype(np.float32)
         return found
 
 

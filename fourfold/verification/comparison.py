@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.data.loader import MicroBatch
+from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.deviation import deviation, deviations, largest_differences, replica_difference
+from fourfold.verification.deviation import (
+    amplification,
+    deviation,
+    deviations,
+    largest_differences,
+    replica_difference,
+)
 from fourfold.verification.initial_weights import initial_weights_error
-from fourfold.verification.one_process import Figures, PlainLogits, Reference
-from fourfold.verification.parity_report import Deviation, ParityReport
+from fourfold.verification.one_process import PlainLogits, Reference
+from fourfold.verification.parity_report import Deviation
+from fourfold.verification.reference_batches import random_batch
+from fourfold.verification.trained_run import compare_records, train_and_resume
 from fourfold.verification.transformers_reference import transformers_logits
+from fourfold.verification.uneven_experts import skew_router_biases
 
 Against = Literal["plain", "transformers"]
 
@@ -31,17 +43,21 @@ class Comparison:
         """Start the references from the job's weights."""
         self.deviations: dict[str, list[Deviation]] = {}
         self.replicas = self.initial = 0.0
+        self.amplification = amplification(job.run)
+        self.own_types: list[Deviation] = []
+        self.start: dict[str, Tensor] = {}
+        """The initial weights. Only rank 0 has them."""
         self.references: list[Reference] = []
         if against == "transformers":
-            config_of(job.run.model)  # Raise the error on every process, not only on rank 0.
-        weights = self._whole(job.shards, [shard.local for shard in job.shards])
-        if weights is None:
+            config_of(job.run.model)  # raise on every process, not on rank 0 alone
+        initial = self.gather(job.shards, [shard.local for shard in job.shards])
+        skew_router_biases(job)
+        weights = self.gather(job.shards, [shard.local for shard in job.shards])
+        if initial is None or weights is None:
             return
-        self.initial = initial_weights_error(job.run, weights)
-        logits = PlainLogits(job.run) if against == "plain" else transformers_logits(job.run, job.device)
-        self.references = [
-            Reference(job.run, logits, weights, job.device, dtype) for dtype in (torch.float32, torch.float64)
-        ]
+        self.start, self.initial = initial, initial_weights_error(job.run, initial)
+        self.logits = PlainLogits(job.run) if against == "plain" else transformers_logits(job.run, job.device)
+        self.references = self._references(job.run, job.device, weights)
 
     def step(self, job: Job, step: int) -> None:
         """Take one step and compare everything in it."""
@@ -56,20 +72,32 @@ class Comparison:
         loss = job.forward_backward(micro_batches, kept)
         scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
         with_gradients = [shard for shard in job.trained if shard.grad is not None]
-        gradients = self._whole(
+        gradients = self.gather(
             with_gradients, [shard.grad / scale for shard in with_gradients if shard.grad is not None]
         )
         norm = job.clip()
         job.update(step, norm)
-        weights = self._whole(job.shards, [shard.local for shard in job.shards])
+        weights = self.gather(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
-            one, exact = self._references_step(job, step)
-            self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
+            batch, most = random_batch(job.run, step, job.device), job.run.optimizer.max_grad_norm
+            one, exact = (reference.step(step, batch, most) for reference in self.references)
+            self._add("loss", [self._deviation("loss", loss, one.loss, exact.loss)])
             self._add("validation", validation)
-            self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
-            self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
+            self._add("grad_norm", [self._deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
+            self._add("gradients", deviations(gradients, one.gradients, exact.gradients, None, self.amplification))
             self._compare_weights("weights", weights)
         self._compare_averages("averages", job)
+
+    def resumed(self, run: RunConfig, other: ParallelConfig, place: Place) -> None:
+        """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights."""
+        job, recorded = train_and_resume(run, other, place)
+        weights = self.gather(job.shards, [shard.local for shard in job.shards])
+        if weights is not None:
+            self.references = self._references(run, job.device, self.start)
+            self._add("resumed", compare_records(run, recorded, self.references))
+            self._compare_weights("resumed", weights)
+            shutil.rmtree(run.output_dir)
+        self._compare_averages("resumed", job)
 
     def dropped_step(self, job: Job, step: int) -> None:
         """Drop a step, as training does when gradients overflow. The references never see it.
@@ -86,22 +114,12 @@ class Comparison:
         else:
             job.update(step, math.inf)
 
-    def resumed_step(self, job: Job, step: int) -> None:
-        """Take one step as training does, on a job that was loaded from a checkpoint."""
-        result = job.train_step(random_micro_batches(job.run, step, job.grid, job.device), step)
-        weights = self._whole(job.shards, [shard.local for shard in job.shards])
-        if weights is not None:
-            one, exact = self._references_step(job, step)
-            self._add("resumed", [deviation("loss", result.loss, one.loss, exact.loss)])
-            self._add("resumed", [deviation("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
-            self._compare_weights("resumed", weights)
-        self._compare_averages("resumed", job)
-
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
         """Compare the first step's samples the way validation computes them."""
         loss = job.evaluate(micro_batches)
-        of_references = [reference.evaluate(0) for reference in self.references]
-        return [deviation("loss", loss, *of_references)] if of_references else []
+        batch = random_batch(job.run, 0, job.device) if self.references else None
+        of_references = [reference.evaluate(batch)["loss"] for reference in self.references if batch is not None]
+        return [self._deviation("loss", loss, *of_references)] if of_references else []
 
     def _compare_weights(self, quantity: str, weights: dict[str, Tensor]) -> None:
         one, exact = (reference.weights() for reference in self.references)
@@ -117,21 +135,20 @@ class Comparison:
         return largest_differences(one, exact)
 
     def _compare_averages(self, quantity: str, job: Job) -> None:
-        if job.average is not None and (averages := self._whole(job.trained, job.average.averages)) is not None:
+        if job.average is not None and (averages := self.gather(job.trained, job.average.averages)) is not None:
             one, exact = (reference.averages for reference in self.references)
             self._add(quantity, deviations(averages, one, exact, self._noise()))
 
-    def _references_step(self, job: Job, step: int) -> list[Figures]:
-        max_grad_norm = job.run.optimizer.max_grad_norm
-        return [reference.step(step, max_grad_norm) for reference in self.references]
+    def _references(self, run: RunConfig, device: torch.device, weights: dict[str, Tensor]) -> list[Reference]:
+        return [Reference(run, self.logits, weights, device, dtype) for dtype in (torch.float32, torch.float64)]
 
-    def report(self, resumed_on: str, not_compared: dict[str, str]) -> ParityReport:
-        return ParityReport(self.deviations, self.replicas, self.initial, resumed_on, not_compared)
+    def _deviation(self, name: str, got: Tensor, one: Tensor, exact: Tensor) -> Deviation:
+        return deviation(name, got, one, exact, self.amplification)
 
     def _add(self, quantity: str, found: list[Deviation]) -> None:
         self.deviations.setdefault(quantity, []).extend(found)
 
-    def _whole(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """Return whole tensors on rank 0, after comparing the replicas."""
         parts = gather_parts(shards, tensors)
         if parts is None:

@@ -11,11 +11,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fourfold.config.run import RunConfig
 from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
 
-def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Deviation:
+def amplification(run: RunConfig) -> float:
+    """Return by how much a run amplifies the rounding of float32, at least 1.
+
+    [dpo] subtracts log-probabilities of whole answers, which are large numbers, and multiplies the result with beta.
+    """
+    return max(1.0, run.dpo.beta * run.training.seq_length * math.log(run.model.vocab_size))
+
+
+def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor, amplification: float = 1.0) -> Deviation:
     """Return the deviation of one tensor.
 
     Args:
@@ -23,8 +32,9 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> De
         grid: The grid's result, on the CPU.
         one_process: The result of one process in float32.
         exact: The result of one process in float64.
+        amplification: See the function of that name.
     """
-    ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
+    ulp = amplification * torch.finfo(torch.float32).eps * float(exact.abs().max())
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 
 
@@ -33,17 +43,21 @@ def deviations(
     one_process: Mapping[str, Tensor],
     exact: Mapping[str, Tensor],
     noise: Mapping[str, float] | None = None,
+    amplification: float = 1.0,
 ) -> list[Deviation]:
     """Return the deviations of all tensors.
 
     A tensor that is missing on the grid or in the reference has an infinite deviation.
 
     Args:
+        amplification: See the function of that name.
         noise: The smallest deviation to assume for one process, by tensor name. Absent names have no such minimum.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
-    found = [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
+    found = [
+        deviation(name, grid[name], one_process[name], exact[name], amplification) for name in exact if name in grid
+    ]
     return missing + [each._replace(one_process=max(each.one_process, least.get(each.tensor, 0.0))) for each in found]
 
 

@@ -11,23 +11,20 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
-from fourfold.data.dataset import Windows
 from fourfold.models.mixture import Mixture, Routing, is_router_bias
 from fourfold.training.job import build_model
-from fourfold.verification.batches import RandomSamples
 from fourfold.verification.float64 import InFloat64
-from fourfold.verification.reference_labels import document_ends, kept_tokens, positions
+from fourfold.verification.reference_batches import Sequences
+from fourfold.verification.reference_labels import document_ends
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 Parameters = Mapping[str, Tensor]
@@ -41,26 +38,8 @@ class Figures(NamedTuple):
     """Before clipping."""
     gradients: dict[str, Tensor]
     """Before clipping."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of one step. ``documents_BS`` is None if attention may cross documents."""
-
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    kept_BS: Tensor
-    positions_BS: Tensor
-    documents_BS: Tensor | None
-    reference_B: Tensor | None
-    """With [dpo], the reference model's log-probability of the kept tokens of each sequence."""
-    is_data_BS: Tensor | None
-    """False for padding. None if there is no padding."""
-
-    def part(self, rows: slice) -> Sequences:
-        """Return some of the sequences."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
+    preferences: dict[str, Tensor]
+    """With [dpo], the metrics of the pairs before the step. Otherwise empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
@@ -70,6 +49,9 @@ within them."""
 
 class Reference:
     """A model that one process trains, in float32 or float64."""
+
+    loss_scale = 1.0
+    """Factor on the loss in the backward pass. Gradients are divided by it."""
 
     def __init__(
         self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, dtype: torch.dtype
@@ -82,30 +64,58 @@ class Reference:
         self.router_losses = RouterLosses(run, device)
         self.averages: dict[str, Tensor] = {}
         """Moving averages of the trained weights. Empty if the run has none."""
+        self.pairs: list[Tensor] = []
+        """With [dpo], margins and rewards of the chosen answers of the pairs of each forward pass, [2, P]."""
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> Tensor:
-        """Return the mean loss of a step's random samples, as validation computes it (no expert capacity)."""
-        batch = self._sequences(step)
-        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
-            return self._loss(batch) / self._units(batch)
+    def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
+        """Return a batch's mean loss as ``loss``, computed as in validation (no expert capacity), and [dpo] metrics.
 
-    def step(self, step: int, max_grad_norm: float) -> Figures:
-        """Train one step on its random samples, and return its numbers."""
-        batch, size = self._sequences(step), self.run.training.micro_batch_size
+        Args:
+            batch: The sequences.
+            averaged: Whether to use the moving averages in place of the weights.
+        """
+        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+            loss = self._loss(batch, self.parameters(averaged)) / self._units(batch)
+        return {"loss": loss, **self._take_preferences()}
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: Sequences) -> Tensor:
+        """Return the log-probability of the kept tokens of each sequence under the weights, [B]."""
+        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+            return self._answers(batch, self.parameters())
+
+    def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
+        """Train one step on its samples, and return its numbers."""
+        size = self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with self._precision():
             for first in range(0, len(batch.tokens_BS), size):
                 rows = slice(first, first + size)
-                part = self._loss(batch.part(rows)) / self._units(batch)
-                (part + self.router_losses.of(self.logits, batch, rows)).backward()
+                part = self._loss(batch.part(rows), self.parameters()) / self._units(batch)
+                (self.loss_scale * (part + self.router_losses.of(self.logits, batch, rows))).backward()
+                self.after_backward()
                 loss += part.detach()
+        for p in self.trained.values():
+            if p.grad is not None:
+                p.grad /= self.loss_scale
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
-        self.optimizer.step(_learning_rate(step, self.run))
+        self.optimizer.step(learning_rate(step, self.run))
+        self.after_step()
         self._average()
         self.router_losses.end_step(self.trained)
-        return Figures(loss, norm, gradients)
+        return Figures(loss, norm, gradients, self._take_preferences())
+
+    def parameters(self, averaged: bool = False) -> Parameters:
+        """Return the weights that the model computes with."""
+        return {**self.frozen, **self.trained, **(self.averages if averaged else {})}
+
+    def after_backward(self) -> None:
+        """Called after the backward pass of each micro-batch."""
+
+    def after_step(self) -> None:
+        """Called after each step of the optimizer."""
 
     def _average(self) -> None:
         decay = self.run.ema.decay
@@ -130,38 +140,33 @@ class Reference:
         """Return the number of items in the mean loss: kept labels, or pairs with [dpo]."""
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
-    def _loss(self, batch: Sequences) -> Tensor:
+    def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
         """Return the sum of the losses of the sequences."""
-        logits_BSV = self.logits({**self.frozen, **self.trained}, batch)
-        kept_BS = batch.kept_BS
         if batch.reference_B is not None:
-            log_probs_BSV = logits_BSV.log_softmax(-1)
-            log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
-            gains_B = (log_probs_BS * kept_BS).sum(1) - batch.reference_B.to(log_probs_BS.dtype)
-            margins_P = self.run.dpo.beta * (gains_B[0::2] - gains_B[1::2])
+            answers_B = self._answers(batch, parameters)
+            gains_B = self.run.dpo.beta * (answers_B - batch.reference_B.to(answers_B.dtype))
+            margins_P = gains_B[0::2] - gains_B[1::2]
+            self.pairs.append(torch.stack([margins_P, gains_B[0::2]]).detach())
             return (1 + (-margins_P).exp()).log().sum()
+        logits_BSV, kept_BS = self.logits(parameters, batch).float(), batch.kept_BS
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
-    def _sequences(self, step: int) -> Sequences:
-        size, samples = self.run.training.global_batch_size, RandomSamples(self.run)
-        apart = self.run.data.mask_documents
-        numbers = np.arange(step * size, (step + 1) * size)
-        windows: Windows = samples.read(numbers)
-        goldfish = self.run.masks.goldfish
-        is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
-        kept_BS = kept_tokens(windows, samples.kept(numbers), goldfish, [is_masked] * size)
-        tokens = torch.from_numpy(windows.tokens).to(self.device)
-        documents_BS = torch.from_numpy(windows.documents[:, :-1]).to(self.device)
-        positions_BS = positions(documents_BS if apart else torch.zeros_like(documents_BS))
-        return Sequences(
-            tokens[:, :-1],
-            tokens[:, 1:],
-            kept_BS.to(self.device),
-            positions_BS,
-            documents_BS if apart else None,
-            None if windows.reference is None else torch.from_numpy(windows.reference).to(self.device),
-            None if windows.is_data is None else torch.from_numpy(windows.is_data[:, :-1]).to(self.device),
-        )
+    def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
+        """Return the log-probability of the kept tokens of each sequence, [B]."""
+        log_probs_BSV = self.logits(parameters, batch).float().log_softmax(-1)
+        log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
+        return (log_probs_BS * batch.kept_BS).sum(1)
+
+    def _take_preferences(self) -> dict[str, Tensor]:
+        """Return the metrics of the pairs since the last call, by their names in metrics.jsonl.
+
+        A margin near zero may have either sign, so the accuracy is left out.
+        """
+        if not self.pairs:
+            return {}
+        margins_P, rewards_P = torch.cat(self.pairs, dim=1)
+        self.pairs.clear()
+        return {"dpo_margin": margins_P.mean(), "dpo_chosen_reward": rewards_P.mean()}
 
 
 class PlainLogits:
@@ -234,7 +239,7 @@ class RouterLosses:
         self.rows.clear()
 
 
-def _learning_rate(step: int, run: RunConfig) -> float:
+def learning_rate(step: int, run: RunConfig) -> float:
     """Return the learning rate: warm-up to the peak, then a decay that ends at the last step."""
     peak, plan, last = run.optimizer.lr, run.lr_scheduler, run.training.train_steps - 1
     if step < plan.warmup_steps:

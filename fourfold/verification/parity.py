@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.layout import check_layout
-from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig
+from fourfold.config.run import AXES, ParallelConfig, RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import choose_device
@@ -27,8 +25,11 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import LossScale
 from fourfold.verification.comparison import Against, Comparison
-from fourfold.verification.not_compared import not_compared
+from fourfold.verification.not_compared import in_own_types, not_compared
+from fourfold.verification.own_types import compare_own_types
 from fourfold.verification.parity_report import ParityReport
+from fourfold.verification.random_corpora import can_write
+from fourfold.verification.trained_run import trained_run
 
 LEARNING_RATE = 1e-3
 """Learning rate and weight decay for parity, large enough that a missing update or a missing decay shows in the
@@ -49,22 +50,25 @@ MAX_GRAD_NORM = 0.1
 """Clipping limit below any model's initial gradient norm, so that clipping shows."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""Clipping limit in the step after resuming, so high that this step shows the result without clipping."""
+"""The limit in the last step, so that a step without clipping shows too."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
     """Run ``parity`` as one process of a job."""
-    return parity(run, choose_device(place, run.training.device), steps, against)
+    return parity(run, choose_device(place, run.training.device), steps, against, place)
 
 
-def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain") -> ParityReport | None:
+def parity(
+    run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain", place: Place | None = None
+) -> ParityReport | None:
     """Compare the grid with one process. Every process of the grid calls this.
 
     Args:
         run: The run whose layout is checked.
         device: The device of this process.
-        steps: Number of training steps to compare.
+        steps: Number of training steps to compare. One more follows, after a step that is dropped.
         against: The reference: "plain" is our decoder in plain PyTorch, "transformers" is the library's model.
+        place: This process's place in the job (default: all processes are on one machine).
 
     Returns:
         The report on rank 0, and None on the other processes.
@@ -73,34 +77,37 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
         UserError: The transformers library is not installed, or it has no such model.
     """
     asked, run = run, as_verified(run, steps)
-    job = _job(run, asked, device)
+    job = Job(run, Grid(run.parallel, device.type), device)
+    if asked.training.precision == "fp16":  # a power of two adds no rounding in float32
+        job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
     job.initialize(run.training.seed)
     comparison = Comparison(job, against)
-    for step in range(steps):
+    for step in range(steps + 1):
+        if step == steps:
+            comparison.dropped_step(job, step)
+            optimizer = run.optimizer.model_copy(update={"max_grad_norm": UNREACHED_GRAD_NORM})
+            job.run = run.model_copy(update={"optimizer": optimizer})
         comparison.step(job, step)
-    optimizer = run.optimizer.model_copy(update={"max_grad_norm": UNREACHED_GRAD_NORM})
-    other = resharded(run).model_copy(update={"optimizer": optimizer})
-    comparison.dropped_step(job, steps)
-    # The checkpoint's number counts the dropped step, as in training.
-    comparison.resumed_step(_resume_elsewhere(job, _job(other, asked, device), steps + 1), steps)
+    other = resharded(run)
+    if can_write(run):
+        folder = Path(run.output_dir) / f".parity-{run.name}"
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = place or Place(rank, rank, size, size, launcher="local")
+        comparison.resumed(trained_run(run, folder, device), other.parallel, place)
+    if in_own_types(asked):
+        comparison.own_types = compare_own_types(shortened(asked, steps), job.grid, device, comparison.gather)
     if dist.get_rank() != 0:
         return None
-    return comparison.report(other.parallel.describe(), not_compared(asked, run))
-
-
-def _job(run: RunConfig, asked: RunConfig, device: torch.device) -> Job:
-    """Make a job. If the run file asks for fp16, it scales the loss by a power of two, which adds no rounding in
-    float32."""
-    job = Job(run, Grid(run.parallel, device.type), device)
-    if asked.training.precision == "fp16":
-        job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
-    return job
+    c, left_out = comparison, not_compared(asked, run)
+    return ParityReport(c.deviations, c.replicas, c.initial, other.parallel.describe(), left_out, c.own_types)
 
 
 def as_verified(run: RunConfig, steps: int) -> RunConfig:
     """Return the run as parity runs it: in float32, with its whole schedule in a few steps."""
-    exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none", "compile": False}
-    return shortened(run.model_copy(update={"training": run.training.model_copy(update=exact)}), steps)
+    exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none"}
+    training = run.training.model_copy(update=exact)
+    optimizer = run.optimizer.model_copy(update={"stochastic_rounding": False})
+    return shortened(run.model_copy(update={"training": training, "optimizer": optimizer}), steps)
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
@@ -109,14 +116,13 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
         "lr": LEARNING_RATE,
         "eps": max(run.optimizer.eps, LION_EPS if run.optimizer.name == "lion" else ADAM_EPS),
         "max_grad_norm": min(run.optimizer.max_grad_norm, MAX_GRAD_NORM),
-        "stochastic_rounding": False,
     }
     goldfish = run.masks.goldfish
     goldfish = goldfish.model_copy(update={"start_step": min(goldfish.start_step, 1)})
     warmup_steps = min(run.lr_scheduler.warmup_steps, WARMUP_STEPS)
     return run.model_copy(
         update={
-            "training": run.training.model_copy(update={"train_steps": steps + 2}),
+            "training": run.training.model_copy(update={"train_steps": steps + 2, "compile": False}),
             "optimizer": run.optimizer.model_copy(update=optimizer),
             "lr_scheduler": run.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "masks": run.masks.model_copy(update={"goldfish": goldfish}),
@@ -155,16 +161,3 @@ def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
     if not run.model.num_experts:
         return [1]
     return [n for n in range(ranks, 0, -1) if ranks % n == 0 and run.model.num_experts % n == 0]
-
-
-def _resume_elsewhere(job: Job, resumed: Job, step: int) -> Job:
-    """Save ``job``, and load it into ``resumed`` on another grid."""
-    folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
-    Checkpointer(folder, job, CheckpointConfig()).save(step)
-    if resumed.run.lora.rank:  # LoRA checkpoints hold only the adapters.
-        resumed.initialize(resumed.run.training.seed)
-    load_checkpoint(folder / f"step_{step}", resumed)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-    return resumed

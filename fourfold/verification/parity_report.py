@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LIMIT = 10.0
@@ -13,6 +13,11 @@ adds in another order."""
 INITIAL_LIMIT = 10.0
 """Largest allowed error of the moments of initial weights, in standard errors. It is generous because the fourth moment
 has long tails."""
+
+
+OWN_TYPES_LIMIT = 1.5
+"""The largest allowed ratio of the grid's error to one process's error in low precision. The grid also rounds partial
+sums."""
 
 
 class Deviation(NamedTuple):
@@ -40,7 +45,7 @@ class ParityReport:
 
     deviations: dict[str, list[Deviation]]
     """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed" has
-    the loss, norm, and weights of one more step after loading on another grid."""
+    the record and the weights of a short run of the trainer that was resumed on another grid."""
 
     replicas: float
     """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
@@ -53,10 +58,16 @@ class ParityReport:
     not_compared: dict[str, str]
     """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
 
+    own_types: list[Deviation] = field(default_factory=list)
+    """Relative errors of gradients and weights in the run's own types, of the grid and of one process. Empty if the run
+    computes in float32, or if parity cannot compare its types."""
+
     limit: float = LIMIT
     """The largest allowed ratio of the grid's deviation to one process's deviation."""
 
     initial_limit: float = INITIAL_LIMIT
+    own_types_limit: float = OWN_TYPES_LIMIT
+    """The same for ``own_types``."""
 
     def worst(self, quantity: str) -> Deviation:
         """Return the deviation with the largest ratio."""
@@ -65,6 +76,7 @@ class ParityReport:
     @property
     def ok(self) -> bool:
         within = all(self.worst(quantity).ratio <= self.limit for quantity in self.deviations)
+        within = within and all(each.ratio <= self.own_types_limit for each in self.own_types)
         return within and self.replicas == 0 and self.initial <= self.initial_limit
 
     def record(self) -> dict[str, object]:
@@ -72,4 +84,5 @@ class ParityReport:
         worst = {quantity: self.worst(quantity) for quantity in self.deviations}
         quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
         return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial,
+                "own_types": {each.tensor: {**each._asdict(), "ratio": each.ratio} for each in self.own_types},
                 "not_compared": self.not_compared}  # fmt: skip

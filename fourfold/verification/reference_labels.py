@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -17,16 +16,16 @@ from fourfold.data.dataset import Windows
 WORD = 2**64
 
 
-def kept_tokens(
-    windows: Windows, kept: NDArray[np.bool_], goldfish: GoldfishConfig, is_masked: Sequence[bool]
-) -> Tensor:
+def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[bool]) -> Tensor:
     """Return bool [B, S]: whether the loss counts the prediction of token i + 1 from token i.
 
     Args:
-        kept: The labels that the samples themselves count.
+        windows: The samples. Only tokens of their answers count.
+        goldfish: The goldfish mask.
         is_masked: For each sample, whether the goldfish mask has begun.
     """
-    found = torch.from_numpy(kept.copy())
+    marks = np.ones(windows.tokens.shape, dtype=bool) if windows.answers is None else windows.answers
+    found = torch.tensor([row[1:] for row in marks.tolist()])
     ahead = windows.look_back
     for row, number in enumerate(windows.numbers.tolist()):
         tokens, documents = windows.stream[row].tolist(), windows.stream_documents[row].tolist()

@@ -16,7 +16,8 @@ from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map
-from fourfold.verification.one_process import Logits, Parameters, Sequences
+from fourfold.verification.one_process import Logits, Parameters
+from fourfold.verification.reference_batches import Sequences
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:

@@ -171,7 +171,7 @@ def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     assert output.count("\n") == 1
     record = json.loads(output)
     quantities = ["loss", "validation", "grad_norm", "gradients", "weights", "resumed"]
-    assert list(record) == ["ok", "limit", *quantities, "replicas", "initial", "not_compared"]
+    assert list(record) == ["ok", "limit", *quantities, "replicas", "initial", "own_types", "not_compared"]
     assert all(list(record[name]) == ["tensor", "grid", "one_process", "ratio"] for name in quantities)
     assert record["ok"] is True
     assert files_in(tmp_path) == before

@@ -15,6 +15,7 @@ from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import relative_rms
 from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity import shortened
+from fourfold.verification.reference_batches import random_batch
 
 LIMIT = 1.5
 """Return the grid's error divided by the error of one process in the same precision. The grid also rounds partial
@@ -55,6 +56,6 @@ def _error_of_step(job: Job, exact: Reference | None, step: int) -> PrecisionErr
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
     if exact is None or gradients is None or weights is None:
         return None
-    expected = exact.step(step, job.run.optimizer.max_grad_norm)
+    expected = exact.step(step, random_batch(job.run, step, job.device), job.run.optimizer.max_grad_norm)
     relative = float(((loss - expected.loss) / expected.loss).abs())
     return PrecisionError(relative, relative_rms(gradients, expected.gradients), relative_rms(weights, exact.weights()))

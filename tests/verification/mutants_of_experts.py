@@ -324,4 +324,22 @@ EXPERTS = [
         {"cp": 2, "ep": 2},
         CAPACITY,
     ),
+    on_grid(
+        "the bias of an expert that no token chose stays",
+        "parallel.experts.expert_load:ExpertLoad.advance",
+        "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()",
+        "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign() * (self.rows_LE > 0)",
+        DEEPSEEK,
+        EP2,
+        BIAS,
+    ),
+    on_grid(
+        "the load of an expert that every token chose is cut",
+        "parallel.experts.expert_load:ExpertLoad.advance",
+        "self.rows_LE.copy_(self._sums[:, : self.experts])",
+        "self.rows_LE.copy_(self._sums[:, : self.experts].minimum(3 * self._sums[:, : self.experts].mean(1, True)))",
+        DEEPSEEK,
+        EP2,
+        LOSSES,
+    ),
 ]

@@ -13,6 +13,7 @@ from mutants_of_layers import LAYERS
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
 from mutants_of_preferences import PREFERENCES
+from mutants_of_runs import RUNS
 from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
@@ -22,7 +23,7 @@ from tuned_products import parity_on_cpu
 from fourfold.config.run import RunConfig
 from fourfold.verification.parity_report import ParityReport
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:

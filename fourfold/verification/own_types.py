@@ -1,0 +1,119 @@
+"""Run the file in its own types on the grid, and compare its rounding with one process in the same types.
+
+Low precision rounds in every operation, so single numbers say little. The error over several steps is a statistic that
+the grid shares with one process: it may be half larger, because the grid also rounds partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.config.run import RunConfig
+from fourfold.models.dtypes import DTYPES
+from fourfold.models.mixture import is_router_bias
+from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.state import LocalShard
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.deviation import relative_rms
+from fourfold.verification.one_process import Parameters, PlainLogits, Reference
+from fourfold.verification.parity_report import Deviation
+from fourfold.verification.reference_batches import random_batch
+
+STEPS = 4
+
+FP16_SCALE = 1024.0
+"""A loss scale with neither overflows nor lost gradients in small models."""
+
+OVERFLOWS_AT = 2.0**60
+"""A loss scale at which every gradient overflows."""
+
+
+Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
+"""Returns whole tensors on rank 0, after comparing the replicas."""
+
+
+class SameTypes(Reference):
+    """One process that rounds where the run file says: weights, activations, sums, and stored weights."""
+
+    def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
+        super().__init__(run, PlainLogits(run), weights, device, _stored(run))
+        self.loss_scale = FP16_SCALE if run.training.precision == "fp16" else 1.0
+        self.rounding = torch.Generator(device).manual_seed(0)
+
+    def parameters(self, averaged: bool = False) -> Parameters:
+        """Return the weights in the type of the step."""
+        dtype = DTYPES[self.run.training.precision]
+        whole = super().parameters(averaged)
+        return {name: weight if is_router_bias(name) else weight.to(dtype) for name, weight in whole.items()}
+
+    def after_backward(self) -> None:
+        """Round the sums of gradients."""
+        dtype = DTYPES[self.run.training.reduce_dtype]
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(dtype).to(parameter.dtype)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Round the weights at random, if the run file says so: noise in the lower half of the bits carries upward."""
+        for weight in self.trained.values() if self.run.optimizer.stochastic_rounding else ():
+            noise = torch.randint(0, 1 << 16, weight.shape, generator=self.rounding, device=weight.device)
+            weight.copy_(((weight.view(torch.int32) + noise.int()) & -(1 << 16)).view(torch.float32))
+
+
+def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: Gather) -> list[Deviation]:
+    """Train a few steps on the grid in the run's own types. Every process calls this.
+
+    With fp16, one more step overflows, and must change nothing.
+
+    Returns:
+        On rank 0, the relative errors of gradients and weights of the grid and of one process. Empty elsewhere.
+    """
+    job = Job(run, grid, device)
+    job.initialize(run.training.seed)
+    weights = gather(job.shards, [shard.local for shard in job.shards])
+    exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
+    references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
+    squares = torch.zeros(2, 2)  # of one process and of the grid, for gradients and weights
+    for step in range(STEPS):
+        if job.loss_scale is not None:
+            if step == 1:
+                job.loss_scale.scale = OVERFLOWS_AT
+                _step(job, step)
+            job.loss_scale.scale = FP16_SCALE
+        gradients = gather(*_step(job, step))
+        weights = gather(job.shards, [shard.local for shard in job.shards])
+        if gradients is not None and weights is not None:
+            squares += _errors(job, references, step, gradients, weights).square()
+    one, on_grid = (squares / STEPS).sqrt().tolist()
+    return [Deviation(*each) for each in zip(("gradients", "weights"), on_grid, one, strict=True) if references]
+
+
+def _errors(
+    job: Job, references: list[Reference], step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]
+) -> Tensor:
+    """Take a step with the references, and return the errors of gradients and weights of one process and the grid."""
+    batch = random_batch(job.run, step, job.device)
+    one, exact = (reference.step(step, batch, job.run.optimizer.max_grad_norm) for reference in references)
+    of_one, of_exact = (reference.weights() for reference in references)
+    each = ((one.gradients, of_one), (gradients, weights))
+    return torch.tensor([[relative_rms(g, exact.gradients), relative_rms(w, of_exact)] for g, w in each])
+
+
+def _step(job: Job, step: int) -> tuple[list[LocalShard], list[Tensor]]:
+    """Take a step on its random samples, and return the shards that have gradients, and the gradients."""
+    micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
+    job.forward_backward(micro_batches, job.count_kept(micro_batches))
+    scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
+    found = [(shard, shard.grad / scale) for shard in job.trained if shard.grad is not None]
+    job.update(step, job.clip())
+    return [shard for shard, _ in found], [grad for _, grad in found]
+
+
+def _stored(run: RunConfig) -> torch.dtype:
+    """Return the type that holds the weights. Stochastic rounding computes in float32 what bfloat16 stores."""
+    return torch.float32 if run.optimizer.stochastic_rounding else DTYPES[run.training.master_weights]

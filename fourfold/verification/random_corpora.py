@@ -1,0 +1,44 @@
+"""Write small corpora of random tokens in the format of a run, for the trainer to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.config.run import RunConfig
+from fourfold.data.indexed import IndexedWriter
+from fourfold.data.manifest import CorpusSplit, trained_prefix, write_manifests
+from fourfold.data.tokenizer import ByteTokenizer
+
+
+def can_write(run: RunConfig) -> bool:
+    """Return whether the model's vocabulary has the tokens that conversations need."""
+    return run.data.format == "text" or run.model.vocab_size >= ByteTokenizer.vocab_size
+
+
+def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return which tokens belong to answers: odd ones and the end token. So the reference knows it without marks."""
+    found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
+    return found
+
+
+def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
+    """Write a corpus of about two global batches. Its documents have one token or more, and few fill a window."""
+    draw = np.random.default_rng((5, seed))
+    length, is_text = run.training.seq_length, run.data.format == "text"
+    split = CorpusSplit(prefix, trained=None if is_text else 0)
+    with IndexedWriter(prefix, run.model.vocab_size) as corpus, IndexedWriter(trained_prefix(prefix), 2) as answers:
+        needed = 2 * run.training.global_batch_size * (length + 1)
+        while split.tokens < needed or split.documents % 2:
+            tokens = draw.integers(min(run.model.vocab_size, 256), size=draw.integers(1 if is_text else 4, length))
+            if not is_text:
+                tokens[-1] = ByteTokenizer.eod_id
+            is_answer = are_answers(tokens)
+            corpus.add_document(tokens)
+            answers.add_document(is_answer.astype(np.int64))
+            split.count(1, len(tokens), trained=int(is_answer.sum()))
+    if not is_text:
+        request = {"inputs": [], "text_key": "text", "validation_fraction": 0.0, "seed": seed, "request": ""}
+        write_manifests({"train": split}, prefix, ByteTokenizer(), format=run.data.format, **request)

@@ -1,0 +1,70 @@
+"""Batches of the reference: whole steps on one process, with labels and positions of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fourfold.config.run import RunConfig
+from fourfold.data.dataset import Samples, SourceMixture
+from fourfold.verification.batches import RandomSamples
+from fourfold.verification.random_corpora import are_answers
+from fourfold.verification.reference_labels import kept_tokens, positions
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of one step. ``documents_BS`` is None if attention may cross documents."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    kept_BS: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor | None
+    reference_B: Tensor | None
+    """With [dpo]: the reference's log-probability of the kept tokens of each sequence."""
+    is_data_BS: Tensor | None
+    """False for padding. None if there is no padding."""
+
+    def part(self, rows: slice) -> Sequences:
+        """Return some of the sequences."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
+
+
+def random_batch(run: RunConfig, step: int, device: torch.device) -> Sequences:
+    """Return the random samples of a step."""
+    return batch_of(RandomSamples(run), run, step, device)
+
+
+def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, steps: int = 1) -> Sequences:
+    """Read the samples of one or several steps, and compute which of their labels count.
+
+    Args:
+        samples: The samples.
+        run: The run.
+        step: The first step.
+        device: The device of the tensors.
+        steps: The number of steps.
+    """
+    size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
+    windows = samples.read(np.arange(step * size, (step + steps) * size))
+    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # tell answers without the file of marks
+        windows = replace(windows, answers=are_answers(windows.tokens) & windows.is_data)
+    is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
+    kept_BS = kept_tokens(windows, goldfish, [is_masked] * len(windows.numbers))
+    tokens = torch.from_numpy(windows.tokens).to(device)
+    documents_BS = torch.from_numpy(windows.documents[:, :-1]).to(device)
+    positions_BS = positions(documents_BS if apart else torch.zeros_like(documents_BS))
+    return Sequences(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        kept_BS.to(device),
+        positions_BS,
+        documents_BS if apart else None,
+        None if windows.reference is None else torch.from_numpy(windows.reference).to(device),
+        None if windows.is_data is None else torch.from_numpy(windows.is_data[:, :-1]).to(device),
+    )

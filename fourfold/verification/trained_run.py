@@ -1,0 +1,143 @@
+"""Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
+
+The trainer reads the data, validates, keeps averages, and computes the reference of preference optimization. The
+reference reads the same corpora step by step, without a loader and without resuming.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.config.data_section import Corpus, DataConfig
+from fourfold.config.during_training import ValidationConfig
+from fourfold.config.loss_masks import MasksConfig
+from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig
+from fourfold.data.build import build_dataset
+from fourfold.data.tokenizer import ByteTokenizer
+from fourfold.environment import Place
+from fourfold.launch.stop_signals import StopRequest
+from fourfold.training.corpora import VALIDATION_SEED
+from fourfold.training.job import Job
+from fourfold.training.metrics import METRICS_FILE
+from fourfold.training.run_folder import folder_of
+from fourfold.training.trainer import prepare
+from fourfold.verification.deviation import amplification, deviation
+from fourfold.verification.one_process import Reference, learning_rate
+from fourfold.verification.parity_report import Deviation
+from fourfold.verification.random_corpora import write_corpus
+from fourfold.verification.reference_batches import Sequences, batch_of
+
+STEPS, RESUMES_AFTER = 3, 2
+VALIDATION_STEPS = 2
+
+AT_DEFAULTS = ("checks", "fault_tolerance", "metrics", "evaluation", "audit", "sample")
+"""Sections of the run file that the trained run does not have."""
+
+Record = dict[str, float | None]
+"""What the trainer records about a step. NaN is None."""
+
+
+def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig:
+    """Return the run as the trainer runs it: a few steps on corpora in ``folder``, and a validation after each."""
+    train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
+    is_split, kind = run.data.mask_documents, run.data.format
+    exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # special tokens are never left out
+    return run.model_copy(
+        update={
+            "output_dir": str(folder),
+            "model": run.model.model_copy(update={"from_hf": None}),
+            "data": DataConfig(format=kind, mask_documents=is_split, train=train, validation=validation),
+            "training": run.training.model_copy(update={"train_steps": STEPS, "device": device.type}),
+            "masks": MasksConfig(goldfish=run.masks.goldfish.model_copy(update={"exempt": exempt})),
+            "checkpoint": CheckpointConfig(interval=RESUMES_AFTER),
+            "validation": ValidationConfig(interval=1, steps=VALIDATION_STEPS),
+            **{section: RunConfig.model_fields[section].default for section in AT_DEFAULTS},
+        }
+    )
+
+
+def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tuple[Job, list[Record]]:
+    """Train a run in an empty folder, and resume it on another grid. Every process calls this.
+
+    Returns:
+        The job after the last step, and on rank 0 what the trainer recorded about each step.
+    """
+    if dist.get_rank() == 0:
+        shutil.rmtree(run.output_dir, ignore_errors=True)  # of a parity that was interrupted
+        Path(run.output_dir).mkdir(parents=True)
+        for seed, corpora in enumerate((run.data.train, run.data.validation)):
+            write_corpus(Path(corpora[0].path), run, seed)
+    dist.barrier()
+    for part, until in ((run, RESUMES_AFTER), (run.model_copy(update={"parallel": other}), STEPS)):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), ExitStack() as stack:
+            trainer = prepare(place, part, (), StopRequest(announce=False, launched=False), stack)
+            while trainer.steps < until:
+                trainer.after_step(trainer.train_step())
+            trainer.checkpointer.wait()
+    dist.barrier()
+    if dist.get_rank() > 0:
+        return trainer.job, []
+    lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return trainer.job, [json.loads(line) for line in lines]
+
+
+def compare_records(run: RunConfig, recorded: list[Record], references: list[Reference]) -> list[Deviation]:
+    """Take the steps of the run with the references, and compare what the trainer recorded. Only rank 0 calls this.
+
+    Args:
+        run: The run that was trained.
+        recorded: The figures of each step.
+        references: The run on one process in float32 and in float64, with its initial weights.
+    """
+    held_out, *batches = _batches(run, references[0].device)
+    noise = 0.0
+    if run.dpo.beta:
+        of_initial = references[1].log_probabilities
+        held_out, *batches = (replace(each, reference_B=of_initial(each)) for each in (held_out, *batches))
+        noise = amplification(run) * torch.finfo(torch.float32).eps
+    found = []
+    for step, batch in enumerate(batches):
+        one, exact = (_figures(reference, step, batch, held_out) for reference in references)
+        is_undecided = step == 0  # the model is the reference, so only rounding tells the two answers apart
+        names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward")))]
+        for name in names:
+            value = recorded[step].get(name)
+            got = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
+            each = deviation(f"{name} of step {step + 1}", got, one[name], exact[name])
+            found.append(each._replace(one_process=max(each.one_process, noise)))
+    return found
+
+
+def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
+    """Return the validation batch and the batches of all steps, with labels of the reference's own."""
+    goldfish, training = run.masks.goldfish, run.training
+    unmasked = run.model_copy(update={"masks": MasksConfig()})
+    look_back = goldfish.h if goldfish.strategy == "hash" else 0
+    samples = build_dataset([(run.data.train[0].path, 1.0)], training.seq_length, training.seed, look_back)
+    unseen = build_dataset([(run.data.validation[0].path, 1.0)], training.seq_length, VALIDATION_SEED)
+    of_steps = [batch_of(samples, run, step, device) for step in range(STEPS)]
+    return [batch_of(unseen, unmasked, 0, device, VALIDATION_STEPS), *of_steps]
+
+
+def _figures(reference: Reference, step: int, batch: Sequences, held_out: Sequences) -> dict[str, Tensor]:
+    """Take one step and validate, and return the figures by their names in metrics.jsonl."""
+    run = reference.run
+    taken = reference.step(step, batch, run.optimizer.max_grad_norm)
+    share = torch.ones(()) if run.dpo.beta else batch.kept_BS.double().mean()
+    validation = reference.evaluate(held_out)
+    found = {"loss": taken.loss, "grad_norm": taken.grad_norm, "trained_token_share": share, **taken.preferences}
+    found |= {f"validation_{name}": value for name, value in validation.items()}
+    found["lr"] = torch.tensor(learning_rate(step, run), dtype=torch.float64)
+    if reference.averages:
+        found["ema_validation_loss"] = reference.evaluate(held_out, averaged=True)["loss"]
+    return found

@@ -1,0 +1,166 @@
+"""Faults in what surrounds the step: the data's way to it, resuming, validation, and the record of a run."""
+
+from __future__ import annotations
+
+from mutants import AVERAGE, DP2, HASH, PACKED, X2, Mutant
+from mutants_of_preferences import PAIRS
+from tiny_runs import MIXTURE
+
+ANSWERS = {"data": {"format": "sft", "train": [{"path": "nowhere"}], "mask_documents": True}}
+EP2 = {"dp": 2, "ep": 2}
+
+DATA_PATH = [
+    Mutant(
+        "the mask of answers is one token early",
+        "data.masks:answers_only",
+        "windows.answers[:, 1:]",
+        "windows.answers[:, :-1]",
+        grid=DP2,
+    ),
+    Mutant(
+        "a conversation has the answers of the one before",
+        "data.conversations:PackedConversations.read",
+        "self.answers.read(start, length)",
+        "self.answers.read(max(0, start - length), length)",
+        grid=DP2,
+        sections=ANSWERS,
+    ),
+    Mutant(
+        "the rejected answer has the marks of the chosen one",
+        "data.preferences:PreferencePairs.read",
+        "self.answers.read(start, length)",
+        "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
+        grid=DP2,
+        sections=PAIRS,
+    ),
+    Mutant(
+        "a document of one token joins the document before it",
+        "data.loader:document_ends",
+        "is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]",
+        "is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]\nis_last[:, 1:-1] &= ~is_last[:, :-2]",
+        grid=X2,
+        sections=PACKED,
+    ),
+    Mutant(
+        "data after padding is padding",
+        "data.loader:Loader.assemble",
+        "np.ascontiguousarray(is_data[row, :-1])",
+        "np.logical_and.accumulate(is_data[row, :-1], axis=1)",
+        MIXTURE,
+        EP2,
+        PACKED,
+        against="plain",
+    ),
+    Mutant(
+        "the longer answer of a pair is cut to the shorter one",
+        "training.job:Job.forward",
+        "micro_batch.labels",
+        "micro_batch.labels.masked_fill((micro_batch.labels < 0).view(-1, 2, micro_batch.labels.shape[1]).any(1)"
+        ".repeat_interleave(2, 0), IGNORE_INDEX)",
+        grid=DP2,
+        sections=PAIRS,
+    ),
+]
+
+TRAINER = [
+    Mutant(
+        "a resumed run reads its data from the beginning",
+        "training.trainer:Trainer.train_step",
+        "self.corpora.train.step(step)",
+        "self.corpora.train.step(step % 2)",
+        grid=DP2,
+    ),
+    Mutant(
+        "a resumed run skips a batch",
+        "training.trainer:Trainer.train_step",
+        "self.corpora.train.step(step)",
+        "self.corpora.train.step(step + step // 2)",
+        grid=DP2,
+    ),
+    Mutant(
+        "the reference's log-probabilities belong to other answers",
+        "training.reference_model:reference_log_probabilities",
+        "torch.cat(outputs).double()",
+        "torch.cat(outputs).double().flip(0)",
+        grid=DP2,
+        sections=PAIRS,
+    ),
+    Mutant(
+        "a resumed run takes its own weights as the reference",
+        "training.reference_model:install_reference",
+        "checkpoint is None",
+        "True",
+        grid=X2,
+        sections=PAIRS,
+    ),
+    Mutant(
+        "the margin of pairs is that of one rank",
+        "training.job:Job.take_preferences",
+        "(self.grid.batch, self.grid.pp)",
+        "(self.grid.pp,)",
+        grid=DP2,
+        sections=PAIRS,
+    ),
+    Mutant(
+        "the reward of the rejected answer is recorded",
+        "parallel.tensor.preference_head:_PreferenceLoss.forward",
+        "head.note(margins_P, chosen_P)",
+        "head.note(margins_P, rejected_P)",
+        grid=X2,
+        sections=PAIRS,
+    ),
+    Mutant(
+        "the validation loss is a mean over micro-batches",
+        "training.validation_loss:validate",
+        'found = {"validation_loss": job.evaluate(mine).item()}',
+        'found = {"validation_loss": sum(job.evaluate([each]).item() for each in mine) / len(mine)}',
+        grid=DP2,
+    ),
+    Mutant(
+        "every validation has other data",
+        "training.validation_loss:validate",
+        "corpora.validation.step(step)",
+        "corpora.validation.step(step + job.optimizer.steps_taken() - 1)",
+        grid=X2,
+    ),
+    Mutant(
+        "the goldfish mask applies to validation",
+        "training.corpora:open_corpora",
+        "_loader(run, unseen, batch, masks, prefetch=False)",
+        "_loader(run, unseen, batch, masks if goldfish is None else [*masks, goldfish], prefetch=False)",
+        grid=X2,
+        sections=HASH,
+    ),
+    Mutant(
+        "the averaged weights are not the ones that are validated",
+        "training.weight_average:WeightAverage.in_place_of_weights",
+        "shard.local.copy_(average)",
+        "shard.local.copy_(shard.local)",
+        grid=X2,
+        sections=AVERAGE,
+    ),
+    Mutant(
+        "validation with the averaged weights leaves them in place",
+        "training.weight_average:WeightAverage.in_place_of_weights",
+        "shard.local.copy_(weight)",
+        "shard.local.copy_(shard.local)",
+        grid=X2,
+        sections=AVERAGE,
+    ),
+    Mutant(
+        "the recorded learning rate is that of the next step",
+        "training.run_record:RunRecord.step",
+        "self.job.learning_rate(step)",
+        "self.job.learning_rate(step + 1)",
+        grid=X2,
+    ),
+    Mutant(
+        "the recorded share of trained tokens is that of one rank",
+        "training.step_checks:figures_of_all_ranks",
+        "result.kept_tokens",
+        "result.kept_tokens / 2",
+        grid=DP2,
+    ),
+]
+
+RUNS = [*DATA_PATH, *TRAINER]
