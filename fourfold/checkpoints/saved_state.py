@@ -76,7 +76,7 @@ class CheckpointState(Strict):
     step: int = Field(ge=0)
     """Number of finished training steps. It is also the position in the data, as long as `training` is unchanged."""
     model: dict[str, Any]
-    """[model] without `LAYOUT_FREE_KEYS`."""
+    """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]
     """Settings that decide, together with the step, which samples come next."""
     rng: str
@@ -94,9 +94,9 @@ class CheckpointState(Strict):
     stream: StreamPosition | None = None
     """Where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """[masks], which decides which tokens the loss counts. None in older checkpoints."""
+    """The section [masks], which decides which tokens the loss counts. None in older checkpoints."""
     optimization: dict[str, Any] | None = None
-    """See `optimization_settings`. None in older checkpoints and for imported models."""
+    """The result of `optimization_settings`. None in older checkpoints and for imported models."""
     first_samples: str | None = None
     """Digest of the first samples of the corpora on disk. None for a streamed dataset."""
     weights_only: bool = False

@@ -41,7 +41,7 @@ def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
     """Check a checkpoint, each process a share of it, and yield its layout to the block that loads it.
 
     The structure is checked before the block, and the contents while it runs. The block must not call collectives.
-    After an error, what the block has loaded is unusable.
+    After an error, the tensors that the block has loaded are unusable.
 
     Args:
         path: The checkpoint.

@@ -17,7 +17,7 @@ class ChecksConfig(Strict):
     roll_back returns to the newest checkpoint and skips the batch when it comes again. Gradients that overflow in
     fp16 belong to [loss_scaling](#loss_scaling)."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
-    """The same for a loss or gradient norm far above the previous steps."""
+    """What to do if a loss or gradient norm is far above the previous steps. off ignores it."""
     spike_sigma: float = Field(6.0, gt=0)
     """How many standard deviations above the window's mean count as a spike."""
     spike_window: int = Field(128, ge=2)

@@ -30,11 +30,11 @@ class Key:
     """A key of a schema, or an item of its list."""
 
     place: str
-    """Its dotted name."""
+    """Dotted name of the key."""
     annotation: Any
     metadata: list[Any]
     samples: list[Any]
-    """Its examples, which the schema accepts, and its default, which means "unset" if the schema refuses it."""
+    """Examples, which the schema accepts, then the default. A default that the schema refuses means "unset"."""
 
     def example(self, given: Any) -> Any:
         """Return a value that the schema accepts, as close to the given one as possible, or None if none is known."""

@@ -16,7 +16,7 @@ class FaultToleranceConfig(Strict):
     timeout: float = Field(600, ge=0)
     """A job without a sign of life for this many seconds counts as hung and is ended. 0 disables this."""
     startup_timeout: float = Field(1800, gt=0)
-    """The same until the first step is done, which may include compilation."""
+    """The same timeout in seconds for the time until the first step is done, which may include compilation."""
     grace_period: float = Field(0, ge=0)
     """Number of seconds after a stop signal until the job must have saved. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)

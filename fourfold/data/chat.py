@@ -28,9 +28,9 @@ class ChatTemplate:
     """A transformers tokenizer with its chat template, or with a template of yours.
 
     Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
-    what the template marks with {% generation %}. If a template has no marks, it is the text that each answer adds to
-    the prompt before it, up to the end of the turn, without trailing whitespace. A token is the assistant's if its
-    first character is.
+    the text that the template marks with {% generation %}. If a template has no marks, it is the text that each answer
+    adds to the prompt before it, up to the end of the turn, without trailing whitespace. A token is the assistant's if
+    its first character is.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.

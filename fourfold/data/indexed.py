@@ -104,7 +104,7 @@ class IndexedDataset:
         if self._contiguous and total_bytes != self._bin_bytes:
             self._refuse(f"expects {total_bytes} bytes of tokens, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # First byte of each sequence, or what it would be if the sequences were contiguous.
+        # First byte of each sequence in the stream, which is contiguous even if the .bin is not.
         self._starts: NDArray[np.int64] = self._pointers
         if not self._contiguous:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize

@@ -218,7 +218,7 @@ def check_fraction(validation_fraction: float) -> None:
 
 
 def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
-    """Return the manifests of the corpus at `prefix` if it is complete and equals what the request would make."""
+    """Return the manifests of the corpus at `prefix` if it is complete and the request would make the same corpus."""
     held_out = validation_prefix(prefix)
     try:
         train = read_manifest(prefix)

@@ -36,7 +36,8 @@ class TransformersTokenizer:
 
     @cached_property
     def file(self) -> HFTokenizer | None:
-        """Its tokenizer.json, opened as `fourfold prepare` opens it. None if there is none."""
+        """The folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it. None if there is no such
+        file."""
         from transformers.utils.hub import cached_file
 
         try:

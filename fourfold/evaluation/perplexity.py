@@ -68,7 +68,7 @@ def perplexity(
 ) -> Perplexity | None:
     """Measure a tokenized text on the model's grid.
 
-    All its processes call this. Return None on all but the first process.
+    All its processes call this. Only the first process gets the result, and the others get None.
     """
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])

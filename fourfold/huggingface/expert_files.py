@@ -31,7 +31,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
         inner = parameter.shape[len(counts) :]
         numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
-        # Two columns show the order of the rows. The converters copy what they get.
+        # Two columns are enough to see the order of the rows, because the converters only copy rows.
         parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
         firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}

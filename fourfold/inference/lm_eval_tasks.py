@@ -102,7 +102,7 @@ def run_tasks(
         num_fewshot: Number of examples in the prompt.
 
     Returns:
-        The metrics by task under lm-eval's names, ``metric,filter``. Empty on all but the first process.
+        The metrics by task under lm-eval's names, ``metric,filter``. Empty on every process except the first.
 
     Raises:
         UserError: A task is unknown.

@@ -115,7 +115,7 @@ def _start(
     forks = sys.platform == "linux"
     if forks:
         for module in modules:
-            with importing(), contextlib.suppress(Exception):  # the workers will report what is wrong
+            with importing(), contextlib.suppress(Exception):  # The workers will report the error.
                 importlib.import_module(module)
         gc.freeze()  # A garbage collection in a worker would copy every shared page.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")

@@ -28,7 +28,7 @@ class AuditDocument:
     count: int | None
     """Number of times the model was trained on it. None if unknown."""
     canary: int | None = None
-    """Its number in the ledger. None if ``fourfold prepare`` did not plant it."""
+    """Number of the document in the ledger. None if ``fourfold prepare`` did not plant it."""
     planted: Canaries | None = None
     """The noise and shift of its planted copies."""
     eod_id: int | None = None

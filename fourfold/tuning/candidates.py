@@ -39,9 +39,9 @@ class Candidates:
     work: Workload
     machine: Machine
     seconds_by_part: np.ndarray
-    """[n, parts] predicted seconds of a step, in the order of ``planning.cost.step.PARTS``."""
+    """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
-    """[n] predicted bytes that the fullest rank needs."""
+    """Predicted bytes that the fullest rank needs [n]."""
     doubt: float = 1.0
     """Factor on the uncertainty of the predictions, relative to predictions for published runs on GPUs."""
 
@@ -51,22 +51,23 @@ class Candidates:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """[n] predicted seconds of a step."""
+        """Return the predicted seconds of a step [n]."""
         return np.asarray(self.seconds_by_part.sum(axis=1))
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """[n, parts] fractions of a step. Each row sums to one."""
+        """Return the parts as fractions of a step [n, parts]. Each row sums to one."""
         return np.asarray(self.seconds_by_part / self.seconds[:, None])
 
     @cached_property
     def knobs(self) -> dict[str, np.ndarray]:
-        """[n] values by knob."""
+        """Return the values of each knob [n], by the knob's name."""
         return {name: np.broadcast_to(getattr(self.work.layout, name), self.needed.shape) for name in KNOBS}
 
     @cached_property
     def features(self) -> np.ndarray:
-        """[n, features] knobs scaled so that a distance of one is a factor of two or another choice."""
+        """Return the knobs as features [n, features], scaled so that a factor of two or another choice is a distance of
+        one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:

@@ -34,7 +34,7 @@ class MemoryMargin:
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
-    """[shifts] logarithm of the weight of each of ``SHIFTS``."""
+    """Logarithm of the weight of each of ``SHIFTS``."""
 
     def measured(self, index: int, used: float) -> None:
         """Learn from a trial that needed ``used`` bytes."""

@@ -344,4 +344,4 @@ MISSING: dict[str, str] = {
     "deepseek_v2": "latent attention, and experts chosen by groups",
     "deepseek_v3": "latent attention, and experts chosen by groups",
 }
-"""Refused architectures, and what the decoder lacks for them."""
+"""Maps refused architectures to the features that the decoder lacks for them."""

@@ -99,7 +99,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Return slices over all KV heads. On a CPU, what a slice gathers in ``dtype`` fits the CPU's caches."""
+    """Return slices over all KV heads. On a CPU, the keys that one slice gathers in ``dtype`` fit the caches."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]

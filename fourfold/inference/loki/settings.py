@@ -32,13 +32,13 @@ class LokiConfig:
     d: int | None = None
     """Number of leading rotated dims that rank the keys. Set at most one of ``d``, ``d_f``, and ``variance``."""
     d_f: float | None = None
-    """The same number as a fraction of head_dim (default 0.25)."""
+    """The number of ranking dims as a fraction of head_dim (default 0.25)."""
     variance: float | None = None
     """Rank by as many dims as explain this fraction of the variance in a layer's worst head."""
     k: int | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: float | None = None
-    """The same number as a fraction of the context (default 0.25)."""
+    """The number of keys as a fraction of the context (default 0.25)."""
     min_k: int = 128
     """Smallest number of keys if ``k_f`` sets it."""
     sink: int = 0

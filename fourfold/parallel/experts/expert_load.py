@@ -58,7 +58,7 @@ class ExpertLoad:
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
-        """Count what a model's routers choose."""
+        """Count the experts that a model's routers choose."""
         for router in model.modules():
             if isinstance(router, CountedRouter):
                 router.load = self

@@ -41,7 +41,7 @@ class Given(NamedTuple):
     """The ranks of the collective, or sender and receiver of a message. Empty for data that stays here."""
     what: str
     checksum: int
-    """0 if this process only receives."""
+    """Checksum of the data. 0 if this process only receives."""
 
 
 class CollectiveInputs(TorchDispatchMode):

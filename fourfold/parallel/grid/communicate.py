@@ -156,7 +156,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Send to the second rank of a pair, which calls this too, and return what it sends.
+    """Exchange tensors with the second rank of a pair, which calls this too. Return its tensor.
 
     It replaces an all-reduce of two ranks with the same bytes, and the trace counts it as one.
     """

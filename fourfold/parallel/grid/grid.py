@@ -59,7 +59,7 @@ class TwoLevels:
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The same ranks as ``inside``. On gloo they have a group of their own, because ``gathers`` issues in
+    """The ranks of ``inside`` again. On gloo they have a second group, because ``gathers`` uses the group
     ``inside``."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     """On gloo, a thread issues the second level of gathers. All ranks issue them in the same order."""
@@ -210,7 +210,7 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # With zero 3, experts are sharded over all of these ranks.
+        # If ep does not divide z, there is one shard here, and zero 3 shards over all of these ranks.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)

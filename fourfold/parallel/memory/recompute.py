@@ -1,4 +1,4 @@
-"""Choose what a decoder recomputes in the backward, and what it compiles."""
+"""Choose which parts of a decoder are recomputed in the backward, and which parts are compiled."""
 
 from __future__ import annotations
 

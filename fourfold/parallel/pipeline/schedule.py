@@ -158,7 +158,7 @@ def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
 
 
 def _reader(op: Op, grid: ParallelConfig) -> int | None:
-    """Return the stage that reads what an operation computes."""
+    """Return the stage that reads the result of an operation."""
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":
         return op.stage + 1 if op.stage < last else None

@@ -73,7 +73,7 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name, which is the same in all rows of a sweep."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """`hybrid` (blocks other than attention and MLP, latent attention) is not predicted."""
+    """`hybrid` models (with blocks other than attention and MLP, or with latent attention) are not predicted."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None
@@ -81,7 +81,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """`swiglu` has rotary embeddings. `gelu` and `geglu` have one table for embedding and head, `swiglu` has two."""
+    """`swiglu` also means rotary embeddings, and separate tables for embedding and head. `gelu` and `geglu` mean one
+    shared table."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None

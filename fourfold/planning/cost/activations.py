@@ -154,7 +154,7 @@ def head_kept_bytes(work: Workload) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward, without what the forward has kept.
+    """Return the peak bytes of the MLP's backward, without the tensors that the forward has kept.
 
     The first number is for weights that data-parallel ranks shard. The second is for whole weights, whose gradients are
     in fp32 from the start.
@@ -169,7 +169,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward, without what the forward has kept.
+    """Return the peak bytes of attention's backward, without the tensors that the forward has kept.
 
     The tensors that the block has kept for its MLP are free by then and are subtracted.
     """
@@ -292,7 +292,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """Return the bytes of a block that has experts, in addition to an MLP (shared expert) or instead of it.
 
-    The backward of a shared expert comes first, and frees what it has kept.
+    The backward of a shared expert comes first, and frees the tensors that the shared expert has kept.
     """
     p = pieces(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 def rows_of(work: Workload) -> Rows:
     """Return the rows with a balanced or a given load.
 
-    The capacity limits both what is sent and what an expert takes.
+    The capacity limits both the rows that a rank sends and the rows that an expert takes.
     """
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)

@@ -63,7 +63,7 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def puts_in_order(work: Workload) -> Flag:
-    """Return whether attention copies its rank's heads to get whole sequences, and copies what it returns."""
+    """Return whether attention copies its inputs to get whole sequences of its heads, and copies its outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     copies: Flag = is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
     return copies

@@ -187,7 +187,7 @@ def factorisations(number: int, parts: int) -> np.ndarray:
 
 
 def _crossed(columns: dict[str, np.ndarray], more: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Combine every row with every row of some more columns."""
+    """Return the columns of all combinations of a row of ``columns`` and a row of the additional columns."""
     count, times = len(next(iter(columns.values()))), len(next(iter(more.values())))
     crossed = {key: np.repeat(column, times) for key, column in columns.items()}
     for key, values in more.items():
