@@ -66,7 +66,7 @@ def first_host(node_list: str) -> str:
 
     scontrol could do this, but a compute node may not have it.
     """
-    end = re.search(r",(?![^\[]*\])", node_list)  # the first comma outside brackets
+    end = re.search(r",(?![^\[]*\])", node_list)  # Cut the list at the first comma outside brackets.
     first = node_list[: end.start()] if end else node_list
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 

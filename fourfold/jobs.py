@@ -42,7 +42,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     """
     if run.metrics.machine is not None:
         load_machine(run.metrics.machine, "metrics.machine =")  # Raise errors of the data before any process starts.
-    if read_environment(os.environ) is None:  # all processes are on this machine
+    if read_environment(os.environ) is None:  # All processes are on this machine.
         check_machine_memory(run)
     for restarts in itertools.count():
         began, starts = time.time(), count_starts(folder_of(run))

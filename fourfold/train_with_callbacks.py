@@ -16,7 +16,7 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
         run: The run.
         profile: Record a few steps in the folder ``profile`` of the run's folder.
     """
-    callbacks: list[CallbackMaker] = []  # each imported only if it is used
+    callbacks: list[CallbackMaker] = []  # Import each callback only if it is used.
     if run.audit.interval:
         from fourfold.memorization.in_training import CanaryAudit
 

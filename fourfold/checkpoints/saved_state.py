@@ -198,7 +198,7 @@ def read_state(path: Path) -> CheckpointState:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
     except UserError:
         raise
-    except ValueError:  # it is not UTF-8, not JSON, or not a state
+    except ValueError:  # The file is not UTF-8, not JSON, or not a state.
         raise DamagedCheckpoint(f"{file} is damaged{ELSEWHERE}") from None
     if is_step_name(path.name) and step_of(path) != state.step:
         raise DamagedCheckpoint(f"{path} is damaged: it has the content of step {state.step}{ELSEWHERE}")

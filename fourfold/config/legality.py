@@ -51,7 +51,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # quick for many layouts
+        if isinstance(number, int) and number == 0:  # This is quick for many layouts.
             return False
         return number % self._ranks(sizes) != 0
 

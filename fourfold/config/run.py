@@ -189,7 +189,7 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If it is the run's last checkpoint, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the run's newest checkpoint, 'never' starts afresh, and a path resumes from there."""
+    """'auto' resumes from the run's newest checkpoint, 'never' starts afresh, and a path resumes from that one."""
 
 
 class MetricsConfig(Strict):

@@ -158,7 +158,7 @@ def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_s
             train_tokenizer_vocab=vocab_size if tokenizer is None else None,
             validation_fraction=_VALIDATION_FRACTION,
         )
-        last = f"{prefix.name}.json"  # marks the corpus as complete
+        last = f"{prefix.name}.json"  # The manifest marks the corpus as complete.
         for path in sorted(summary.files, key=lambda path: path.name == last):
             os.replace(path, prefix.with_name(path.name))
 

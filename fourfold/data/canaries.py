@@ -156,7 +156,7 @@ class CorpusPieces:
         return np.concatenate(parts), np.concatenate(lengths)
 
     def _with_text_of(self, length: int) -> NDArray[np.int64]:
-        ends_document = np.isin(self._offsets[1:], self._document_ends)  # the end-of-document token is not text
+        ends_document = np.isin(self._offsets[1:], self._document_ends)  # The end-of-document token is not text.
         return np.flatnonzero(np.diff(self._offsets) - ends_document >= length)
 
 

@@ -170,7 +170,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # like tool_call_id, it names the call that the message answers
+                continue  # Like tool_call_id, this key names the call that the message answers.
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
@@ -253,7 +253,7 @@ class ChatTemplate:
             return str(
                 self._apply_template(messages, options, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
-        except Exception as error:  # a template may raise any exception
+        except Exception as error:  # A template may raise any exception.
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
     def _try_to_render(
@@ -286,7 +286,7 @@ def _read_weights(messages: Sequence[Message]) -> list[int | None]:
 
 
 def _unmark_untrained(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
-    """Unmark the answers of weight 0 among the tokens that the template marks."""
+    """Remove the marks from tokens of answers with weight 0."""
     answers = [weight for weight in weights if weight is not None]
     if all(answers):
         return marked

@@ -134,8 +134,8 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     bins: list[list[int]] = []
-    rest_of: dict[int, list[int]] = {}  # bins by their free room
-    rests: list[int] = []  # the keys of rest_of, ascending
+    rest_of: dict[int, list[int]] = {}  # Maps an amount of free room to the bins that have it.
+    rests: list[int] = []  # The keys of rest_of, in ascending order.
     for item in order.tolist():
         length = int(lengths[item])
         at = bisect_left(rests, length)

@@ -105,7 +105,7 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # places before the first token of the corpus
+            absent = max(0, -start)  # Number of places before the first token of the corpus.
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
@@ -157,7 +157,8 @@ class SourceMixture:
             if windows.reference is not None:
                 reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
                 reference[rows] = windows.reference
-            if windows.is_data is not None:  # then every source pads, because data.format is one for all sources
+            # If one source pads, all sources pad, because data.format applies to all of them.
+            if windows.is_data is not None:
                 is_data = np.empty_like(answers) if is_data is None else is_data
                 is_data[rows] = windows.is_data
         return Windows(stream, documents, numbers, self.look_back, answers, reference, is_data)
@@ -201,7 +202,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):
         is_start[row, places] = 1
-    is_start[:, 0] = 0  # the first document is number 0, even if it started before the window
+    is_start[:, 0] = 0  # The first document is number 0, even if it started before the window.
     return is_start.cumsum(axis=1)
 
 

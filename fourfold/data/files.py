@@ -126,7 +126,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
         folder.mkdir(mode)
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # another process removed it before it was locked
+        except FileNotFoundError:  # Another process removed it before it was locked.
             continue
         _lock(descriptor, wait=True, refusal="")
         if _is_at(folder, descriptor):
@@ -171,7 +171,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("a")
-        except FileNotFoundError:  # the process that held the lock removed the folder
+        except FileNotFoundError:  # The process that held the lock removed the folder.
             continue
         with file:
             _lock(file.fileno(), wait, f"{path} is locked by another process; wait until it has finished")

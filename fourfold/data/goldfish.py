@@ -94,7 +94,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
         True for each dropped target [samples, S].
     """
     tokens, documents = windows.stream.astype(np.uint64), windows.stream_documents
-    places = tokens.shape[1] - h  # targets with h tokens before them
+    places = tokens.shape[1] - h  # Targets that have h tokens before them.
     dropped = np.zeros(tokens.shape, dtype=bool)
     if places > 0:
         coefficients = hash64(np.arange(h), seed) | np.uint64(1)

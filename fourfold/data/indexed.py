@@ -110,7 +110,7 @@ class IndexedDataset:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
             self._starts = sizes.cumsum() - sizes
         self._stream = np.empty(0, self.dtype)
-        if self._bin_bytes:  # an empty file cannot be mapped
+        if self._bin_bytes:  # An empty file cannot be mapped.
             self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
 
     @property
@@ -227,7 +227,7 @@ class IndexedWriter:
         self._idx = idx_path(prefix)
         self._bin = bin_path(prefix)
         self._temporary = temporary_name(self._bin)
-        self._lengths = array.array("i")  # compact, because a corpus can have a hundred million documents
+        self._lengths = array.array("i")  # Use compact arrays, because a corpus can have a hundred million documents.
 
     @property
     def documents(self) -> int:
@@ -268,7 +268,7 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(*[] if kind is None else [OSError]):  # the block has already reported a full disk
+            with suppress(*[] if kind is None else [OSError]):  # The block has already reported a full disk.
                 self._file.close()
             if kind is None:
                 # Write the index last. If the index exists, the tokens exist too.

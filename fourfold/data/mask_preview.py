@@ -17,7 +17,7 @@ RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
 """Warn if the longest span without a dropped token is this many times longer than chance explains."""
 
-_FEWEST_TOKENS = 1_000  # with fewer tokens, chance alone moves the rate by more than the tolerance
+_FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone moves the rate by more than the tolerance.
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest 
             return train, None
         IndexedDataset(held_out)
         validation = read_manifest(held_out)
-    except UserError:  # a damaged corpus is made again
+    except UserError:  # A damaged corpus is made again.
         return None
     return (train, validation) if validation is not None else None
 
@@ -332,7 +332,7 @@ def _withdraw(prefix: Path) -> None:
     """Remove the manifest of an earlier corpus at `prefix`, and its validation split."""
     manifest_path(prefix).unlink(missing_ok=True)
     held_out = validation_prefix(prefix)
-    if manifest_path(held_out).is_file():  # remove only files that a preparation made
+    if manifest_path(held_out).is_file():  # Remove only files that a preparation made.
         for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
             path.unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _terminal_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich import progress  # slow to import, and needed only on a terminal
+    from rich import progress  # rich is slow to import, and only a terminal needs it.
     from rich.console import Console
 
     columns = (

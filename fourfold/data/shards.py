@@ -20,7 +20,7 @@ from fourfold.errors import UserError
 
 SMALLEST_SHARD = 1 << 20  # bytes
 _MOST_SHARDS = 8192
-_CHARACTERS_AT_ONCE = 1 << 20  # characters per call of the tokenizer
+_CHARACTERS_AT_ONCE = 1 << 20  # Characters per call of the tokenizer.
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # seconds between checks for a request to end
-_PATIENCE = 2.0  # seconds to wait for threads to end, which may never happen if the network is down
+_GLANCE = 0.1  # Seconds between checks for a request to end.
+_PATIENCE = 2.0  # Seconds to wait for threads to end. They may never end if the network is down.
 # Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
 _KEPT = 8
 
@@ -70,7 +70,7 @@ def cut_into_windows(
         look_back: Tokens before each window that masks see.
     """
     tokens = np.empty(0, dtype=np.int64)
-    starts: list[tuple[int, Any]] = []  # document starts in `tokens`, and their places
+    starts: list[tuple[int, Any]] = []  # Starts of documents in `tokens`, and their places in the stream.
     before, skip = position.before, position.skip
     for place, text in documents.read(position.place):
         [ids] = tokenizer.encode_batch([text])
@@ -81,7 +81,7 @@ def cut_into_windows(
             length = before + seq_length + 1
             inside = np.array([start for start, _ in starts if 0 <= start < length], dtype=np.int64)
             window = tokens[:length]
-            begin = max(0, length - 1 - look_back)  # start of the next window's look-back
+            begin = max(0, length - 1 - look_back)  # Start of the next window's look-back.
             current = max(index for index, (start, _) in enumerate(starts) if start <= begin)
             starts = [(start - begin, place) for start, place in starts[current:]]
             tokens, before = tokens[begin:], length - 1 - begin
@@ -137,7 +137,7 @@ class StreamedWindows:
         self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
         self.shuffle_buffer, self._order = shuffle_buffer, order
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
-        self._of_a_step = global_batch_size // len(streams)  # windows per stream and step
+        self._of_a_step = global_batch_size // len(streams)  # Number of windows per stream and step.
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
         self._marks: list[dict[int, Position]] = [{} for _ in streams]
         self._open: dict[int, _Ahead] = {}
@@ -194,7 +194,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # the step's batch was skipped
+        if (position := known()) is None:  # The step's batch was skipped.
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()

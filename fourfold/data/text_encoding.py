@@ -23,12 +23,12 @@ _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the
     codecs.BOM_UTF8: "utf-8-sig",
 }
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
-_NUL_SHARE = 0.25  # half the bytes of English text in UTF-16 are NUL
+_NUL_SHARE = 0.25  # Half the bytes of English text in UTF-16 are NUL.
 _SAMPLE = 1 << 16  # Number of bytes that the detection reads.
 _WITHOUT = "remove such characters, or leave the file out"
 _WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
 _CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
-_CONTEXT = 12  # characters shown before and after the first one that is not ASCII
+_CONTEXT = 12  # Number of characters shown before and after the first one that is not ASCII.
 _CONTROL = re.compile("[\0-\x08\x0e-\x19\x1b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 """Characters that only a wrong encoding produces: lone surrogates, and control characters except whitespace and
 end-of-file marks."""
@@ -46,7 +46,7 @@ class UnreadableFiles(UserError):
     """One error for all files that cannot be read."""
 
     def __init__(self, errors: Sequence[UnreadableFile]) -> None:
-        super().__init__(errors)  # pickled with the error, so that the parent process can name the files
+        super().__init__(errors)  # The paths are pickled with the error, so that the parent process can name the files.
         self.errors = errors
 
     def __str__(self) -> str:

@@ -73,6 +73,6 @@ def _finish_shard(finish: Callable[[], None]) -> list[UnreadableFile]:
 
 
 def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One process per core is parallel enough.
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
     end_with_parent()

@@ -43,7 +43,7 @@ class TransformersTokenizer:
         try:
             file = cached_file(self._name, "tokenizer.json")
             return None if file is None else HFTokenizer(file)
-        except (OSError, UserError):  # the tokenizer has another format
+        except (OSError, UserError):  # The tokenizer has another format.
             return None
 
     @property

@@ -117,7 +117,7 @@ def _gigabits(name: str) -> float | None:
 def _read(name: str, what: str) -> str:
     try:
         return (CLASSES / "net" / name / what).read_text().strip()
-    except OSError:  # loopback and tunnels have no speed
+    except OSError:  # Loopback and tunnels have no speed.
         return ""
 
 

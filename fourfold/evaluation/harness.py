@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             results = run_tasks(self, [task], folder, limit, num_fewshot)
         except TaskFailed:  # The task failed on another process, and this process was told before its next pass.
             raise
-        except Exception as error:  # a task is third-party code, templates, and data, and can raise anything
+        except Exception as error:  # A task is third-party code, templates, and data, and can raise anything.
             # The model itself failed, and the processes may have left the pass at different points.
             if self._is_scoring:
                 raise

@@ -79,7 +79,7 @@ def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int 
             lm_eval.simple_evaluate(
                 "dummy", tasks=[task], num_fewshot=num_fewshot, limit=2, task_manager=manager, bootstrap_iters=0
             )
-        except Exception as error:  # a task is third-party code, templates, and data, and can raise anything
+        except Exception as error:  # A task is third-party code, templates, and data, and can raise anything.
             raise UserError(
                 f"task {task}: lm-eval cannot run it ({type(error).__name__}: {first_line(error)})"
             ) from error

@@ -126,7 +126,7 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        sys.stdout.reconfigure(line_buffering=True)  # this worker may be killed when another one fails
+        sys.stdout.reconfigure(line_buffering=True)  # This worker may be killed when another one fails.
     else:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
@@ -136,7 +136,7 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
         report = pickle.dumps(WorkerEnd(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(WorkerEnd(place.rank, "refused", str(error)))
-    except Exception:  # the parent chooses which of the failures to show
+    except Exception:  # The parent chooses which of the failures to show.
         report = pickle.dumps(WorkerEnd(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 

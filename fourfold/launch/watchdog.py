@@ -56,11 +56,11 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
             heartbeat.send_signs_to(None)
             signal.set_wakeup_fd(before)
             faulthandler.unregister(STACK_SIGNAL)
-            with contextlib.suppress(BrokenPipeError):  # something has killed the watchdog
+            with contextlib.suppress(BrokenPipeError):  # Something has killed the watchdog.
                 os.write(signals, bytes([DONE]))
             try:
                 process.wait(LEAVE_SECONDS)
-            except subprocess.TimeoutExpired:  # something has stopped the watchdog
+            except subprocess.TimeoutExpired:  # Something has stopped the watchdog.
                 process.kill()
                 process.wait()
             os.close(signals)

@@ -79,7 +79,7 @@ class WorkerProcesses:
         try:
             self._control.send(rank)
             code = self._control.recv()
-        except (EOFError, OSError):  # the workers ended with their starter
+        except (EOFError, OSError):  # The workers ended with their starter.
             assert self._starter is not None, "it was started"
             self._starter.join()
             code = self._starter.exitcode

@@ -159,7 +159,7 @@ def _documents(
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
         raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees")
-    longest = context + 1 - request.offset  # the last token is never an input
+    longest = context + 1 - request.offset  # The last token is never an input.
     if shortest > longest:
         raise UserError(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "

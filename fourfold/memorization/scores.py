@@ -90,7 +90,7 @@ def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> 
     columns = scaled_mV.shape[1]
     if sampling.top_k is None and sampling.top_p is None:
         return target_m - scaled_mV.logsumexp(1)
-    kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # in descending order
+    kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # Sort in descending order.
     if sampling.top_p is not None:
         share_mK = kept_mK.softmax(1)
         before_mK = share_mK.cumsum(1) - share_mK

@@ -41,7 +41,7 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         shape: the shape of the whole parameter.
         slices: the part of it that ``out`` holds.
     """
-    if name.endswith(("bias", "lora_B")):  # an adapter adds nothing at first
+    if name.endswith(("bias", "lora_B")):  # An adapter adds nothing at first.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)

@@ -215,7 +215,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
-            del content  # Free the tensor before the next one is made.
+            del content  # Free the piece before the next one is made.
         file.flush()
         os.fsync(file.fileno())
     return Written(size, checksum.hexdigest())
@@ -230,7 +230,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(content), PIECE_BYTES):
             yield content[begin : begin + PIECE_BYTES]
-        del tensor, content  # before the next one is made
+        del tensor, content  # Free the tensor before the next one is made.
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:

@@ -12,7 +12,7 @@ from fourfold.planning.array_fields import Cases, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of ``Layout.recompute``. Selective recomputes parts of a block in the backward, full the whole block."""
+"""Values of ``Layout.recompute``. The backward recomputes parts of a block (selective) or the whole block (full)."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",

@@ -9,7 +9,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 def format_number(value: float, digits: int = 4) -> str:
     """Format a number with at most ``digits`` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
-    rounded = float(f"{value:.{digits}g}")  # round first, so that 999,999 becomes 1M and not 1000k
+    rounded = float(f"{value:.{digits}g}")  # Round first, so that 999,999 becomes 1M and not 1000k.
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")

@@ -91,7 +91,7 @@ def read_table(path: Path) -> dict[str, Any]:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the run file {path}: {error.strerror}; give a TOML file") from None
-    except ValueError as error:  # neither UTF-8 nor TOML
+    except ValueError as error:  # The file is not UTF-8 or not TOML.
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 

@@ -110,7 +110,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given.get(theirs) is not None:
             keys[ours] = given[theirs]
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        if ours not in keys and family.keys[ours] != "n_inner":  # its default is 4 × n_embd
+        if ours not in keys and family.keys[ours] != "n_inner":  # In GPT-2's files, the default is 4 × n_embd.
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
     for theirs in NONE_IS_0:

@@ -56,7 +56,7 @@ class LayerBasis:
     def to(self, device: torch.device) -> None:
         """Move the basis to the layer's device."""
         if self.whole_KDD.device != device:
-            with torch.inference_mode(False):  # the basis outlives the current pass
+            with torch.inference_mode(False):  # The basis outlives the current pass.
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
 
 

@@ -43,7 +43,7 @@ class Fingerprint:
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # an adapter does not change the base weights
+            if parameter.ndim == 2 and "lora_" not in name  # An adapter does not change the base weights.
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)

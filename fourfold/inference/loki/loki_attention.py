@@ -106,7 +106,8 @@ def loki_attention(
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is None or basis is None:  # a dense layer, or a model that shares the configuration of a model with Loki
+    # This is a dense layer, or a model that shares the configuration of a model with Loki.
+    if state is None or basis is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
@@ -128,7 +129,7 @@ def loki_attention(
         out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
-        if query.shape[2] == length and is_simple:  # a prompt that begins the cache: rows and keys are the same tokens
+        if query.shape[2] == length and is_simple:  # The prompt begins the cache, so rows and keys are the same tokens.
             out = simulate(query, key, value, basis_KDd, basis.d, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(

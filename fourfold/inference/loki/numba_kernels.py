@@ -61,7 +61,7 @@ def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
     """Compile for several threads, and cache the result for later processes."""
     try:
         compiled: Callable[..., None] = njit(parallel=True, cache=True, **_options)(step)
-    except RuntimeError:  # there is no folder for the cache
+    except RuntimeError:  # There is no folder for the cache.
         compiled = njit(parallel=True, **_options)(step)
     return compiled
 
@@ -177,7 +177,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)  # worth and rank share their memory
+    worth_S = ranks_S.view(np.float32)  # Worth and rank share their memory.
     worth_S[:] = NEVER if reduce == MAX else np.float32(0)
     for g in range(scores_GS.shape[0]):
         if reduce == MAX:
@@ -301,7 +301,7 @@ def _exp(x):
 
     Unlike the C library's function, which takes one number at a time, this vectorizes.
     """
-    x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays NaN
+    x = np.float32(-87) if x < np.float32(-87) else x  # A NaN stays NaN.
     powers_of_two = x * np.float32(1 / np.log(2))
     n = np.floor(powers_of_two + np.float32(0.5))
     r = (powers_of_two - n) * np.float32(np.log(2))

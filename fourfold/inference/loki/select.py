@@ -77,7 +77,7 @@ def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
     if scores_BKG_S.device.type == "cpu":  # On a GPU, the test below would make the host wait.
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        if not worth_BK_S[..., :1].isnan().any():  # one NaN or infinity spreads over its row
+        if not worth_BK_S[..., :1].isnan().any():  # One NaN or infinity would spread over its whole row.
             return worth_BK_S
     broken_BKG_S = ~(scores_BKG_S < ALWAYS)
     worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
@@ -152,7 +152,7 @@ def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     numbers_RC[np.arange(counts_R.max()) < counts_R[:, None]] = numbers
     least = np.repeat(_largest(numbers_RC, k), counts_R)
     taken = numbers >= least
-    if np.count_nonzero(taken) > rows * k:  # ties for the last place go to the left
+    if np.count_nonzero(taken) > rows * k:  # Ties for the last place go to the left.
         tied, starts_R = numbers == least, ends_R - counts_R
         above_R = np.add.reduceat(numbers > least, starts_R, dtype=np.int64)
         tied_before = np.cumsum(tied) - tied

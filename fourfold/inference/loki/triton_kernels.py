@@ -68,7 +68,7 @@ def decode(step: DecodeStep) -> Tensor:
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
         **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
-        REDUCE="mean" if group == 1 else step.config.group_reduce,  # a single head's keys need no normalization
+        REDUCE="mean" if group == 1 else step.config.group_reduce,  # A single head's keys need no normalization.
         **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
@@ -132,7 +132,7 @@ def _score(
             scores + (row * G + g[:, None]) * length + s[None, :], scores_GPS, (g[:, None] < G) & (s[None, :] < length)
         )
         larger_GP = tl.maximum(largest_GP, tl.max(scores_GPS, 1))
-        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # a head with no visible key so far
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # The head has seen no visible key so far.
         total_GP = total_GP * tl.exp(largest_GP - safe_GP) + tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
         largest_GP = larger_GP
     tl.store(maxima + (row * splits + split) * G + g, largest_GP, g < G)
@@ -292,7 +292,7 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
         places_p = (row * parts + p) * G + g
         maxima_p = tl.load(maxima + places_p, p < parts, NEVER)
         larger = tl.maximum(largest, tl.max(maxima_p, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # no visible key so far
+        safe = tl.where(larger == NEVER, 0.0, larger)  # No key has been visible so far.
         shrink, weights_p = tl.exp(largest - safe), tl.exp(maxima_p - safe)
         total = total * shrink + tl.sum(tl.load(sums + places_p, p < parts, 0.0) * weights_p, 0)
         there_pDP = (p[:, None] < parts) & (c[None, :] < D)

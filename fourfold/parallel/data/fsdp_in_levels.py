@@ -24,7 +24,7 @@ class MeshWithGroups(DeviceMesh):
     """A mesh that gives FSDP2 other groups for some of its dims. FSDP2 calls only what these groups have."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        vars(self).update(vars(mesh))  # a new mesh would create new groups
+        vars(self).update(vars(mesh))  # A new mesh would create new groups.
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
         self._other_groups: dict[int, Any] = {**earlier, **groups}
 

@@ -100,7 +100,8 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                parameter.grad_dtype = None  # typed as Any, because FSDP2 stores sums in another type than the weight's
+                # Typed as Any, because FSDP2 stores sums in another type than the weight's.
+                parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         grid, zero, of_experts = self.grid, self.grid.sizes.zero, tile.ep is not None and self.grid.ep.size > 1
@@ -168,7 +169,7 @@ class FullySharded(DataParallel):
         if hasattr(context, "reduce_scatter_states"):
             sent = context.reduce_scatter_states
             context.reduce_scatter_states = []
-        else:  # before torch 2.13
+        else:  # Earlier versions than torch 2.13.
             sent = [context.reduce_scatter_state] if context.reduce_scatter_state else []
             context.reduce_scatter_state = None
         for state in sent:

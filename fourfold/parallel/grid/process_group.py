@@ -92,7 +92,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         bind_to_gpu(device)
     try:
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
+            "nccl" if on_gpu else "gloo",  # On AMD, "nccl" is RCCL.
             init_method=meeting_point if meeting_point is not None and meeting_point.startswith("file:") else None,
             store=_store(meeting_point, place, timeout),
             rank=place.rank,
@@ -162,7 +162,7 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
     """Return this process's group among disjoint sets of ranks, or None if it is in none. Every process calls this."""
     world = dist.group.WORLD
-    if getattr(world, "bound_device_id", None) is not None:  # on NCCL, one call creates all of them
+    if getattr(world, "bound_device_id", None) is not None:  # On NCCL, one call creates all groups.
         return dist.split_group(split_ranks=sets)
     mine = None
     for ranks in sets:

@@ -60,7 +60,7 @@ def _normalize(
             logits_c = softcap * _tanh(logits_c / softcap)
         logits_c = tl.where(c < real, logits_c, NEVER)
         larger = tl.maximum(largest, tl.max(logits_c, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # no finite logit so far
+        safe = tl.where(larger == NEVER, 0.0, larger)  # No logit has been finite so far.
         total = total * tl.exp(largest - safe) + tl.sum(tl.exp(logits_c - safe), 0)
         largest = larger
     tl.store(both + row, largest + tl.log(total))

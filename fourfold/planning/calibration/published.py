@@ -106,7 +106,7 @@ def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Co
         limits = replace(AXONN, fixed=(*AXONN.fixed, *sizes.items()))
         try:
             found.append(make_plan(base, machine, constants, gpus, 1, limits).best)
-        except UserError:  # it does not fit
+        except UserError:  # The layout does not fit.
             continue
     if not found:
         return make_plan(base, machine, constants, gpus, 1, AXONN).best

@@ -134,7 +134,8 @@ def flash_workspace(work: Workload) -> Number:
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    heads = work.together * heads_here(work) / np.where(ring, 1, layout.cp)  # of all sequences that it reads at once
+    # Heads of all sequences that the rank reads at once.
+    heads = work.together * heads_here(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)
     summed = np.ceil(width / multiple) * multiple

@@ -42,7 +42,8 @@ in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
 """Passes for two such LayerNorms, which have two statistics in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
-"""Passes over queries and keys: to 32 bits, a kernel, and back, times the weight."""
+"""Passes over queries and keys by their norms: convert to 32 bits, run the kernel, and convert back times the
+weight."""
 OWN_TURNS = 11.5, 11.5
 """Passes over the channels that rotary embeddings rotate: single operations with sums in 32 bits (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
