@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # These modules import torch, which the parent of local worke
 
 
 def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
-    """Train a model as a run file says, and resume as `checkpoint.resume` says.
+    """Train the model of a run file, and resume it according to `checkpoint.resume`.
 
     Starts one local process per place of the grid, or joins the processes that torchrun or srun started. Local
-    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. Local workers that
-    crash or hang are restarted from the newest checkpoint, as [fault_tolerance] says.
+    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. [fault_tolerance]
+    sets how often local workers that crash or hang are restarted from the newest checkpoint.
 
     Args:
         run: The run file.

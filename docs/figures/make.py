@@ -93,7 +93,7 @@ def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[S
     d.rect(x, y, w, h, "none", INK)
 
 
-# Rows are tokens, columns are channels, of a plane of 2 × 2 ranks.
+# Draw a plane of 2 × 2 ranks. Rows are tokens, and columns are channels.
 BOTH_X = [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
 BOTH_Y = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 RESIDUAL = [[[(0, 0)], [(0, 1)]], [[(1, 0)], [(1, 1)]]]

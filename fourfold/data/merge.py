@@ -61,7 +61,7 @@ def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray
 
 
 def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) of each run of equal values."""
+    """Yield the range [begin, end) of each run of equal values."""
     borders = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *borders.tolist(), len(values)] if len(values) else []
     yield from pairwise(edges)

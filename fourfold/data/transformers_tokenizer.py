@@ -36,8 +36,10 @@ class TransformersTokenizer:
 
     @cached_property
     def file(self) -> HFTokenizer | None:
-        """The folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it. None if there is no such
-        file."""
+        """The folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it.
+
+        None if there is no such file.
+        """
         from transformers.utils.hub import cached_file
 
         try:

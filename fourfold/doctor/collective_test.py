@@ -53,7 +53,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
             os.environ.update(log)
         try:
             measured = run_on_grid(f"{__name__}:measure", [], world_size, timeout=TIMEOUT)
-        except (UserError, RuntimeError) as failure:  # WorkerFailed and torch's errors are RuntimeErrors
+        except (UserError, RuntimeError) as failure:  # WorkerFailed and torch's errors are RuntimeErrors.
             lines = str(failure).strip().splitlines() or [type(failure).__name__]
             yield error("all-reduce", f"over {world_size} processes failed: {lines[-1]}", ADVICE)
             return

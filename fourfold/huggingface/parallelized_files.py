@@ -128,7 +128,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # Our own error, or transformers refuses to write a configuration.
+        except ValueError as error:  # This is our own error, or transformers refuses to write a configuration.
             raise UserError(str(error)) from None
         finally:
             while waiting:  # All other ranks take part here. Rank 0 joins them if it cannot write.

@@ -35,7 +35,10 @@ class MLP(nn.Module):
 
 
 class Activation(nn.Module):
-    """gelu(up) (arXiv 1606.08415), or gated: gelu(gate) · up, or silu(gate) · up (GLU variants, arXiv 2002.05202)."""
+    """Return gelu(up) (arXiv 1606.08415).
+
+    With a gate, return gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ class ShardedOptimizer:
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
         """Round a float32 copy of a weight stochastically, and store it."""
         generator = torch.Generator(wide.device)
-        # Seeded by name, so that both copies of a tied weight in a pipeline are rounded the same way.
+        # The seed depends on the name, so that both copies of a tied weight in a pipeline are rounded the same way.
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
         name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
         generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)

@@ -83,7 +83,7 @@ class StepChecks:
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
-        """Judge a step (counted from 0) by its numbers over all ranks, before the weights move."""
+        """Judge a step (counted from 0) by its numbers over all ranks, before its update changes the weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict != GOOD:
             self._record(step, figures, verdict)

@@ -93,7 +93,7 @@ def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Can
 
 
 def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return [n, parts] predicted seconds of a step."""
+    """Return the predicted seconds of a step by part [n, parts]."""
     shape = np.shape(work.layout.micro_batch)
     parts = step_parts(work, machine, constants)
     return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)

@@ -50,18 +50,19 @@ class MemoryMargin:
         self.log_weight = self.log_weight + np.log(self._out(np.array([index]))[:, 0] + NEVER)
 
     def p_out(self) -> np.ndarray:
-        """Return [n] probabilities of running out of memory."""
+        """Return each layout's probability of running out of memory [n]."""
         weight = np.exp(self.log_weight - self.log_weight.max())
         return np.asarray(weight @ self._out(np.arange(self.candidates.count)) / weight.sum())
 
     def _out(self, index: np.ndarray) -> np.ndarray:
-        """Return [shifts, index] probabilities of running out of memory, for each factor."""
+        """Return the probabilities of running out of memory for each factor [shifts, index]."""
         headroom = np.log(self.candidates.machine.memory / self.candidates.needed[index])
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
 
 def _prior() -> np.ndarray:
-    """Return [shifts] weights from the planner's own uncertainty, with a small probability of being far off."""
+    """Return the weights of ``SHIFTS`` from the planner's own uncertainty, which allow a small probability of being far
+    off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5

@@ -127,7 +127,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return [n] probabilities of running out of memory after the trials."""
+    """Return each layout's probability of running out of memory, given the trials [n]."""
     margin = MemoryMargin(candidates)
     for trial in trials:
         if trial.result.outcome == "out of memory":
@@ -156,7 +156,8 @@ def doubt(candidates: Candidates, seed: int = 0) -> float:
 
 
 def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return [n] True for layouts with a knob value that crashed at least ``CRASHES`` times and never worked."""
+    """Return an array [n] that is True for layouts with a knob value that crashed at least ``CRASHES`` times and never
+    worked."""
     found = np.zeros(candidates.count, dtype=bool)
     crashed = [trial.index for trial in trials if trial.result.outcome in ("crashed", "hung")]
     worked = [trial.index for trial in trials if trial.result.outcome in ("done", "hopeless", "out of memory")]

@@ -64,7 +64,7 @@ class Posterior:
         return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
 
     def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
-        """Return [draws, index] log seconds of some candidates, drawn together."""
+        """Return joint draws of the log seconds of some candidates [draws, index]."""
         covariance = self.covariance(index, index) + JITTER * np.eye(len(index))
         normal = np.random.default_rng(seed).standard_normal((DRAWS, len(index)))
         return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
@@ -80,7 +80,7 @@ def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray,
 
 
 def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
-    """Return [n], the diagonal of ``prior_covariance``."""
+    """Return the diagonal of ``prior_covariance`` [n]."""
     weights = np.array(list(SPREADS.values())) ** 2
     return np.asarray(COMMON**2 + scale**2 * (candidates.shares**2 @ weights + REMAINDER**2))
 

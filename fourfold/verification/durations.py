@@ -84,8 +84,10 @@ class Durations:
         return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
 
     def _of_product(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
-        """Return a matmul's picoseconds. The forward of a linear layer transposes the second operand, and its weight
-        gradient transposes the first."""
+        """Return a matmul's picoseconds.
+
+        The forward of a linear layer transposes the second operand, and its weight gradient transposes the first.
+        """
         rates = self._rates
         layout = rates.tn if first.transposed else rates.nt if second.transposed else rates.nn
         seconds = matmul_seconds(

@@ -66,8 +66,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
 
 def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:
-    """Return [B, 1, S, S]: 0 if a query may see a key, and otherwise the lowest number, which transformers adds to
-    scores."""
+    """Return the mask [B, 1, S, S] that transformers adds to scores: 0 if a query may see a key, and otherwise the
+    lowest number."""
     is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
     if window:
         place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)

@@ -107,7 +107,7 @@ def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
-    """Return [R, H, x] in float32, padded with zeros."""
+    """Return the tensor as [R, H, x] in float32, padded with zeros."""
     query_RGx = query_BKGx.float().flatten(0, 1)
     return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
 
@@ -124,7 +124,7 @@ def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
-    """Return [B, S], or [B, 0] for None."""
+    """Return the mask as [B, S], or an empty array [B, 0] if there is none."""
     return np.empty((batch, 0), np.int8) if flags_BS is None else flags_BS.numpy()
 
 

@@ -82,7 +82,7 @@ def block_of_step(
     if source == cp.rank:
         queries, keys = everything, everything
     elif source < cp.rank:
-        # The source's head chunk comes before both of our chunks, and its tail chunk after them.
+        # The source's head chunk comes before both of our chunks. Its tail chunk comes after them.
         queries, keys = everything, slice(0, half)
     else:
         # Our tail chunk comes after both chunks of the source, and our head chunk before them.

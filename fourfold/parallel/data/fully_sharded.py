@@ -1,4 +1,4 @@
-"""Shard weights with torch's FSDP2: always over z, and over dp·cp as ``zero`` says."""
+"""Shard weights with torch's FSDP2. They are always sharded over z, and ``zero`` adds dp·cp."""
 
 from __future__ import annotations
 

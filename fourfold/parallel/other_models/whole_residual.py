@@ -80,7 +80,7 @@ class WholeTokensLinear(Linear4D):
 class ColumnLinear(WholeTokensLinear):
     """A normal layer with weight [out/x, in/y].
 
-    It reads the whole residual and writes features over x, and over y as ``over_y`` says.
+    It reads the whole residual. Its output features are split over x, and ``over_y`` sets their placement over y.
 
     With ``gather_output``, features are over x alone and are gathered for code that needs all of them.
     """

@@ -169,7 +169,7 @@ class MeasuredRow(BaseModel):
     time_from: Literal["printed", "tokens", "flops"] = "printed"
     """Whether the source prints the step time, or the step time was computed from the source's tokens/s or FLOP/s."""
     memory_gb: Size | None = None
-    """10⁹ bytes of the fullest GPU at the peak."""
+    """Peak memory of the fullest GPU in 10⁹ bytes."""
     memory_kind: Literal["device", "allocator"] = "allocator"
     """Whether the memory is everything on the device (device, from nvidia-smi) or only what PyTorch's allocator
     reserved (allocator)."""

@@ -24,8 +24,8 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """The blocks of the first rank and of the last rank, the largest number on any rank, and the ranks between that may
-    be the fullest.
+    """Numbers of blocks: of the first rank, of the last rank, of the rank with the most blocks, and of ranks between
+    that may be the fullest.
 
     Each rank between is given by its pp rank and its blocks. A case without such a rank has rank 0 and no blocks there.
     """

@@ -154,7 +154,7 @@ def of_blocks(every: int) -> str:
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
-    """Predict one layout, legal or not."""
+    """Predict one layout, which need not be legal."""
     block = block_time(work, machine, constants)
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
     stages = [

@@ -127,7 +127,7 @@ def refused_grids(
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
-    """Return [n] indices into ``REASONS``, before considering memory."""
+    """Return the index of each point's reason for a refusal in ``REASONS`` [n], without considering memory."""
     count = np.size(work.layout.x)
     if count > CHUNK:
         chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]

@@ -11,22 +11,25 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# Other programs, in the forward, counted from the operations of a block.
+# The next numbers are for programs other than fourfold, in the forward. They are counted from the operations of a
+# block.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (read, write), two residual sums (read twice, write), and one copy of the
 two outputs."""
 FUSED_RESIDUAL_PASSES = 8.0
 """Passes over the residual stream if a norm and a residual sum are one kernel each."""
 HEAD_PASSES = 4.0
-"""Passes over queries, keys, and values: rotate or add biases, and lay out for the attention."""
+"""Passes over queries, keys, and values that rotate them or add biases, and reorder them for the attention."""
 PLAIN_TURNS = 8.0
-"""Additional passes over queries and keys if rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as
-products, negation, concatenation, and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
+"""Additional passes over queries and keys if rotary embeddings run as separate operations: products, negation,
+concatenation, and sum compute x·cos + (−x₂, x₁)·sin (Megatron-DeepSpeed and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
-"""Passes over the inner width: bias and activation as two operations, or gate, up, their product, and the sigmoid."""
+"""Passes over the inner width. Without a gate, bias and activation are two operations. With a gate, there are gate, up,
+their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
-"""Passes of the backward relative to the forward, 3 to 2. The backward of a norm reads the gradient and the input and
+"""Number of passes in the backward divided by the number in the forward: 3 / 2. The backward of a norm reads the
+gradient and the input and
 writes one tensor. The backward of a sum moves nothing."""
 
 # The numbers below are for fourfold's own operations in 16 bits, forward and backward. tests/planning/test_traffic.py
@@ -45,21 +48,22 @@ OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys by their norms: convert to 32 bits, run the kernel, and convert back times the
 weight."""
 OWN_TURNS = 11.5, 11.5
-"""Passes over the channels that rotary embeddings rotate: single operations with sums in 32 bits (``models.rope``)."""
+"""Passes over the channels that rotary embeddings rotate, in separate operations with sums in 32 bits
+(``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
 """Passes if one kernel computes rotary embeddings and head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
-"""Passes over the inner width: silu and product, with a gradient each for gate and up."""
+"""Passes over the inner width for silu(gate) · up. Gate and up each have a gradient."""
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over the outputs that a bias is added to. Its gradient is a sum."""
+"""Passes over the outputs that a bias is added to. The gradient of the bias is a sum."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
-"""Passes over the router's scores in fp32: softmax, choice, and their sums."""
+"""Passes over the router's scores in fp32, for softmax, choice, and sums."""
 ROW_PASSES = 4.0
-"""Passes over the rows of a rank's tokens: gathered before they are sent, and summed with weights when they are
-back. The backward does the reverse."""
+"""Passes over the rows of a rank's tokens. The forward gathers them before it sends them, and sums them with weights
+when they come back. The backward does the reverse."""
 SORT_PASSES = 4.0
 """Passes over the rows of a rank's experts, if it has several: sort the rows by expert, and restore their order."""
 PLACING_PASSES = 2.0
@@ -78,8 +82,11 @@ product again for the gradients of the router's weights."""
 def others_bytes(
     residual: Number, heads: Number, turned: Number, inner: Number, gated: Flag, fused: Flag
 ) -> tuple[Number, Number]:
-    """Return the bytes moved in one block's forward and backward, for tensors of ``residual``, ``heads`` (queries,
-    keys, and values), ``turned`` (by rotary embeddings), and ``inner`` bytes on the rank."""
+    """Return the bytes moved in one block's forward and backward.
+
+    The arguments are bytes on the rank: of the residual, of queries, keys, and values (``heads``), of channels that
+    rotary embeddings rotate (``turned``), and of the inner width.
+    """
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
     turns = np.where(fused, 0, PLAIN_TURNS)
