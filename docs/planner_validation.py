@@ -85,10 +85,10 @@ def introduction(rows: list[Row]) -> list[str]:
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        f"The planner predicts {len(rows) - mixtures:,} published rows of dense models (step times or memory of runs)",
-        f"and {mixtures} of [mixtures of experts](#mixtures-of-experts), which come with fourfold.",
-        "Headline figures are for dense models in bf16 or fp16 with a complete configuration. FP8 and incomplete rows",
-        "are listed as *others*, doubtful measurements apart.",
+        "This page compares the planner's predictions with published step times and memory. fourfold comes with",
+        f"{len(rows) - mixtures:,} rows of dense models and {mixtures} rows of [mixtures of",
+        "experts](#mixtures-of-experts). Headline figures are for dense models in bf16 or fp16 with a complete",
+        "configuration. FP8 and incomplete rows are listed as *others*, and doubtful measurements separately.",
         "",
     ]
 

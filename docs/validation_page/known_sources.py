@@ -33,9 +33,10 @@ def within_section(rows: list[Row]) -> list[str]:
     return [
         "## Other rows of a known source",
         "",
-        "Where some runs of a program on a machine are known, the others are predicted better. The constants are",
-        "fitted to a random tenth of the rows (one draw a row of `numpy.random.default_rng(seed)` below 0.1) and the",
-        f"rest are held out, for {len(SEEDS)} seeds. S3 (Korthikanti et al. 2022) is never fitted here.",
+        "If some runs of a program on a machine are known, more runs of it are predicted better. For each of",
+        f"{len(SEEDS)} seeds, the constants are fitted to a random tenth of the rows (a draw of",
+        "`numpy.random.default_rng(seed)` below 0.1), and all other rows are held out. S3 (Korthikanti et al. 2022) is",
+        "never fitted here.",
         "",
         *table(("held out", "median", "mean", "worst seed's mean"), found),
         "",

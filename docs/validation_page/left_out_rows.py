@@ -29,8 +29,9 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
     return [
         "## A source that nothing was fitted to",
         "",
-        "Your own cluster and program are like a publication that the constants have never seen. Every source is",
-        "predicted with constants that are fitted to the rows of all others, and beside it every machine:",
+        "Your own cluster and program are like a publication that the constants have never seen. So each source is",
+        "predicted with constants that are fitted to the rows of all other sources. The second table does the same for",
+        "each machine:",
         "",
         *table(("source left out", "median", "mean", "bias"), error_rows(left_out["source"], "source")),
         "",
@@ -39,8 +40,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "Without fitted constants (machine files and priors only): mean "
         f"{percent(errors_of(dense(alone))['mean_abs_error'])}, median "
         f"{percent(errors_of(dense(alone))['median_abs_error'])}.",
-        "The noise between sources (`NOISE_BETWEEN` in `calibration/fit.py`) and the weight of a source's rows were",
-        "chosen among a few values by these same errors.",
+        "These errors also chose two settings among a few values: the noise between sources (`NOISE_BETWEEN` in",
+        "`calibration/fit.py`), and the weight of a source's rows.",
         "",
         *table(
             ("ranking and memory", "source left out", "machine left out"),
@@ -50,13 +51,14 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
             ],
         ),
         "",
-        "A sweep is a set of rows that differ only in layout; its regret is how much slower the predicted best is than",
+        "A sweep is a set of rows that differ only in layout. Its regret is how much slower the predicted best is than",
         "the measured best.",
         "",
-        "Memory: what the allocator holds unused, as a share of what a step allocates, is the only fitted constant",
-        f"(`CACHED` in `planning/cost/memory.py`: {CACHED}; fitted to all rows {allocator_share(rows):.3f}; prior "
-        f"{UNUSABLE}). Here it is fitted to the",
-        "rows of other sources:",
+        "For memory, only one constant is fitted: the unused memory that the allocator holds, as a fraction",
+        "of a step's",
+        f"allocations (`CACHED` in `planning/cost/memory.py`, {CACHED}). A fit to all rows gives "
+        f"{allocator_share(rows):.3f}, and the prior is {UNUSABLE}.",
+        "In this table it is fitted to the rows of all other sources:",
         "",
         *table(("source left out", "rows", "allocator's share", "mean", "bias"), memory_rows(rows)),
         "",
@@ -103,20 +105,22 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
     return [
         "## Intervals",
         "",
-        "`fourfold plan` says between which times a step lies with a probability of 90 %: factors on the predicted",
-        "seconds, the 5th and 95th percentile of measured over predicted on what was left out above, with equal weight",
-        "for every source, and FP8 and incomplete rows among them. Where the machine is new, the program is too.",
-        "Coverage is the share of a source's rows inside the interval that all other sources give:",
+        "`fourfold plan` prints an interval that contains a step's time with a probability of 90 %. Its bounds are the",
+        "predicted seconds times two factors: the 5th and the 95th percentile of measured over predicted",
+        "seconds in the",
+        "left-out rows above, including FP8 and incomplete rows. Every source has the same weight. If the machine is",
+        "new, the program is new too. Coverage is the fraction of a source's rows inside the interval that",
+        "follows from",
+        "all other sources:",
         "",
         *table(("extrapolation", "5 % to 95 %", "coverage, mean of sources", "of rows", "least"), found),
         "",
-        "What two layouts have in common, such as the program, does not change their order. Of the rows of a sweep,",
-        "with their source left out, those that are predicted up to "
-        f"{NEAR - 1:.0%} slower than the predicted best are so by a factor",
-        f"that is right within {order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least "
-        f"{MIN_COMPARED} such rows, which weigh the same). Layouts",
-        "that are predicted closer to the best can be told apart from it only by measurement, and `fourfold plan`",
-        "says so.",
+        "An error that two layouts share, such as the program's, does not change their order. In each sweep, with its",
+        f"source left out, we compare the predicted best with rows that are predicted up to {NEAR - 1:.0%} slower. The",
+        "predicted ratio of the two times is right within a factor of "
+        f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least",
+        f"{MIN_COMPARED} such rows, with equal weights). Closer layouts are too close to call, and",
+        f"`fourfold plan` says so.",
         "",
     ]  # fmt: skip
 
