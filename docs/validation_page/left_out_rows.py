@@ -120,7 +120,7 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "predicted ratio of the two times is right within a factor of "
         f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least",
         f"{MIN_COMPARED} such rows, with equal weights). Closer layouts are too close to call, and",
-        f"`fourfold plan` says so.",
+        "`fourfold plan` says so.",
         "",
     ]  # fmt: skip
 

@@ -97,7 +97,7 @@ class MetricsWriter:
 def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = None) -> list[dict[str, Any]]:
     """Return the objects of a metrics.jsonl, in the order of the file.
 
-    Empty lines are left out. So is a last line that has no line end and does not parse: a crash cut it off.
+    Empty lines are left out. If a crash has cut off the last line, it is left out too.
 
     Args:
         path: The file.

@@ -1,4 +1,5 @@
-"""The outcome of a training job. It imports no torch, because the parent of local workers runs without torch."""
+"""The outcome of a training job. This module must not import torch, because the parent of local workers runs without
+it."""
 
 from __future__ import annotations
 

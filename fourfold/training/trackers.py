@@ -16,7 +16,7 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as it is described to trackers."""
+    """The description of a run that trackers receive."""
 
     run: RunConfig
     run_dir: Path

@@ -137,7 +137,7 @@ class MeasuredRow(BaseModel):
     """The host launches each kernel (none), all kernels of a block except the experts' (blocks), or all kernels of a
     step (step)."""
     seq_parallel: Flag | None = None
-    """The residual stream is sharded over tp. Default: the program's."""
+    """Whether the residual stream is sharded over tp. Default: what the program does."""
     end_layers: Flag = False
     """Embedding and head count as one layer each when layers are divided into stages."""
 

@@ -130,7 +130,7 @@ def head_bytes(work: Workload) -> Number:
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
-    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # The fp32 sums, and the slopes of the cap.
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the fp32 sums and the slopes of the cap.
     # The next chunk's sums are allocated while Python names still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)

@@ -45,8 +45,8 @@ in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
 """Passes for two such LayerNorms, which have two statistics in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
-"""Passes over queries and keys by their norms: convert to 32 bits, run the kernel, and convert back times the
-weight."""
+"""Passes over queries and keys by their norms. Each norm converts them to 32 bits, runs its kernel, and multiplies the
+result by the weight in 16 bits."""
 OWN_TURNS = 11.5, 11.5
 """Passes over the channels that rotary embeddings rotate, in separate operations with sums in 32 bits
 (``models.rope``)."""
