@@ -21,14 +21,14 @@ class Manifest:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     split: str
-    """"train" or "validation"."""
+    """The split of the corpus: "train" or "validation"."""
     documents: int
     tokens: int
     """Number of tokens, including end-of-document tokens."""
     bytes: int
     """Number of UTF-8 bytes of the text."""
     tokenizer: str
-    """"bytes" or the name of a tokenizer.json in the same folder."""
+    """The tokenizer: "bytes", or the name of a tokenizer.json in the same folder."""
     fingerprint: str
     """Fingerprint of the tokenizer."""
     vocab_size: int
@@ -41,9 +41,9 @@ class Manifest:
     validation_fraction: float
     seed: int
     request: str
-    """Digest of everything that decides the corpus's content."""
+    """Digest of everything that determines the content of the corpus."""
     format: str = "text"
-    """"text", "sft", or "preferences"."""
+    """Format of the rows: "text", "sft", or "preferences"."""
     trained_tokens: int | None = None
     """Number of tokens in answers. None for text."""
     bos_id: int | None = None

@@ -149,7 +149,7 @@ class Experts(nn.Module):
 
     @recomputable
     def down(self, gate_NF: Tensor, up_NF: Tensor, groups: Groups) -> Tensor:
-        """Project gate and up to the hidden size."""
+        """Apply the activation to gate and up, and project the result to the hidden size."""
         return grouped_matmul(self.activation(gate_NF, up_NF), self.down_proj, groups)
 
 

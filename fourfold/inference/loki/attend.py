@@ -54,7 +54,7 @@ def decode(
     if not torch.is_grad_enabled():  # The compiled kernels have no backward.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
-            with torch.cuda.device_of(query_BND):  # Triton launches on the current device
+            with torch.cuda.device_of(query_BND):  # Triton launches on the current device.
                 return _compiled(step, kernels).flatten(1, 2)
     worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)

@@ -85,7 +85,7 @@ def block_of_step(
         # The source's head chunk comes before both of our chunks. Its tail chunk comes after them.
         queries, keys = everything, slice(0, half)
     else:
-        # Our tail chunk comes after both chunks of the source, and our head chunk before them.
+        # Our tail chunk comes after both chunks of the source. Our head chunk comes before them.
         queries, keys = slice(half, tokens), everything
     causal, length = source == cp.rank, tokens * cp.size
     if not causal and window:
