@@ -126,7 +126,8 @@ class RotatedLayer(GrowingLayer):
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Attention that rotates its queries sets this for one pass. An update without it is refused."""
+        """Whether the attention of the current pass rotates its queries. An update by any other attention is
+        refused."""
 
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, as in ``LokiLayer``."""

@@ -138,7 +138,8 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # A weight whose hook held this bucket would never be freed, because the garbage collector does not see hooks.
+        # Do not let a weight's hook hold this bucket. The garbage collector does not see hooks, so the weight would
+        # never be freed.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:

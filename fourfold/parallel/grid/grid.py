@@ -210,7 +210,8 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, there is one shard here, and zero 3 shards over all of these ranks.
+        # If ep does not divide z, nothing is divided here. Such an ep needs zero 3, which divides weights over all of
+        # these ranks.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)

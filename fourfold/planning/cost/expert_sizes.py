@@ -13,7 +13,8 @@ BYTES_OF_A_CHOICE = 44.0
 """Bytes kept for each choice of a token: its expert, its position among the rows, and the position's inverse, in 64
 bits, and its weights."""
 BYTES_OF_AN_ORDER = 32.0
-"""Bytes kept for each row that is sorted by expert on arrival: positions there and back, both ways, in 64 bits."""
+"""Bytes kept for each row that arrives and is sorted by expert. The forward and the backward each keep a permutation
+and its inverse, in 64 bits."""
 
 
 def has_experts(work: Workload) -> bool:
