@@ -34,6 +34,7 @@ from mutants_of_runs import RUNS  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
 from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
+from published_faults import PUBLISHED  # noqa: E402
 from random_runs import random_table, run_of  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 from tuned_products import parity_on_cpu  # noqa: E402
@@ -106,6 +107,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 
 
 FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
+PUBLISHED_HEADER = ("published as", "fault here", "grid", "batch", "betrayed by")
 FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
 
 
@@ -196,9 +198,22 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
     figure = f"{QUANTITIES[name]}, {report.worst(name).tensor}: {ratio:,.0f}"
     if ratio <= report.limit:
-        figure = f"initial weights: {report.initial:.0f}" if not report.ok else SURVIVED
+        apart = (
+            f"replicas: {report.replicas:.0e} apart" if report.replicas else f"initial weights: {report.initial:.0f}"
+        )
+        figure = SURVIVED if report.ok else apart
     grid = ParallelConfig(**mutant.grid).describe()
     return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])
+
+
+def published_rows(faults: list[list[str]]) -> list[list[str]]:
+    """Return the published bugs whose faults have been measured, with the figure that betrays each."""
+    known = {row[0]: row for row in faults}
+    return [
+        [where, fault, known[fault][2], batch, known[fault][3]]
+        for where, (fault, batch) in PUBLISHED.items()
+        if fault in known
+    ]
 
 
 def score_of(faults: list[list[str]]) -> str:
@@ -245,6 +260,7 @@ def page(grids: list[list[str]], precisions: list[list[str]], mutants: list[list
         "@precisions@": "\n".join(
             table(("precision", "one process", *(name_of(grid) for grid in PRECISION_GRIDS)), precisions)
         ),
+        "@published@": "\n".join(table(PUBLISHED_HEADER, published_rows(mutants))),
         "@faults@": "\n".join(table(FAULTS_HEADER, mutants)),
     }
     for mark, part in parts.items():

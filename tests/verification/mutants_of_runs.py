@@ -163,4 +163,47 @@ TRAINER = [
     ),
 ]
 
-RUNS = [*DATA_PATH, *TRAINER]
+FP16 = {"training": {"precision": "fp16"}}
+BF16_WEIGHTS = {"training": {"precision": "bf16", "master_weights": "bf16"}}
+
+STEP = [
+    Mutant(
+        "the mean is over micro-batches, not over the tokens of a step",
+        "training.job:Job.forward_backward",
+        "loss * scale",
+        "loss * factor / (micro_batch.labels >= 0).sum().clamp(min=1) / len(micro_batches)",
+    ),
+    Mutant(
+        "a step that overflows goes into Muon's momentum",
+        "training.job:Job.update",
+        "return self.skip_update()",
+        "self.optimizer.step(0.0)\nreturn self.skip_update()",
+        grid=DP2,
+        sections=FP16 | {"optimizer": {"name": "muon"}},
+    ),
+    Mutant(
+        "gradients are clipped while the loss scale is on them",
+        "training.job:Job.clip",
+        "self.clip_gradients(self.run.optimizer.max_grad_norm, scale)",
+        "self.clip_gradients(self.run.optimizer.max_grad_norm, 1.0) / scale",
+        grid=DP2,
+        sections=FP16,
+    ),
+    Mutant(
+        "the validation loss is that of one rank",
+        "training.job:Job.evaluate",
+        "self.mean_loss(self.outputs(micro_batches), kept)",
+        "torch.stack([total / 64 for total in self.outputs(micro_batches)]).mean()",
+        grid=DP2,
+    ),
+    Mutant(
+        "stochastic rounding draws other numbers on every replica",
+        "training.optimizer:ShardedOptimizer._round",
+        "self._steps",
+        "self._steps + torch.distributed.get_rank()",
+        grid=DP2,
+        sections=BF16_WEIGHTS | {"optimizer": {"stochastic_rounding": True}},
+    ),
+]
+
+RUNS = [*DATA_PATH, *TRAINER, *STEP]

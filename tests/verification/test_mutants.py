@@ -17,6 +17,7 @@ from mutants_of_runs import RUNS
 from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
+from published_faults import PUBLISHED
 from tiny_runs import tiny_run
 from tuned_products import parity_on_cpu
 
@@ -45,6 +46,10 @@ def test_a_fault_changes_the_function_that_it_names(mutant: Mutant) -> None:
 
 def test_no_two_faults_have_one_name() -> None:
     assert [fault for fault, count in Counter(mutant.fault for mutant in FAULTS).items() if count > 1] == []
+
+
+def test_every_published_bug_has_a_fault() -> None:
+    assert {fault for fault, _ in PUBLISHED.values()} <= {mutant.fault for mutant in FAULTS}
 
 
 @pytest.mark.fast_cases(4)
