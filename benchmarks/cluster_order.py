@@ -2,8 +2,8 @@
 
     bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
 
-The machine is measured by what ``fourfold calibrate`` runs, and nothing is fitted to a step. Grids take their turns in
-the same processes.
+The machine is measured by what ``fourfold machine calibrate`` runs, and nothing is fitted to a step. Grids take
+turns in the same processes.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _turn(run: RunConfig, number: int) -> tuple[float, float]:
 
 
 def _this_cluster() -> Machine:
-    """Return the machine file of these processes, each a node, as ``fourfold calibrate`` would write it. Rank 0's
-    counts."""
+    """Return the machine file of these processes, each a node, as ``fourfold machine calibrate`` would write it. Rank
+    0 counts."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
     return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
 

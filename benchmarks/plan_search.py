@@ -32,7 +32,7 @@ def main() -> int:
     print(f"{'model':>14}{'machine':>10}{'GPUs':>8}{'layouts':>11}{'seconds':>9}{'a second':>10}  goal ≥ {GOAL:,}")
     missed = False
     for preset, seq, batch, name, gpus in cases:
-        work = workload_of_model(ModelConfig(**PRESETS[preset])).but(seq=seq, batch=batch)
+        work = workload_of_model(ModelConfig(**PRESETS[preset])).but(seq_length=seq, global_batch_size=batch)
         times = []
         for _ in range(rounds):
             begin = time.process_time()

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from benchmarks.options import add_tiny
-from fourfold.config.layout import product_sizes
+from fourfold.config.layout import matmul_sizes
 from fourfold.config.run import RunConfig
+from fourfold.matmul_tuning.matmul_report import layer_records
+from fourfold.matmul_tuning.matmul_table import machine_of
+from fourfold.matmul_tuning.matmul_times import layer_ratios, tune_layer
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout
-from fourfold.products.product_report import layer_records
-from fourfold.products.product_table import machine_of
-from fourfold.products.product_times import layer_ratios, tune_layer
-from fourfold.reports.product_tables import HEADER, product_rows
 from fourfold.reports.tables import print_table
+from fourfold.reports.tuned_matmul_table import HEADER, matmul_rows
 from fourfold.run_file.load import make_run
 
 GRIDS = {
@@ -58,14 +58,14 @@ def main() -> int:
 
 def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
     """Measure the layers of a preset on its grid, and print them."""
-    names = product_sizes(run_of(preset, device))
+    names = matmul_sizes(run_of(preset, device))
     layers = {sizes: tune_layer(sizes, DTYPES[precision], device) for sizes in dict.fromkeys(names.values())}
     records = layer_records(names, layers)
     for record, (sizes, layer) in zip(records, layers.items(), strict=True):
         if layer.layout != LayerLayout():
             record["again"] = layer_ratios(layer.layout, sizes, DTYPES[precision], device)
     words = ("tokens × out × in", "product", "layout")
-    print_table(f"{preset} on {GRIDS.get(preset)}, {precision}", HEADER, product_rows(records), words)
+    print_table(f"{preset} on {GRIDS.get(preset)}, {precision}", HEADER, matmul_rows(records), words)
     for record in (each for each in records if "again" in each):
         low, median, high = statistics.quantiles(record["again"], n=4)
         print(f"{', '.join(record['layers'])}, whole layer again: {median:.3f} ({low:.3f} to {high:.3f})", flush=True)

@@ -4,7 +4,7 @@
 
 It has four parts, and each keeps its results in FOLDER, so the same command continues after an interruption:
 
-1. `fourfold calibrate`.
+1. `fourfold machine calibrate`.
 2. Every layout is measured once, and layouts close to the fastest in more rounds, each in its own order. A layout's
   time
    is the median of its rounds.
@@ -50,9 +50,9 @@ from fourfold.verification.batches import random_micro_batches
 
 MODEL = {"preset": "llama-tiny", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
-SPACE = ("cp=1", "zero=0", "recompute=none", "schedule=1F1B", "micro_batch=1,2", "batch_parts=1")
+SPACE = ("cp=1", "zero=0", "recompute=none", "schedule=1F1B", "micro_batch_size=1,2", "batch_parts=1")
 """68 legal layouts of 8 processes: every grid of x, y, z, dp and pp, with one or two sequences a micro-batch."""
-TINY_SPACE = ("recompute=none", "micro_batch=1,2,4", "batch_parts=1")
+TINY_SPACE = ("recompute=none", "micro_batch_size=1,2,4", "batch_parts=1")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
 """Layouts that are measured by the same processes."""
@@ -132,10 +132,11 @@ def run_file(folder: Path, ranks: int) -> Path:
 
 
 def calibrated(folder: Path, ranks: int) -> Path:
-    """The machine file of ``fourfold calibrate``, with as many processes on the same cores as a trial has."""
+    """The machine file of ``fourfold machine calibrate``, with as many processes on the same cores as a trial has."""
     path = folder / "machine.toml"
     if not path.is_file():
-        command = [sys.executable, "-m", "fourfold", "calibrate", "--out", str(path), "--processes", str(ranks)]
+        command = [sys.executable, "-m", "fourfold", "machine", "calibrate"]
+        command += ["--out", str(path), "--processes", str(ranks)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 

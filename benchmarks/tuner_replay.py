@@ -114,7 +114,7 @@ def sweeps_of(rows: Sequence[Row]) -> list[Sweep]:
 
 def key_of(work: Workload) -> tuple[int, int, int, int]:
     layout = work.layout
-    return int(layout.x), int(layout.pp), int(layout.micro_batch), int(layout.zero)
+    return int(layout.x), int(layout.pp), int(layout.micro_batch_size), int(layout.zero)
 
 
 def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
@@ -123,17 +123,17 @@ def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
     gpus = int(base.layout.gpus)
     if space == "whole":
         values = [sorted({layout[knob] for layout in layouts}) for knob in range(4)]
-        layers = int(base.model.layers)
+        layers = int(base.model.num_hidden_layers)
         even = all(layers % layout[1] == 0 for layout in layouts)
         layouts = [
             (tp, pp, micro_batch, zero)
             for tp, pp, micro_batch, zero in itertools.product(*values)
             if gpus % (tp * pp) == 0
-            and int(base.step.batch) % (gpus // (tp * pp) * micro_batch) == 0
+            and int(base.step.global_batch_size) % (gpus // (tp * pp) * micro_batch) == 0
             and (layers % pp == 0 or not even)
         ]
     works = [
-        base.but(x=tp, pp=pp, dp=gpus // (tp * pp), micro_batch=micro_batch, zero=zero)
+        base.but(x=tp, pp=pp, dp=gpus // (tp * pp), micro_batch_size=micro_batch, zero=zero)
         for tp, pp, micro_batch, zero in layouts
     ]
     return candidates_of(stack(works), sweep.machine, constants)
@@ -233,9 +233,9 @@ def synthetic_sweep() -> Sweep:
     """A sweep for the tests: steps that the planner predicts with other constants, and a little noise."""
     machine = load_machine("dgx-a100")
     shape = model_shape(ModelConfig.model_validate(with_preset({"preset": "gpt-5b"})))
-    base = Workload(shape, program=OTHER_PROGRAM).but(seq=2048, batch=256, dp=32, recompute=2)
+    base = Workload(shape, program=OTHER_PROGRAM).but(seq_length=2048, global_batch_size=256, dp=32, recompute=2)
     grids = [(tp, pp, mb) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mb in (1, 2, 4)]
-    works = [base.but(x=tp, pp=pp, dp=32 // (tp * pp), micro_batch=mb) for tp, pp, mb in grids]
+    works = [base.but(x=tp, pp=pp, dp=32 // (tp * pp), micro_batch_size=mb) for tp, pp, mb in grids]
     truth = candidates_of(stack(works), machine, replace(prior_constants(), intra=0.5, inter=0.9, matmul=0.8))
     noise = np.random.default_rng(0).normal(0, 0.03, truth.count)
     fits = truth.needed < machine.memory

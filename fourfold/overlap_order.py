@@ -19,7 +19,7 @@ class Until(Enum):
     """The sums of the last step's matmuls are complete."""
     SUMMED_TO_GATHER = auto()
     """The sums are complete, and the next step starts the next all-gather directly, with no matmul in between."""
-    OTHERS = auto()
+    ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 
 
@@ -37,7 +37,7 @@ class _Part(Generic[T]):
     """Number of steps with matmuls that all parts together had run when this part's last step ended."""
 
 
-def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
+def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
     """Run all batch parts step by step. The part that has waited longest goes first.
 
     Args:
@@ -50,7 +50,7 @@ def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
     """
     waiting, results, matmuls = [_Part(steps, index) for index, steps in enumerate(workers)], dict[int, T](), 0
     while waiting:
-        if all(part.until is Until.OTHERS for part in waiting):
+        if all(part.until is Until.ALL_PARTS for part in waiting):
             for part in waiting:
                 part.until = None
         part = _next(waiting, matmuls) if runs_ahead else waiting[0]
@@ -69,7 +69,7 @@ def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
 
 
 def _next(waiting: list[_Part[T]], matmuls: int) -> _Part[T]:
-    able = [part for part in waiting if part.until is not Until.OTHERS]
+    able = [part for part in waiting if part.until is not Until.ALL_PARTS]
     ready = [part for part in able if part.matmuls < matmuls or part.until is None]
     to_gather = [part for part in ready if part.until is Until.SUMMED_TO_GATHER]
     return (to_gather or ready or able)[0]

@@ -56,7 +56,7 @@ ROOMS = (
     "checkpoints",
     "huggingface",
     "launch",
-    "products",
+    "matmul_tuning",
     "training",
     "inference",
     "tuning",

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from fourfold.config.layout import product_sizes
+from fourfold.config.layout import matmul_sizes
 from fourfold.config.run import RunConfig
+from fourfold.matmul_tuning.matmul_table import PRODUCTS, Gain, MatmulTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Way
-from fourfold.products.product_table import PRODUCTS, Gain, ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.verification.comparison import Against
 from fourfold.verification.parity import as_verified, parity, resharded
 from fourfold.verification.parity_report import ParityReport
@@ -53,10 +53,10 @@ def forced_layouts(*runs: RunConfig) -> Iterator[None]:
         return
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(Path(tuned[0].output_dir) / "cache")
-    keys = [key_of(s, DTYPES[run.training.precision]) for run in tuned for s in product_sizes(run).values()]
+    keys = [key_of(s, DTYPES[run.training.precision]) for run in tuned for s in matmul_sizes(run).values()]
     layers = zip(dict.fromkeys(keys), itertools.cycle(LAYOUTS))
     table = {key: TunedLayer(layout=layout, gains=EVEN, other_order=1.0) for key, layout in layers}
-    write_table(ProductTable(machine=machine_of(torch.device("cpu")), layers=table))
+    write_table(MatmulTable(machine=machine_of(torch.device("cpu")), layers=table))
     try:
         yield
     finally:

@@ -15,13 +15,9 @@ from typer.core import TyperGroup
 
 from fourfold import __version__
 from fourfold.cli.audit import audit
-from fourfold.cli.calibrate import calibrate
 from fourfold.cli.checkpoint import checkpoint
-from fourfold.cli.doctor import doctor
 from fourfold.cli.evaluate import evaluate
-from fourfold.cli.export_hf import export_hf
 from fourfold.cli.generate import generate
-from fourfold.cli.import_hf import import_hf
 from fourfold.cli.launch import launch
 from fourfold.cli.loki import loki
 from fourfold.cli.machine import machine
@@ -33,7 +29,6 @@ from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
-from fourfold.cli.tune_matmul import tune_matmul
 from fourfold.cli.usage import check_arguments, usage_sentence
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
@@ -51,15 +46,6 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Use": {"checkpoint": checkpoint, "generate": generate, "loki": loki},
 }
 """The commands, in the order in which a project needs them."""
-
-EARLIER: dict[str, Callable[..., None]] = {
-    "doctor": doctor,
-    "calibrate": calibrate,
-    "tune-matmul": tune_matmul,
-    "import-hf": import_hf,
-    "export-hf": export_hf,
-}
-"""Old names of commands of ``machine`` and ``checkpoint``, for scripts. The help does not list them."""
 
 
 class InOrder(TyperGroup):
@@ -82,8 +68,6 @@ for panel, commands in PANELS.items():
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
             app.command(name, rich_help_panel=panel)(command)
-for name, command in EARLIER.items():
-    app.command(name, hidden=True)(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.options import MACHINES, AsJson, complete_machine, show
+from fourfold.cli.options import MACHINES, AsJson, show
 from fourfold.cli.working import working
 from fourfold.errors import UserError
 
@@ -22,7 +22,6 @@ def calibrate(
         str,
         typer.Option(
             help=f"The machine to start from: its values are kept where nothing is measured. {MACHINES}",
-            autocompletion=complete_machine,
         ),
     ] = "laptop",
     processes: Annotated[

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.completion import one_of
 from fourfold.cli.options import AsJson, StoredDtype, show
 from fourfold.cli.working import working
 from fourfold.huggingface.architectures.families import FAMILIES
@@ -26,7 +25,6 @@ def export_hf(
             metavar="FAMILY",
             help="The family to write, of those that compute the same (mistral for a Llama without biases, for "
             f"example): {', '.join(FAMILIES)}.",
-            autocompletion=one_of(lambda: FAMILIES),
         ),
     ] = None,
     tokenizer: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fourfold.cli.options import SITES, Overrides, RunFile, complete_site
+from fourfold.cli.options import SITES, Overrides, RunFile
 
 if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
@@ -32,7 +32,7 @@ MaxCrashes = Annotated[
 @launch.command()
 def slurm(
     run_file: RunFile,
-    site: Annotated[str, typer.Option(help=f"{SITES}.", autocompletion=complete_site)],
+    site: Annotated[str, typer.Option(help=f"{SITES}.")],
     nodes: Nodes,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
     account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,

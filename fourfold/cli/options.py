@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fourfold.cli.completion import one_of_or_toml, toml_files
 from fourfold.planning.machines.names import machine_names
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", autocompletion=toml_files)]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
     list[str],
     typer.Option(
@@ -26,12 +25,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 TaskLimit = Annotated[int | None, typer.Option("--limit", min=1, help="Documents per task. Default: all.")]
 TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder of your own tasks.")]
 MACHINES = f"The path of a machine file (.toml), or one of {', '.join(machine_names())}."
-complete_machine = one_of_or_toml(machine_names)
 SITES = "frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml)"
-complete_site = one_of_or_toml(lambda: SITES.split(", ")[:-1])
 KNOBS = (
-    "Axes: x, y, z, dp, cp, pp, ep. Sizes: micro_batch. batch_parts: 1, 2, 4. zero: 0, 1, 2, 3. recompute: none, "
-    "selective, full. interleave: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
+    "Axes: x, y, z, dp, cp, pp, ep. Sizes: micro_batch_size. batch_parts: 1, 2, 4. zero: 0, 1, 2, 3. recompute: none, "
+    "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
 """Limits of a search and their values, in the form that ``planning.search.limits`` reads."""

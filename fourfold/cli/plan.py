@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.models import OptionInfo
 
-from fourfold.cli.completion import one_of, toml_files
-from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, complete_machine, show
+from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
 from fourfold.cli.working import working
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError, given_as
@@ -35,13 +34,10 @@ class LayoutUnlessNamed(TyperGroup):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
-        """Offer the run files and options of ``layout`` in addition to the commands."""
-        command = self.commands["layout"]
-        inner = command.make_context("layout", [], parent=ctx, resilient_parsing=True)
+        """Offer the options of ``layout`` in addition to the commands."""
         if incomplete.startswith("-"):
-            return command.shell_complete(inner, incomplete)
-        run_file = next(param for param in command.params if param.name == "run_file")
-        return [*super().shell_complete(ctx, incomplete), *run_file.shell_complete(inner, incomplete)]
+            return self.commands["layout"].shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
 
 
 plan = typer.Typer(
@@ -52,9 +48,8 @@ plan = typer.Typer(
 )
 
 MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
-complete_model = one_of(lambda: PRESETS)
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
-MachineName = Annotated[str, typer.Option(help=MACHINES, autocompletion=complete_machine)]
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+MachineName = Annotated[str, typer.Option(help=MACHINES)]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
 Batch = Annotated[
     int | None,
@@ -64,10 +59,7 @@ Batch = Annotated[
 
 def _one_of(names: str, default: str) -> OptionInfo:
     """An option whose value the run file may give. Its names are separated by ``|``."""
-    complete = one_of(lambda: names.split("|"))
-    option: OptionInfo = typer.Option(
-        metavar=names, help=f"Default: the run file's, or {default}.", autocompletion=complete
-    )
+    option: OptionInfo = typer.Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 
 
@@ -91,7 +83,6 @@ def layout(
             metavar="[RUN.toml]",
             help="Predict this run file, and plan its model again.",
             show_default=False,
-            autocompletion=toml_files,
         ),
     ] = None,
     model: Model = None,
@@ -186,7 +177,7 @@ def validate(
 
 @plan.command()
 def scaling(
-    model: Annotated[str, typer.Option(help=MODEL_HELP, autocompletion=complete_model)],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     machine: MachineName = "dgx-h100",
     gpus: Annotated[
         str,
@@ -200,9 +191,6 @@ def scaling(
     optimizer: Optimizer = None,
     weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="scaling.html", help="Write the curve as an HTML page.")
-    ] = None,
     limits: Limit = [],  # noqa: B006
 ) -> None:
     """Plan a model again at growing numbers of GPUs.
@@ -223,11 +211,6 @@ def scaling(
         points = scaling_curve(
             request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch
         )
-    if report is not None:
-        from fourfold.reports.plan_report import write_scaling_report
-
-        with given_as("--report"):
-            write_scaling_report(report, points, request.name, where.name, weak)
     record = {
         "model": request.name,
         "machine": where.name,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, complete_machine, show
+from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, show
 from fourfold.cli.working import working
 
 
@@ -21,7 +21,6 @@ def trace(
         typer.Option(
             metavar="NAME|FILE.toml",
             help=f"Print seconds too, on this machine. {MACHINES}",
-            autocompletion=complete_machine,
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)

@@ -17,8 +17,6 @@ from fourfold.cli.options import (
     AsJson,
     Overrides,
     RunFile,
-    complete_machine,
-    complete_site,
     show,
 )
 from fourfold.cli.working import working
@@ -48,7 +46,6 @@ def tune(
         str | None,
         typer.Option(
             help=f"The planner's machine. Default: metrics.machine, or laptop. {MACHINES}",
-            autocompletion=complete_machine,
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
@@ -61,7 +58,7 @@ def tune(
     ] = None,
     slurm: Annotated[
         str | None,
-        typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}.", autocompletion=complete_site),
+        typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,

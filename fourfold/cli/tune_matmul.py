@@ -35,28 +35,28 @@ def tune_matmul(
     """
     from fourfold.data.files import write_output
     from fourfold.planning.machines.machine import load_machine
-    from fourfold.planning.machines.write import machine_toml, machine_with_products
+    from fourfold.planning.machines.write import machine_toml, machine_with_matmul_rates
     from fourfold.run_file.load import load_run
 
     if (machine is None) != (out is None):
         raise UserError(f"--machine {machine} and --out {out}: one is read and one is written; give both, or neither")
     run = load_run(run_file, overrides)
     # Import torch late, so that a mistake is reported without waiting for it.
-    from fourfold.products.product_report import tune_products
+    from fourfold.matmul_tuning.matmul_report import tune_matmuls
 
     base = load_machine(str(machine)) if machine is not None else None
-    with working("Timing the products"):
-        record = tune_products(run, again)
+    with working("Timing the matmuls"):
+        record = tune_matmuls(run, again)
     if base is not None and out is not None:
-        tuned = machine_with_products(base, out.stem, record["rates"], record["precision"])
+        tuned = machine_with_matmul_rates(base, out.stem, record["rates"], record["precision"])
         write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the matmuls of {run.name}", base))
     show(record, as_json, _print_tables)
 
 
 def _print_tables(record: dict[str, Any]) -> None:
-    from fourfold.reports.product_tables import HEADER, product_rows
     from fourfold.reports.tables import print_table
+    from fourfold.reports.tuned_matmul_table import HEADER, matmul_rows
 
     words = ("tokens × out × in", "product", "layout")
-    print_table(f"Products in {record['precision']}", HEADER, product_rows(record["layers"]), words)
+    print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words)
     print(f"{record['machine']}\n{record['file']}")

@@ -17,7 +17,7 @@ CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 cores."""
 
 
-class ProductSizes(NamedTuple):
+class MatmulSizes(NamedTuple):
     """Sizes of one linear layer's matmuls on one rank."""
 
     tokens: int
@@ -26,7 +26,7 @@ class ProductSizes(NamedTuple):
     inputs: int
 
 
-def product_sizes(run: RunConfig) -> dict[str, ProductSizes]:
+def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
     """Return the sizes of a block's linear layers by name."""
     model, grid, training = run.model, run.parallel, run.training
     parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
@@ -36,9 +36,9 @@ def product_sizes(run: RunConfig) -> dict[str, ProductSizes]:
     from_residual = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "up_proj": inner}
     if model.gated_mlp:
         from_residual["gate_proj"] = inner
-    sizes = {name: ProductSizes(tokens, out // grid.x, hidden // grid.y) for name, out in from_residual.items()}
+    sizes = {name: MatmulSizes(tokens, out // grid.x, hidden // grid.y) for name, out in from_residual.items()}
     for name, features in (("o_proj", queries), ("down_proj", inner)):
-        sizes[name] = ProductSizes(tokens, hidden // grid.y, features // grid.x)
+        sizes[name] = MatmulSizes(tokens, hidden // grid.y, features // grid.x)
     return sizes
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Size = Annotated[int, Field(gt=0, le=2**31)]
-"""The size of a tensor's dim. Products of two stay below 2^63."""
+"""The size of a tensor's dim. Matmuls of two stay below 2^63."""
 LARGEST = 2**63 - 1
 """The largest integer that torch and NumPy hold."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500

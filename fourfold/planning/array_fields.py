@@ -15,14 +15,14 @@ Flag = bool | np.bool_ | np.ndarray
 
 
 @dataclass(frozen=True)
-class Cases:
+class ArrayFields:
     """A dataclass of numbers, of arrays [n], and of further cases."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Return a copy with every array changed. Scalars stay scalars."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if isinstance(value, Cases):
+            if isinstance(value, ArrayFields):
                 changed[name] = value.map_arrays(change)
             elif isinstance(value, np.ndarray) and value.ndim:
                 changed[name] = change(value)
@@ -36,7 +36,7 @@ class Cases:
         """Return these cases followed by ``more``. Scalars are the same in both."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if isinstance(value, Cases):
+            if isinstance(value, ArrayFields):
                 joined[name] = value.followed_by(getattr(more, name))
             elif isinstance(value, np.ndarray) and value.ndim:
                 joined[name] = np.concatenate([value, getattr(more, name)])
@@ -47,10 +47,10 @@ class Cases:
         return self.map_arrays(lambda array: array.astype(float) if array.dtype.kind == "i" else array)
 
 
-SomeCases = TypeVar("SomeCases", bound=Cases)
+SomeArrayFields = TypeVar("SomeArrayFields", bound=ArrayFields)
 
 
-def stack(cases: Sequence[SomeCases]) -> SomeCases:
+def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
     """Stack single cases.
 
     Numbers become arrays (bool if the field's default is bool). Other fields are taken from the first case.
@@ -58,7 +58,7 @@ def stack(cases: Sequence[SomeCases]) -> SomeCases:
     columns: dict[str, Any] = {}
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
-        if isinstance(values[0], Cases):
+        if isinstance(values[0], ArrayFields):
             columns[field.name] = stack(values)
         elif field.type in ("Number", "Flag"):
             columns[field.name] = np.array(values, dtype=bool if isinstance(field.default, bool) else float)

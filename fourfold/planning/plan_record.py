@@ -19,16 +19,13 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
 from fourfold.planning.scaling import ScalingPoint, scaling_curve
 from fourfold.planning.search.explain import explain
-from fourfold.planning.search.indistinct import Indistinct, indistinct
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
-from fourfold.planning.search.refused import Refused, refused_sample
 from fourfold.planning.search.space import refusal
+from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
 TALLEST = 5
 """Longest step of the run file's own layout that charts show, relative to the best layout's step."""
-REFUSED_EACH = 40
-"""Largest number of sampled layouts per reason."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,11 @@ class PlanRecord:
     interval_factors: tuple[float, float] | None
     """Predicted seconds times these factors are the 5th and 95th percentile of measured seconds. None on a machine that
     the user calibrated."""
-    indistinct: Indistinct
+    within_error: WithinError
     """The best layouts that the planner cannot tell apart."""
     curve: list[ScalingPoint]
     """The strong-scaling curve around the requested number of GPUs. Without the page, it has at most twice that
     number."""
-    refused: Refused | None
-    """A sample of the illegal layouts."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks, and the run file's own layout."""
@@ -100,7 +95,7 @@ class PlanRecord:
             "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
             "step_seconds_90": None if self.interval is None else list(self.interval),
-            "indistinct": self.indistinct.record(),
+            "indistinct": self.within_error.record(),
         }
 
 
@@ -117,7 +112,7 @@ def plan_request(
     """Plan, and explain if ``explained``.
 
     Args:
-        for_page: Also compute what only the page shows: the curve and the refused layouts.
+        for_page: Also compute the curve, which only the page shows.
         watch: As in ``search``.
 
     Raises:
@@ -131,9 +126,6 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    sample: Refused | None = None
-    if for_page:
-        sample = refused_sample(request.base, machine, constants, request.gpus, limits, REFUSED_EACH)
     factors = (0.25, 0.5, 1, 2, 4) if for_page else (2,) if explained else ()
     sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
     curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
@@ -149,7 +141,6 @@ def plan_request(
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
-        indistinct=indistinct(plan, factor),
+        within_error=layouts_within_error(plan, factor),
         curve=curve,
-        refused=sample,
     )

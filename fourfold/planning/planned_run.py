@@ -37,8 +37,8 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
     table["parallel"] = kept | record["parallel"]
     table["training"] |= {
         "micro_batch_size": record["micro_batch_size"],
-        "global_batch_size": int(work.step.batch),
-        "seq_length": int(work.step.seq),
+        "global_batch_size": int(work.step.global_batch_size),
+        "seq_length": int(work.step.seq_length),
     }
     if request.precision is not None or request.run is None:
         float8 = request.precision == "fp8"

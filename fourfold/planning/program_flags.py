@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.planning.array_fields import Cases, Flag, Number
+from fourfold.planning.array_fields import ArrayFields, Flag, Number
 
 
 @dataclass(frozen=True)
-class Program(Cases):
+class Program(ArrayFields):
     """Differences between training programs. The defaults are fourfold's."""
 
     is_fourfold: Flag = True

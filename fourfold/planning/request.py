@@ -89,24 +89,27 @@ def request_from_options(
         run = load_run(run_file, overrides)
         sizes, name, own = run.model, run.name, workload_of(run)
         gpus = gpus or run.parallel.world_size
-        base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch=1, batch_parts=1, zero=0, recompute=0)
+        base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch_size=1, batch_parts=1, zero=0, recompute=0)
     else:
         assert model is not None
         if gpus is None:
             raise UserError("--gpus is missing; give the number of GPUs to plan for, such as --gpus 8")
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
-        base = workload_of_model(sizes).but(seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
+        base = workload_of_model(sizes).but(
+            seq_length=seq, global_batch_size=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
+        )
     changes: dict[str, int] = {}
-    changes |= {"seq": seq} if seq else {}
-    changes |= {"batch": batch} if batch else {}
+    changes |= {"seq_length": seq} if seq else {}
+    changes |= {"global_batch_size": batch} if batch else {}
     changes |= {"bits": BITS[precision]} if precision else {}
     changes |= {"optimizer": OPTIMIZERS.index(optimizer)} if optimizer else {}
     base = base.but(**changes)
     own = own.but(**changes) if own is not None else None
-    if sizes.position_embedding == "learned" and base.step.seq > sizes.max_position_embeddings:
+    if sizes.position_embedding == "learned" and base.step.seq_length > sizes.max_position_embeddings:
         raise UserError(
-            f"--seq {base.step.seq} is longer than the position table; --seq {sizes.max_position_embeddings} works"
+            f"--seq {base.step.seq_length} is longer than the position table; "
+            f"--seq {sizes.max_position_embeddings} works"
         )
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
 

@@ -16,42 +16,42 @@ def model_shape(model: ModelConfig) -> ModelShape:
     sparse = model.sparse_layers
     inner = model.intermediate_size if sparse < model.num_hidden_layers else 0
     return ModelShape(
-        layers=model.num_hidden_layers,
-        hidden=model.hidden_size,
+        num_hidden_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
         queries=model.num_attention_heads * model.head_dim,
         keys=model.num_key_value_heads * model.head_dim,
         head_dim=model.head_dim,
-        inner=inner,
+        intermediate_size=inner,
         gate_up=inner * (2 if model.gated_mlp else 1),
-        vocab=model.padded_vocab_size,
-        tied=model.tie_word_embeddings,
+        padded_vocab_size=model.padded_vocab_size,
+        tie_word_embeddings=model.tie_word_embeddings,
         rope=0 if model.position_embedding == "learned" else 2 if model.rope_local_base_freq else 1,
         rotary_share=model.rotary_dim / model.head_dim,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
-        biases=model.attention_bias,
-        head_norms=model.qk_norm,
+        attention_bias=model.attention_bias,
+        qk_norm=model.qk_norm,
         joint_head_norms=model.qk_norm_over == "all_heads",
         layer_norm=model.norm == "layernorm",
-        zero_centered=model.zero_centered_norm,
+        zero_centered_norm=model.zero_centered_norm,
         parallel_residual=model.parallel_residual,
         norms=4 if model.norm_placement == "around" else 2,
         output_norms=model.norm_placement != "before",
-        window=model.sliding_window,
+        sliding_window=model.sliding_window,
         sliding=model.sliding_layers / model.num_hidden_layers,
         caps_scores=model.attn_logit_softcapping > 0,
         caps_logits=model.final_logit_softcapping > 0,
-        experts=model.num_experts,
-        chosen=model.num_experts_per_tok if model.num_experts else 0,
-        expert_inner=model.moe_intermediate_size if model.num_experts else 0,
-        shared_inner=model.shared_expert_intermediate_size,
-        shared_gate=model.shared_expert_gate,
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.num_experts_per_tok if model.num_experts else 0,
+        moe_intermediate_size=model.moe_intermediate_size if model.num_experts else 0,
+        shared_expert_intermediate_size=model.shared_expert_intermediate_size,
+        shared_expert_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,
     )
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
     """Return a workload of one token on one device, trained by fourfold. Complete it with ``Workload.but``."""
-    return Workload(model_shape(model), Layout(ends=_ends(model)))
+    return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
 def workload_of(run: RunConfig) -> Workload:
@@ -69,21 +69,21 @@ def workload_of(run: RunConfig) -> Workload:
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,
-        interleave=stages_per_rank(grid),
+        stages_per_rank=stages_per_rank(grid),
         schedule=SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
         cp_method=CP_METHODS.index(context_method(run)),
-        micro_batch=training.micro_batch_size,
+        micro_batch_size=training.micro_batch_size,
         batch_parts=run.overlap.batch_parts,
         recompute=RECOMPUTE.index(recompute.mode),
         recompute_every=recompute.every if recompute.mode != "none" else 1,
         offload=recompute.offload,
-        ends=_ends(run.model),
+        end_layers=_end_layers(run.model),
         layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
     )  # fmt: skip
     weight_bytes = 4 if training.master_weights == "fp32" else 2
     step = Step(
-        seq=training.seq_length,
-        batch=training.global_batch_size,
+        seq_length=training.seq_length,
+        global_batch_size=training.global_batch_size,
         bits=8 if training.float8 != "none" else 32 if training.precision == "fp32" else 16,
         reduce_bytes=4 if training.reduce_dtype == "fp32" else 2,
         weight_bytes=weight_bytes,
@@ -109,6 +109,6 @@ def workload_of(run: RunConfig) -> Workload:
     return Workload(model_shape(run.model), layout, step, program)
 
 
-def _ends(model: ModelConfig) -> float:
+def _end_layers(model: ModelConfig) -> float:
     """Return the work of the head as a number of layers. The embedding counts for the same number."""
     return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

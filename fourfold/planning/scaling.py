@@ -98,13 +98,13 @@ def scaling_curve(
     for done, gpus in enumerate(sizes):
         if watch is not None:
             watch(done, len(sizes))
-        batch = base.step.batch * gpus // sizes[0] if weak else base.step.batch
-        published = _published(machine.name, model, gpus, int(batch), int(base.step.seq))
+        batch = base.step.global_batch_size * gpus // sizes[0] if weak else base.step.global_batch_size
+        published = _published(machine.name, model, gpus, int(batch), int(base.step.seq_length))
         try:
             if known is not None and known.gpus == gpus:
                 best = known.best
             else:
-                best = make_plan(base.but(batch=batch), machine, constants, gpus, 1, limits).best
+                best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
             points.append(ScalingPoint(gpus, None, None, str(error), published))
             continue

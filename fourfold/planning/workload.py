@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
-from fourfold.planning.array_fields import Cases, Flag, Number
+from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
@@ -28,23 +28,23 @@ exchanged for tokens."""
 
 
 @dataclass(frozen=True)
-class ModelShape(Cases):
+class ModelShape(ArrayFields):
     """The sizes of a decoder."""
 
-    layers: Number
-    hidden: Number
+    num_hidden_layers: Number
+    hidden_size: Number
     queries: Number
     """Number of features of all query heads together."""
     keys: Number
     """Number of features of all key heads together. The value heads have the same number."""
     head_dim: Number
-    inner: Number
+    intermediate_size: Number
     """Width of a dense MLP. 0 if there is none."""
     gate_up: Number
-    """Outputs of the MLP's first matmul: 2 · inner with a gate, otherwise inner."""
-    vocab: Number
+    """Outputs of the MLP's first matmul: 2 · intermediate_size with a gate, otherwise intermediate_size."""
+    padded_vocab_size: Number
     """Rows of the vocabulary, including padding."""
-    tied: Flag
+    tie_word_embeddings: Flag
     """Whether embedding and head share one table."""
     rope: Number = 1
     """Number of rotary tables, because sliding layers can have their own. 0 for learned positions."""
@@ -52,15 +52,15 @@ class ModelShape(Cases):
     """Fraction of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
     """Rows of a learned position table."""
-    biases: Flag = False
+    attention_bias: Flag = False
     """Whether q, k, and v have biases."""
-    head_norms: Flag = False
+    qk_norm: Flag = False
     """Whether queries and keys are normalized."""
     joint_head_norms: Flag = False
     """Whether queries and keys are normalized over all heads at once."""
     layer_norm: Flag = False
     """Whether norms are LayerNorm instead of RMSNorm."""
-    zero_centered: Flag = False
+    zero_centered_norm: Flag = False
     """Whether norms multiply by 1 + weight."""
     parallel_residual: Flag = False
     """Whether attention and MLP read the same input."""
@@ -68,7 +68,7 @@ class ModelShape(Cases):
     """Number of norms in a block, without query and key norms."""
     output_norms: Flag = False
     """Whether some norms apply to the outputs of attention and MLP."""
-    window: Number = 0
+    sliding_window: Number = 0
     """Tokens that a query of a sliding layer sees."""
     sliding: Number = 0
     """Fraction of the blocks that slide."""
@@ -76,15 +76,15 @@ class ModelShape(Cases):
     """Whether the attention's scores are capped."""
     caps_logits: Flag = False
     """Whether the head's logits are capped."""
-    experts: Number = 0
+    num_experts: Number = 0
     """Number of experts per block. 0 if there are none."""
-    chosen: Number = 0
+    num_experts_per_tok: Number = 0
     """Number of experts per token."""
-    expert_inner: Number = 0
+    moe_intermediate_size: Number = 0
     """Width of an expert, which has a gate."""
-    shared_inner: Number = 0
+    shared_expert_intermediate_size: Number = 0
     """Width of the shared expert, a gated MLP that processes every token. 0 if there is none."""
-    shared_gate: Flag = False
+    shared_expert_gate: Flag = False
     """Whether a per-token gate multiplies the shared expert's output."""
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
@@ -92,47 +92,50 @@ class ModelShape(Cases):
     @property
     def dense_first(self) -> Number:
         """Return the number of blocks of a mixture that have a dense MLP. They are the first blocks."""
-        return np.where(np.greater(self.sparse, 0), np.rint(self.layers * (1 - self.sparse)), 0)
+        return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
         """Return the mean number of keys that a query sees, over queries and blocks: the causal half, or the window."""
-        window = np.minimum(self.window, seq)
+        window = np.minimum(self.sliding_window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
 
     @property
     def mean_inner(self) -> Number:
         """Return the mean width of the MLP that processes every token (dense, or a shared expert), over all blocks."""
-        return (1 - self.sparse) * self.inner + self.sparse * self.shared_inner
+        return (1 - self.sparse) * self.intermediate_size + self.sparse * self.shared_expert_intermediate_size
 
     @property
     def mean_gate_up(self) -> Number:
         """Return the outputs of that MLP's first matmul."""
-        return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_inner
+        return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_expert_intermediate_size
 
     @property
     def mlps(self) -> Number:
         """Return the fraction of the blocks that have such an MLP."""
-        return (1 - self.sparse) * (self.inner > 0) + self.sparse * (self.shared_inner > 0)
+        return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * (
+            self.shared_expert_intermediate_size > 0
+        )
 
     @property
     def block_weights(self) -> Number:
         """Return the mean number of matrix entries of a block, without its experts."""
-        router = self.sparse * self.experts
-        return self.hidden * (2 * self.queries + 2 * self.keys + self.mean_gate_up + self.mean_inner + router)
+        router = self.sparse * self.num_experts
+        return self.hidden_size * (2 * self.queries + 2 * self.keys + self.mean_gate_up + self.mean_inner + router)
 
     @property
     def expert_weights(self) -> Number:
         """Return the mean number of matrix entries of a block's experts."""
-        return self.experts * self.sparse * 3 * self.hidden * self.expert_inner
+        return self.num_experts * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def active_weights(self) -> Number:
         """Return the mean number of a block's matrix entries that a token is multiplied by."""
-        return self.block_weights + self.chosen * self.sparse * 3 * self.hidden * self.expert_inner
+        chosen = self.num_experts_per_tok
+        return self.block_weights + chosen * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
 
 
 @dataclass(frozen=True)
-class Layout(Cases):
+class Layout(ArrayFields):
     """How a model and its batch are divided over the GPUs."""
 
     x: Number = 1
@@ -143,7 +146,7 @@ class Layout(Cases):
     pp: Number = 1
     ep: Number = 1
     """Number of neighbors among the ranks of dp · cp · z that divide the experts."""
-    interleave: Number = 1
+    stages_per_rank: Number = 1
     """Number of stages (chunks of layers) per pp rank."""
     schedule: Number = 0
     """Index into ``SCHEDULES``."""
@@ -151,7 +154,7 @@ class Layout(Cases):
     """ZeRO stage over dp · cp."""
     cp_method: Number = 0
     """Index into ``CP_METHODS``."""
-    micro_batch: Number = 1
+    micro_batch_size: Number = 1
     """Sequences per micro-batch."""
     batch_parts: Number = 1
     """Number of parts of a micro-batch. One part's collectives over x and y run behind another part's matmuls."""
@@ -161,7 +164,7 @@ class Layout(Cases):
     """Every n-th block recomputes."""
     offload: Flag = False
     """Whether full recompute keeps its block inputs in the host's memory."""
-    ends: Number = 0.0
+    end_layers: Number = 0.0
     """Number of layers that the embedding, and the head, each count for when layers are divided into stages."""
     layers_per_stage: tuple[int, ...] | None = None
     """Number of layers of each stage, if a run file gives it. Only for a single layout."""
@@ -202,12 +205,12 @@ class Layout(Cases):
 
 
 @dataclass(frozen=True)
-class Step(Cases):
+class Step(ArrayFields):
     """Batch and precision of one optimizer step."""
 
-    seq: Number = 1
+    seq_length: Number = 1
     """Tokens of a sequence."""
-    batch: Number = 1
+    global_batch_size: Number = 1
     """Sequences of the global batch."""
     bits: Number = 16
     """Bits of the computation: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
@@ -233,7 +236,7 @@ class Step(Cases):
 
 
 @dataclass(frozen=True)
-class Workload(Cases):
+class Workload(ArrayFields):
     """One optimizer step. Every field of its four parts is a number or an array [n] of numbers."""
 
     model: ModelShape
@@ -242,7 +245,7 @@ class Workload(Cases):
     program: Program = OWN_PROGRAM
 
     def but(self, **changes: Number | tuple[int, ...] | None) -> Self:
-        """Return a copy with some fields changed, each in the part that has it: ``work.but(x=2, seq=4096)``."""
+        """Return a copy with some fields changed, each in the part that has it: ``work.but(x=2, seq_length=4096)``."""
         parts: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             parts.setdefault(PART_OF[name], {})[name] = value
@@ -259,58 +262,55 @@ class Workload(Cases):
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
         # The product of three sizes may exceed 32 bits.
-        return self.step.batch / layout.micro_batch / (layout.z * layout.dp)
+        return self.step.global_batch_size / layout.micro_batch_size / (layout.z * layout.dp)
 
     @property
-    def parts(self) -> Number:
+    def active_parts(self) -> Number:
         """Return the number of parts that take turns. It is one if nothing is split over x and y."""
         return np.where(self.layout.x * self.layout.y > 1, self.layout.batch_parts, 1)
 
     @property
-    def together(self) -> Number:
-        """Return the number of sequences in one part. If there are too few to divide, a part has some tokens of all
-        sequences."""
-        whole = self.layout.micro_batch
-        return np.where(whole % self.parts == 0, whole // self.parts, whole)
+    def sequences_per_part(self) -> Number:
+        """Return the sequences of one part. If they are too few to divide, a part has some tokens of all of them."""
+        whole = self.layout.micro_batch_size
+        return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 
     @property
     def parts_are_tokens(self) -> Flag:
         """Return whether parts are tokens of all sequences. Attention then runs once for all parts."""
-        return (self.parts > 1) & (self.together == self.layout.micro_batch)
+        return (self.active_parts > 1) & (self.sequences_per_part == self.layout.micro_batch_size)
 
     @property
-    def passes_blocks(self) -> Flag:
-        """Return whether a part enters a block while another is in the block before. Recomputed blocks wait for all
-        parts."""
-        return (self.parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
+    def parts_cross_blocks(self) -> Flag:
+        """Return whether parts can be in two blocks at once. Recomputed blocks wait for all parts."""
+        return (self.active_parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
 
     @property
     def tokens(self) -> Number:
         """Return the tokens of a micro-batch on one rank, gathered over x."""
-        return self.layout.micro_batch * self.step.seq / self.layout.cp
+        return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property
     def table_weights(self) -> Number:
-        """Return the entries of embedding and head on a rank that has them: one table in a pipeline, or if they are
-        tied."""
-        both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tied, bool)
-        return self.model.vocab * self.model.hidden * np.where(both, 2, 1)
+        """Return the entries of embedding and head on a rank that has them: one table if tied, or in a pipeline."""
+        both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
+        return self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
 
     @property
     def tokens_per_step(self) -> Number:
-        return 1.0 * self.step.batch * self.step.seq
+        return 1.0 * self.step.global_batch_size * self.step.seq_length
 
     @property
     def token_matrices(self) -> Number:
-        """Return the matrix entries that a token is multiplied by: the blocks' and the head's, including padded
-        rows."""
-        gates = self.model.sparse * self.model.shared_gate * self.model.hidden
-        return self.model.layers * (self.model.active_weights + gates) + self.model.vocab * self.model.hidden
+        """Return the matrix entries that a token is multiplied by, in the blocks and in the padded head."""
+        gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
+        head = self.model.padded_vocab_size * self.model.hidden_size
+        return self.model.num_hidden_layers * (self.model.active_weights + gates) + head
 
     @property
     def token_attention(self) -> Number:
         """Return the FLOPs of one token's attention to the keys that it sees, in the forward of all blocks."""
-        return 4.0 * self.model.layers * self.model.keys_seen(self.step.seq) * self.model.queries
+        return 4.0 * self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * self.model.queries
 
     def model_flops(self) -> Number:
         """Return the FLOPs of one step that the model needs: three forwards, without recompute.
@@ -322,8 +322,8 @@ class Workload(Cases):
     def hardware_flops(self) -> Number:
         """Return the model FLOPs plus the recomputed FLOPs of the layout. HFU uses them."""
         model, recompute, attention = self.model, self.layout.recompute, self.token_attention
-        last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden * model.mean_inner
-        full = 2 * model.layers * (model.active_weights - last) + attention
+        last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden_size * model.mean_inner
+        full = 2 * model.num_hidden_layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
@@ -334,9 +334,9 @@ class Workload(Cases):
         Use it only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """
         model = self.model
-        attention = 16.0 * model.layers * self.step.seq * model.queries
-        blocks = 8 * model.layers * model.active_weights
-        return self.tokens_per_step * (blocks + attention + 6 * model.vocab * model.hidden)
+        attention = 16.0 * model.num_hidden_layers * self.step.seq_length * model.queries
+        blocks = 8 * model.num_hidden_layers * model.active_weights
+        return self.tokens_per_step * (blocks + attention + 6 * model.padded_vocab_size * model.hidden_size)
 
 
 PARTS = {"model": ModelShape, "layout": Layout, "step": Step, "program": Program}

@@ -13,17 +13,14 @@ LONG_TEXT = 40
 """Number of characters above which a fact gets a wide card."""
 
 
-def page(
-    title: str, subtitle: str, sections: Sequence[str], *, has_timeline: bool = False, has_search: bool = False
-) -> str:
+def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False) -> str:
     """Return a whole HTML document with charts, around sections that are HTML. Title and subtitle are plain text.
 
     Args:
-        has_timeline: Whether a section has a ``step_timeline``.
         has_search: Whether a section has a ``search_table``.
     """
     body = "\n".join(sections)
-    needed = {"echarts.min.js": True, "timeline.js": has_timeline, "charts.js": True, "table.js": has_search}
+    needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
     drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
     return f"""<!doctype html>
 <html lang="en">

@@ -21,14 +21,14 @@ SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble
 def choices(work: Workload) -> dict[str, str]:
     """Describe a layout by the headers of ``CHOICES``. Only a mixture of experts has ``ep``."""
     layout = work.layout
-    cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.experts else []))}
+    cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
     cells["zero"] = str(int(layout.zero))
     cells["recompute"] = RECOMPUTE[int(layout.recompute)] + blocks + ", offload" * bool(layout.offload)
-    cells["micro batch"] = str(int(layout.micro_batch))
+    cells["micro batch"] = str(int(layout.micro_batch_size))
     more = [schedule(work)] if layout.pp > 1 and layout.schedule > 0 else []
     more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
-    more += [f"{int(work.parts)} parts"] if work.parts > 1 else []
+    more += [f"{int(work.active_parts)} parts"] if work.active_parts > 1 else []
     return {**cells, "also": ", ".join(more)}
 
 
@@ -38,7 +38,7 @@ def schedule(work: Workload) -> str:
     if layout.pp == 1:
         return ""
     name = SCHEDULES[int(layout.schedule)]
-    return SHORT.get(name, name) + (f" ×{int(layout.interleave)}" if layout.interleave > 1 else "")
+    return SHORT.get(name, name) + (f" ×{int(layout.stages_per_rank)}" if layout.stages_per_rank > 1 else "")
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Write plans and scaling curves as HTML pages, one self-contained file each."""
+"""Write a plan as an HTML page, one self-contained file."""
 
 from __future__ import annotations
 
@@ -10,47 +10,38 @@ from typing import TYPE_CHECKING, Any
 from fourfold.data.files import write_output
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
-from fourfold.reports.layout_charts import choice_lines, memory_chart
-from fourfold.reports.layout_columns import gigabytes
-from fourfold.reports.layout_sample import FASTEST, Shown, shown_layouts
+from fourfold.reports.layout_columns import choices, figures, gigabytes, predicted
 from fourfold.reports.plan_terminal import (
     COLUMNS,
     costs_sentence,
     doubts,
-    flop_headers,
-    flop_note,
-    flop_rates,
     largest_parts,
     slower_by,
     tune_command,
 )
-from fourfold.reports.timeline_chart import step_timeline
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import ScalingPoint
     from fourfold.planning.search.plan import Prediction
 
+FASTEST = 200
+"""Number of layouts in the table."""
+
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write a plan's page: layouts, their charts, the waterfall, the timeline, memory by stage, and scaling."""
+    """Write a plan's page: layouts, the waterfall, memory by stage, and scaling."""
     plan, best = result.plan, result.plan.best
-    layouts = shown_layouts(result)
-    rejected = plan.found.rejected()
-    drawn = [layout for layout in layouts if result.is_own_drawn or layout.label != result.own_label]
-    wide = [memory_chart(drawn, plan.machine, rejected, len(plan.found.order))]
-    if len(plan.found.order) > 1:
-        wide.append(choice_lines(drawn))
+    wide = []
     if result.explanation is not None:
         wide.append(_waterfall(result.explanation, result.is_own_drawn))
-    wide.append(step_timeline(best))
     wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
     if result.curve:
         wide.append(_curve(result.curve))
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
     if command := tune_command(result):
         in_doubt.append(f"<pre>{escape(command)}</pre>")
-    sections = [html.facts(_headline(result)), *_layouts(layouts, result), *in_doubt, html.charts([], wide)]
+    sections = [html.facts(_headline(result)), *_layouts(result), *in_doubt, html.charts([], wide)]
     if result.own is not None and not result.is_own_drawn:
         own = f"{result.own_label}: {result.own.seconds:.4g} s a step, too long for the charts"
         sections.insert(-1, f"<p>{escape(own)}. The table of layouts has it.</p>")
@@ -61,25 +52,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.explanation is not None:
         sections += _explanation(result.explanation)
     title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
-    write_output(path, html.page(title, best.describe(), sections, has_timeline=True, has_search=True))
-
-
-def write_scaling_report(path: Path, points: Sequence[ScalingPoint], model: str, machine: str, weak: bool) -> None:
-    """Write the page of a scaling curve."""
-    kind = "Weak" if weak else "Strong"
-    published = any(point.published_pflops is not None for point in points)
-    header = ["GPUs", "layout", "s/step", "MFU", "HFU", "efficiency", *flop_headers(published)]
-    rows = [
-        [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}",
-         f"{p.best.utilization(p.best.work.model_flops()):.1%}",
-         f"{p.best.utilization(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}",
-         *flop_rates(p, published)]
-        if p.best is not None else [f"{p.gpus:,}", p.why_not, *[""] * (len(header) - 2)]
-        for p in points
-    ]  # fmt: skip
-    sections = [html.charts([], [_curve(points)]), html.table(header, rows, words=True)]
-    sections.append(f"<p>{escape(flop_note(published))}</p>")
-    write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
+    write_output(path, html.page(title, best.describe(), sections, has_search=True))
 
 
 def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
@@ -95,18 +68,29 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
     }
 
 
-def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
-    rows = [layout.cells(result) for layout in layouts]
-    rank, *others = [name for name in rows[0] if any(row[name] for row in rows)]
-    header = [rank, "s/step", *(name for name in others if name != "s/step")]
-    refused = sum(bool(layout.refused) for layout in layouts)
+def _layouts(result: PlanRecord) -> list[str]:
+    found, machine = result.plan.found, result.plan.machine
+    rows = []
+    for rank, index in enumerate(found.order[:FASTEST], start=1):
+        work, seconds = found.point(index), float(found.seconds[index])
+        per_gpu = seconds * work.layout.gpus
+        mfu = float(work.model_flops() / (per_gpu * machine.peak))
+        memory, p_oom = float(found.memory[index]), float(found.p_oom[index])
+        numbers = figures(machine, seconds, memory, p_oom, mfu, result.interval_factors)
+        numbers["tokens/s/GPU"] = f"{work.tokens_per_step / per_gpu:,.0f}"
+        rows.append({"": f"{rank}", **choices(work), **numbers})
+    if result.own is not None:
+        own = predicted(result.own, result.interval_factors)
+        rows.append({name: {"": result.own_label, **choices(result.own.work), **own}[name] for name in rows[0]})
+    first, *others = [name for name in rows[0] if any(row[name] for row in rows)]
+    header = [first, "s/step", *(name for name in others if name != "s/step")]
     text = (
-        f"The {min(FASTEST, len(result.plan.found.order))} fastest layouts, an even sample of the "
-        f"{len(result.plan.found.order):,} that fit, and an even sample ({refused}) of those that are refused. Click a "
-        "header to sort. In the field below it, 8, or 1,2, or 1-4, or <=4, or a part of a word keeps rows."
+        f"The {min(FASTEST, len(found.order))} fastest of {len(found.order):,} layouts that fit. Click a header to "
+        "sort. In the field below it, 8, or 1,2, or 1-4, or <=4, or a part of a word keeps rows."
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
-    return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table]
+    refused = html.table(["refused because", "layouts"], [[name, f"{n:,}"] for name, n in found.rejected().items()])
+    return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table, refused]
 
 
 def _waterfall(explanation: dict[str, Any], with_own: bool) -> str:

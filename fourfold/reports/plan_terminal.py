@@ -51,9 +51,10 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     With ``explained``, also print where a step's time goes and which machine constants would change the order.
     """
     request, plan, console = result.request, result.plan, Console()
+    step = request.base.step
     title = (
-        f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.step.batch):,} sequences of "
-        f"{int(request.base.step.seq):,} tokens a step"
+        f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(step.global_batch_size):,} sequences of "
+        f"{int(step.seq_length):,} tokens a step"
     )
     columns, same = layout_table(result, console.width)
     print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=WORDS)
@@ -108,7 +109,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
 
 def doubts(result: PlanRecord) -> list[str]:
     """Return sentences on the error of the best layout's time, and on layouts that are too close to call."""
-    sentences, found = [], result.indistinct
+    sentences, found = [], result.within_error
     if result.interval is not None:
         low, high = result.interval
         sentences.append(
@@ -129,7 +130,7 @@ def doubts(result: PlanRecord) -> list[str]:
 
 def tune_command(result: PlanRecord) -> str:
     """Return the command that searches the closest layouts by trials. Empty if there is only one."""
-    found = result.indistinct
+    found = result.within_error
     space = " ".join(f"--space {limit}" for limit in found.space)
     return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
 
@@ -200,24 +201,15 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
         layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
             continue
-        numbers = predicted(point.best, None)
-        rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", *flop_rates(point, published)])
-    header = ["GPUs", *CURVE, "efficiency", *flop_headers(published)]
+        numbers, (model, megatron) = predicted(point.best, None), point.pflops
+        figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
+        rates = [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
+        rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", *rates])
+    of_flops = ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
+    header = ["GPUs", *CURVE, "efficiency", *of_flops]
     print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
     print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
     Console().print(flop_note(published))
-
-
-def flop_headers(published: bool) -> list[str]:
-    """Name the columns of ``flop_rates`` after the FLOPs that they count."""
-    return ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
-
-
-def flop_rates(point: ScalingPoint, published: bool) -> list[str]:
-    """Format a size's PFLOP/s. If the curve has published figures, add the PFLOP/s in their convention."""
-    model, megatron = point.pflops
-    figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
-    return [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
 
 
 def flop_note(published: bool) -> str:

@@ -12,7 +12,6 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
-from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
 from fourfold.reports.recorded_run import (
     RecordedRun,
@@ -23,17 +22,17 @@ from fourfold.reports.recorded_run import (
     read_text,
     steps_of,
 )
-from fourfold.reports.short_records import ExpertRecord, MemorizationRecord, TaskRecord, read_short_record
+from fourfold.reports.short_records import MemorizationRecord, TaskRecord, read_short_record
 from fourfold.training.console import byte_unit, format_fact
-from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, TASKS_FILE
+from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE
 from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
 def write_run_report(run_dir: Path) -> Path:
     """Write ``run_dir``/report.html, one file that needs no network, and return its path.
 
-    It reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl,
-    memorization.jsonl, tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
+    It reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), memorization.jsonl,
+    tasks.jsonl, and summary.json (an object that maps labels to text or numbers).
 
     Raises:
         UserError: run.toml or metrics.jsonl is missing, no step is recorded, or a record or summary.json cannot be
@@ -44,7 +43,7 @@ def write_run_report(run_dir: Path) -> Path:
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
     sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
-    sections += [*_tasks(run), *_experts(run), *_memorization(run)]
+    sections += [*_tasks(run), *_memorization(run)]
     summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
     if summary:
         sections += ["<h2>Summary</h2>", html.facts(summary)]
@@ -164,12 +163,6 @@ def _tasks(run: RecordedRun) -> list[str]:
     ]  # fmt: skip
     notes = [html.notice(f"{counted(len(failures), 'evaluation')} failed. {failures[0]}")] if failures else []
     return ["<h2>Tasks</h2>", *notes, html.charts(charts)] if charts or notes else []
-
-
-def _experts(run: RecordedRun) -> list[str]:
-    """Draw heat maps of a mixture's experts. Return nothing for dense models."""
-    shown = read_short_record(run.folder / EXPERTS_FILE, ExpertRecord)
-    return ["<h2>Experts</h2>", html.charts(expert_maps(shown))] if shown else []
 
 
 def _memorization(run: RecordedRun) -> list[str]:

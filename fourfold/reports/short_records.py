@@ -31,15 +31,6 @@ class MemorizationRecord(BaseModel):
     by_count: dict[str, CanaryGroup]
 
 
-class ExpertRecord(BaseModel):
-    """A line of experts.jsonl, by layer."""
-
-    layers: list[int]
-    tokens_per_expert: list[list[float]]
-    dropped_share: list[float]
-    router_entropy: list[float]
-
-
 def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
     """Read the lines of a record, or none if there is no file.
 

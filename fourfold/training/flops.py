@@ -39,7 +39,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
         seq_length: Number of tokens in a sequence.
         frozen: Leave out weight gradients and adapters (LoRA).
     """
-    work = workload_of_model(model).but(seq=seq_length)
+    work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
     forward = 2 * matrices + attention
     return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))

@@ -17,6 +17,7 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
 from fourfold.data.loader import MicroBatch
 from fourfold.heartbeat import doing
+from fourfold.matmul_tuning.matmul_choice import agreed_layouts
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import add_adapters, trained_shapes
 from fourfold.models.mixture import Mixture
@@ -31,7 +32,6 @@ from fourfold.parallel.pipeline.pipeline import Pipeline, TiedEnds, tied_ends_as
 from fourfold.parallel.state import initialize_shards
 from fourfold.parallel.tensor.matmul_layouts import Layouts
 from fourfold.parallel.tensor.preference_head import PreferenceHead
-from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate
 from fourfold.training.weight_average import WeightAverage

@@ -30,7 +30,7 @@ from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
 
 EXPERT_RECORDS = 100
-"""Number of steps for which the load of every expert is recorded. A heat map cannot show more."""
+"""Number of steps for which the load of every expert is recorded."""
 
 
 class RunRecord:

@@ -17,10 +17,10 @@ from fourfold.planning.search.fastest import Found, search
 from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import Workload
 
-KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "schedule", "interleave", "cp_method", "zero",
+KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", "stages_per_rank", "cp_method", "zero",
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
-SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "interleave", "recompute_every", "batch_parts")
+SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
 """Knobs whose distance is the logarithm of their ratio. All other knobs are equal or different."""
 MOST = 4096
 """Number of layouts to keep, fastest first. Each trial updates the belief about all of them, so more would cost
@@ -88,13 +88,13 @@ class Candidates:
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
     """Predict layouts that are known to be legal."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
-    needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch))
+    needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
     return Candidates(work, machine, parts_of(work, machine, constants), needed)
 
 
 def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
     """Return the predicted seconds of a step by part [n, parts]."""
-    shape = np.shape(work.layout.micro_batch)
+    shape = np.shape(work.layout.micro_batch_size)
     parts = step_parts(work, machine, constants)
     return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
 
@@ -112,7 +112,7 @@ def search_candidates(
     """
     found = search(base, machine, constants, gpus, limits)
     # With n blocks or fewer, every n-th block is the first one, so a larger n means the same.
-    same = found.work.layout.recompute_every > base.model.layers
+    same = found.work.layout.recompute_every > base.model.num_hidden_layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
     may_fit = found.p_oom[fastest] <= MOST_LIKELY_OUT

@@ -20,11 +20,11 @@ RARELY, FAR_OFF = 0.02, 8
 NEVER = 1e-9
 """Lowest likelihood of an outcome. A trial that fails for another reason must not decide everything."""
 
-MORE_IS_MORE = ("micro_batch", "recompute_every")
+MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs that take more memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
 """Knobs that take less memory when they grow, provided that no later knob in this list saves less memory."""
-AS_IT_IS = ("ep", "schedule", "interleave", "cp_method", "batch_parts")
+AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
 """Knobs that make two layouts incomparable if they differ. A larger ep can put the busiest experts on one rank."""
 
 

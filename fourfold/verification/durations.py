@@ -45,7 +45,7 @@ class Durations:
         work, self._machine = workload_of(run), machine
         self._constants = constants_for(machine)
         self._rates, self._kernel = Rates(work, machine, self._constants), kernel_of(work, machine)
-        self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
+        self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
         """Number of keys for which a query's scores are computed if scores are capped, because capped scores have no
@@ -53,7 +53,7 @@ class Durations:
         self.exposed = float(self._constants.exposed)
         """Fraction of a hidden collective's time by which it slows concurrent computation down."""
         # Cache the results, because the same shapes occur in every layer.
-        self._product, self._attention = cache(self._of_product), cache(self._of_attention)
+        self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)
 
     def operation(self, name: str, args: Sequence[Any]) -> int:
@@ -83,7 +83,7 @@ class Durations:
         """
         return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
 
-    def _of_product(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
+    def _of_matmul(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
         """Return a matmul's picoseconds.
 
         The forward of a linear layer transposes the second operand, and its weight gradient transposes the first.

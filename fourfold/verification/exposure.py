@@ -12,13 +12,13 @@ Line = tuple[str, str, str]
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    ``products`` and ``computed`` are the number of matmuls before it and the time they took. ``duration`` is its own
+    ``matmuls`` and ``computed`` are the number of matmuls before it and the time they took. ``duration`` is its own
     time, without earlier collectives on its axis. ``end`` is when it finishes.
     """
 
     line: Line
     bytes: int
-    products: int
+    matmuls: int
     computed: int
     duration: int
     end: int
@@ -46,7 +46,7 @@ class Flights:
         self.waited: Counter[Line] = Counter()
         """Time that the step waits, by line."""
         self._slowed = slowed
-        self._products = self._computed = self._now = 0
+        self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
         """Time at which the last collective of each axis ends. The two levels of a shard group take turns."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
@@ -58,7 +58,7 @@ class Flights:
 
     def compute(self, duration: int = 0) -> None:
         """Record a matmul or an attention operation."""
-        self._products += 1
+        self._matmuls += 1
         self._computed += duration
         self._now += duration
 
@@ -75,7 +75,7 @@ class Flights:
         axis = line[0].partition(" ")[0]  # The name of an axis is the first word, such as "z" in "z across nodes".
         self._free[axis] = end = max(self._now, self._free[axis]) + duration
         self.taken[line] += duration
-        flying.append(IssuedCollective(line, size, self._products, self._computed, duration, end))
+        flying.append(IssuedCollective(line, size, self._matmuls, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
         """Record that the result has moved to another storage than the one given to ``issue``."""
@@ -84,7 +84,7 @@ class Flights:
     def land(self, key: int | Line) -> None:
         """Record that the step waits for the collectives with this key, if there are any."""
         for flight in self._flying.pop(key, ()):
-            if flight.products == self._products:
+            if flight.matmuls == self._matmuls:
                 self.exposed[flight.line] += flight.bytes
             wait = max(flight.end - self._now, 0)
             hidden = min(max(flight.duration - wait, 0), self._computed - flight.computed)

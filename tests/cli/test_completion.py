@@ -42,12 +42,6 @@ def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]
         ("plan --prec", ["--precision"]),
         ("plan scaling --we", ["--weak"]),
         ("train --pro", ["--profile"]),
-        ("plan --machine dgx-a", ["dgx-a100", "dgx-a100-40"]),
-        ("plan layout --machine dgx-a", ["dgx-a100", "dgx-a100-40"]),
-        ("plan --gpus 8 --model llama3-", ["llama3-8b", "llama3-70b", "llama3-405b"]),
-        ("plan --model gpt2 --precision fp", ["fp16", "fp32", "fp8"]),
-        ("tune run.toml --slurm f", ["frontier"]),
-        ("export-hf runs/a out --model-type qwen3_", ["qwen3_moe"]),
         ("generate --attention l", ["loki"]),
     ],
 )
@@ -57,22 +51,6 @@ def test_words_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str,
 
 def test_everything_is_offered_where_nothing_is_typed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offered(cli, monkeypatch, "") == [name for commands in PANELS.values() for name in commands]
-    assert offered(cli, monkeypatch, "trace", "a.toml", "--machine", "") == machine_names()
-
-
-def test_run_files_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.toml", "notes.txt", "examples/b.toml", "examples/c.toml", "examples/deep/d.toml", ".hidden/e.toml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    inside = ["examples/b.toml", "examples/c.toml"]
-    assert offered(cli, monkeypatch, "train", "") == ["a.toml", *inside]
-    assert offered(cli, monkeypatch, "plan", "exa") == inside
-    assert offered(cli, monkeypatch, "plan", "layout", "examples/b") == ["examples/b.toml"]
-    assert offered(cli, monkeypatch, "train", "examples/d") == ["examples/deep/d.toml"]
-    assert offered(cli, monkeypatch, "train", ".h") == [".hidden/e.toml"]
-    assert offered(cli, monkeypatch, "plan", "--machine", "./a") == ["./a.toml"]
-    assert offered(cli, monkeypatch, "train", "missing/") == []  # the shell then offers files of any kind
 
 
 def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
@@ -82,12 +60,12 @@ def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
     program.chmod(0o755)
     script = (
         "fourfold --install-completion; source ~/.bashrc\n"
-        "COMP_WORDS=(fourfold plan --machine mi3); COMP_CWORD=3\n"
+        "COMP_WORDS=(fourfold generate --attention l); COMP_CWORD=3\n"
         '$(complete -p fourfold | sed "s/.* -F \\(\\S*\\) .*/\\1/") fourfold; echo "offered: ${COMPREPLY[*]}"\n'
     )
     environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{program.parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert "offered: mi300x\n" in done.stdout, done.stdout + done.stderr
+    assert "offered: loki\n" in done.stdout, done.stdout + done.stderr
     assert f"source '{tmp_path}/.bash_completions/fourfold.sh'" in (tmp_path / ".bashrc").read_text()
 
 
@@ -105,20 +83,19 @@ def completions(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str
 
 
 @pytest.mark.parametrize(
-    ("shell", "commands", "machines"),
+    ("shell", "commands", "attention"),
     [
-        ("bash", r"trace\ntrain", "dgx-a100\ndgx-a100-40"),
-        ("zsh", r"""_arguments '\*: :\(\("trace":"[^"]+"\n"train":"[^"]+"\)\)'""",
-         """_arguments '*: :(("dgx-a100"\n"dgx-a100-40"))'"""),
-        ("fish", r"trace\t\S.*\ntrain\t\S.*", "dgx-a100\ndgx-a100-40"),
+        ("bash", r"trace\ntrain", "loki"),
+        ("zsh", r"""_arguments '\*: :\(\("trace":"[^"]+"\n"train":"[^"]+"\)\)'""", """_arguments '*: :(("loki"))'"""),
+        ("fish", r"trace\t\S.*\ntrain\t\S.*", "loki"),
     ],
-)  # fmt: skip
+)
 def test_each_shell_gets_completions_in_its_own_format(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, machines: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, attention: str
 ) -> None:
     found = completions(cli, monkeypatch, shell, "fourfold tr")
     assert re.fullmatch(commands, found), found
-    assert completions(cli, monkeypatch, shell, "fourfold plan --machine dgx-a") == machines
+    assert completions(cli, monkeypatch, shell, "fourfold generate --attention l") == attention
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -155,11 +132,11 @@ def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli, monkeypatc
     ("command", "choices"),
     [
         ("trace", machine_names()),
-        ("calibrate", machine_names()),
+        ("machine calibrate", machine_names()),
         ("tune", [*machine_names(), *site_names(), *(value for values in CHOICES.values() for value in values)]),
         ("plan scaling", [*PRESETS, *machine_names()]),
         ("launch slurm", site_names()),
-        ("export-hf", list(FAMILIES)),
+        ("checkpoint export-hf", list(FAMILIES)),
         ("generate", list(LokiConfig.__dataclass_fields__)),
         ("evaluate", ["lm-eval ls tasks"]),
     ],

@@ -30,7 +30,9 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str,
     run = load_run(path)
     checkpoint = tmp_path / "runs" / run.name / "checkpoints" / "step_8"
 
-    code, output, _ = cli("export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json")
+    code, output, _ = cli(
+        "checkpoint", "export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json"
+    )
     record = json.loads(output)
     ours = Transformer(run.model)
     SavedWeights(checkpoint).fill({name: parameter.data for name, parameter in ours.named_parameters()})
@@ -49,7 +51,7 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str,
     )
     assert code == 0 and json.loads(output)
 
-    code, output, _ = cli("export-hf", checkpoint, tmp_path / "as-it-came")
+    code, output, _ = cli("checkpoint", "export-hf", checkpoint, tmp_path / "as-it-came")
     assert code == 0
     assert output.startswith(f"{tmp_path / 'as-it-came'}: {kind}, ")
     config = json.loads((tmp_path / "as-it-came" / "config.json").read_text())
@@ -57,10 +59,10 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str,
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as-it-came")
     assert back.dtype == torch.bfloat16
 
-    assert "exists" in one_sentence(cli("export-hf", checkpoint, tmp_path / "out"))
-    assert "neither a checkpoint" in one_sentence(cli("export-hf", tmp_path, tmp_path / "none"))
-    assert "no folder" in one_sentence(cli("import-hf", tmp_path / "nowhere", tmp_path / "none"))
-    assert "gpt2" in one_sentence(cli("export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
+    assert "exists" in one_sentence(cli("checkpoint", "export-hf", checkpoint, tmp_path / "out"))
+    assert "neither a checkpoint" in one_sentence(cli("checkpoint", "export-hf", tmp_path, tmp_path / "none"))
+    assert "no folder" in one_sentence(cli("checkpoint", "import-hf", tmp_path / "nowhere", tmp_path / "none"))
+    assert "gpt2" in one_sentence(cli("checkpoint", "export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
     assert not (tmp_path / "none").exists()
 
 
@@ -68,11 +70,11 @@ def test_an_export_without_a_tokenizer_warns(cli: Cli, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     prefix = os.path.relpath(make_corpus(tmp_path), tmp_path)
     assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
-    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "here")
+    code, _, errors = cli("checkpoint", "export-hf", tmp_path / "runs" / "run", tmp_path / "here")
     assert (code, errors) == (0, "")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "there")
+    code, _, errors = cli("checkpoint", "export-hf", tmp_path / "runs" / "run", tmp_path / "there")
     assert code == 0
     assert "there has no tokenizer" in errors and errors.endswith("or give --tokenizer PATH\n")
 

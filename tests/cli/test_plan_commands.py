@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from command_line import Cli
-from report_pages import chart_specs, check_looks, opened, without_scripts
+from report_pages import check_looks, opened, without_scripts
 
 from fourfold.config.presets import PRESETS
 from fourfold.planning.machines.machine import load_machine
@@ -183,7 +183,7 @@ def test_a_quantized_model_is_planned_in_bf16_and_says_so(cli: Cli, tmp_path: Pa
         (("--model", "llama3-8b", "--gpus", 8, "--global-batch", -8), "--global-batch -8 must be from 1"),
         (("--model", "llama3-8b", "--gpus", 8, "--seq", 0), "--seq 0 must be from 1"),
         (("--model", "llama3-8b", "--gpus", 8, "--tokens", "nan"), "--tokens nan"),
-        (("--model", "llama3-8b", "--gpus", 8, "--limit", "micro_batch=0"), "--limit micro_batch=0"),
+        (("--model", "llama3-8b", "--gpus", 8, "--limit", "micro_batch_size=0"), "--limit micro_batch_size=0"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "zero=7"), "--limit zero=7"),
         (
             ("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"),
@@ -194,14 +194,20 @@ def test_a_quantized_model_is_planned_in_bf16_and_says_so(cli: Cli, tmp_path: Pa
             "these limits contradict each other (zero)",
         ),
         (
-            ("--model", "gpt2", "--gpus", 8, "--limit", "schedule=1F1B", "--limit", "interleave=2"),
-            "contradict each other (schedule, interleave)",
+            ("--model", "gpt2", "--gpus", 8, "--limit", "schedule=1F1B", "--limit", "stages_per_rank=2"),
+            "contradict each other (schedule, stages_per_rank)",
         ),
-        (("--model", "gpt2", "--gpus", 8, "--limit", "micro_batch=1", "--limit", "micro_batch=2"), "(micro_batch)"),
+        (
+            ("--model", "gpt2", "--gpus", 8, "--limit", "micro_batch_size=1", "--limit", "micro_batch_size=2"),
+            "(micro_batch_size)",
+        ),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
         (("--model", "gpt2", "--gpus", 2, "--write", "."), "cannot write .: it is a folder"),
         (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule= takes one of 1F1B, "),
-        (("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch=16777216"), "is legal"),
+        (
+            ("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch_size=16777216"),
+            "is legal",
+        ),
         (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
         (("scaling", "--model", "gpt2", "--gpus", "8,33554432"), "at most 16,777,216"),
     ],
@@ -216,7 +222,7 @@ def test_help_lists_every_choice(cli: Cli) -> None:
     code, out, _ = cli("plan", "layout", "--help")
     words = {word.strip(".") for word in re.split(r"[^\w.-]+", out)}
     assert code == 0
-    choices = [*machine_names(), *PRESETS, *BITS, *CHOICES, *AXES, "micro_batch"]
+    choices = [*machine_names(), *PRESETS, *BITS, *CHOICES, *AXES, "micro_batch_size"]
     assert set(choices) | {choice for names in CHOICES.values() for choice in names} <= words
 
 
@@ -284,32 +290,27 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
     assert "model" in out and "Megatron PFLOP/s count full recompute" in " ".join(out.split())
 
 
-def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli, tmp_path: Path) -> None:
+def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
     """Even if the layout recomputes nothing, and Megatron-LM's convention would count a full recompute."""
-    page = tmp_path / "scaling.html"
     command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
                "--global-batch", 64, "--limit", "recompute=none,selective", "--limit", "pp=1", "--limit", "y=1",
                "--limit", "batch_parts=1")  # fmt: skip
     points = json.loads(cli(*command, "--json")[1])["points"]
-    _, out, _ = cli(*command, "--report", page)
+    _, out, _ = cli(*command)
     for point in points:
         rate = point["mfu"] * point["gpus"] * load_machine("dgx-h100").peak / 1e15
         assert point["model_pflops"] == pytest.approx(rate) and point["megatron_pflops"] > 1.3 * rate
-        for shown in (out, page.read_text(encoding="utf-8")):
-            assert re.search(rf"\b{rate:,.1f}\b", shown) and "Megatron" not in shown
-            assert "Model PFLOP/s count the same FLOPs as MFU" in shown
+        assert re.search(rf"\b{rate:,.1f}\b", out) and "Megatron" not in out
+    assert "Model PFLOP/s count the same FLOPs as MFU" in out
 
 
 @pytest.mark.slow
-def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
-    page = tmp_path / "scaling.html"
+def test_scaling_with_the_published_figure(cli: Cli) -> None:
     code, out, _ = cli("plan", "scaling", "--model", "gpt-40b", "--machine", "perlmutter", "--gpus", "2048:4096",
-                       "--strong", "--global-batch", 8192, "--json", "--report", page)  # fmt: skip
+                       "--strong", "--global-batch", 8192, "--json")  # fmt: skip
     points = json.loads(out)["points"]
     assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
     assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
-    (curve,) = chart_specs(page.read_text(encoding="utf-8")).values()
-    assert [series["name"] for series in curve["option"]["series"]] == ["predicted", "linear from the first size"]
 
 
 def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path, browser: Browser) -> None:
@@ -318,12 +319,11 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
                    "--limit", "pp=4", "--limit", "cp=1", "--tokens", "1e12", "--report", page)  # fmt: skip
     text = page.read_text(encoding="utf-8")
     assert code == 0 and not re.search(r"(src|href)=", without_scripts(text))
-    for part in ("against memory", "Where a step's time goes", "each stage", "Timeline", "Tokens/s", "Break-evens",
+    for part in ("refused because", "Where a step's time goes", "each stage", "Tokens/s", "Break-evens",
                  "Neighbors", "GPU-hours", "cannot be told apart", "fourfold tune"):  # fmt: skip
         assert part in text, part
     with opened(browser, page, 1280, "light") as shown:
         drawn = check_looks(shown)
         assert drawn["Where a step's time goes"].shapes > 5
-        assert drawn["Step time against memory"].shapes > 100
         pictures = " ".join(shown.locator(".plot svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
     assert "NaN" not in pictures and "undefined" not in pictures

@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 def test_this_machine(cli: Cli, tmp_path: Path) -> None:
-    code, output, errors = cli("doctor", "--json", "--folder", tmp_path / "runs")
+    code, output, errors = cli("machine", "doctor", "--json", "--folder", tmp_path / "runs")
     assert errors == ""
     record = json.loads(output)
     found = {finding["subject"]: finding for finding in record["findings"]}
@@ -63,7 +63,7 @@ def some(*findings: Finding) -> object:
 def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
     monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
-    code, output, errors = cli("doctor")
+    code, output, errors = cli("machine", "doctor")
     assert (code, errors) == (1, "")
     assert ["error", "disk", "it", "is", "full"] in [line.split() for line in output.splitlines()]
     assert ["→", "make", "room"] in [line.split() for line in output.splitlines()]
@@ -79,15 +79,15 @@ def test_other_processes_of_a_launcher(cli: Cli, monkeypatch: pytest.MonkeyPatch
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nid6"}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert cli("doctor") == (0, "", "")
-    assert cli("doctor", "--json") == (0, "", "")
+    assert cli("machine", "doctor") == (0, "", "")
+    assert cli("machine", "doctor", "--json") == (0, "", "")
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    code, output, _ = cli("doctor")
+    code, output, _ = cli("machine", "doctor")
     assert code == 1
     assert "nid7: it is full" in output
     assert "python" not in output and "findings" not in output
-    code, output, _ = cli("doctor", "--json")
+    code, output, _ = cli("machine", "doctor", "--json")
     assert (code, output.count("\n")) == (1, 1)
     record = json.loads(output)
     assert (record["host"], record["ok"]) == ("nid7", False)

@@ -174,7 +174,7 @@ def test_a_folder_and_its_import_have_the_same_numbers_with_a_token_before_a_tex
     folder = make_folder(tmp_path / "model", bos=True)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     checkpoint = tmp_path / "imported" / "checkpoints" / "step_0"
-    assert cli("import-hf", folder, checkpoint)[0] == 0
+    assert cli("checkpoint", "import-hf", folder, checkpoint)[0] == 0
     found = []
     for model in (folder, checkpoint):
         code, out, err = cli("evaluate", "--model", model, "--text", tmp_path / "text.txt", "--context", 16, "--json")
@@ -244,7 +244,7 @@ def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -
         for i in range(30)
     ]
     tasks = make_task(tmp_path, rows)
-    code, _, err = cli("import-hf", folder, tmp_path / "imported" / "checkpoints" / "step_0")
+    code, _, err = cli("checkpoint", "import-hf", folder, tmp_path / "imported" / "checkpoints" / "step_0")
     assert code == 0, err
     found = []
     for model in (folder, tmp_path / "imported" / "checkpoints" / "step_0"):

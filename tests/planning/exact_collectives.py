@@ -208,10 +208,10 @@ def key_value_heads(run: RunConfig, ranks: int) -> int:
     heads, kv_heads = run.model.num_attention_heads, run.model.num_key_value_heads
     if kv_heads % ranks == 0:
         return kv_heads // ranks
-    heads_here, heads_per_kv = heads // ranks, heads // kv_heads
-    needed = [head // heads_per_kv for head in range(heads_here)]
+    heads_on_rank, heads_per_kv = heads // ranks, heads // kv_heads
+    needed = [head // heads_per_kv for head in range(heads_on_rank)]
     distinct = sorted(set(needed))
-    regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
+    regular = all(needed.count(kv) == heads_on_rank // len(distinct) for kv in distinct)
     return len(distinct) if regular else len(needed)
 
 

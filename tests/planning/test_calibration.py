@@ -32,10 +32,10 @@ from fourfold.run_file.dump import to_toml as run_toml
 
 def cases() -> Workload:
     """Models from small to large, on one to many nodes."""
-    base = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq=2048.0)
+    base = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq_length=2048.0)
     rows = [
-        {"hidden": h, "inner": 4 * h, "gate_up": 4 * h, "queries": h, "keys": h, "x": x, "z": z, "dp": dp,
-         "micro_batch": mb, "batch": mb * z * dp * 4}
+        {"hidden_size": h, "intermediate_size": 4 * h, "gate_up": 4 * h, "queries": h, "keys": h,
+         "x": x, "z": z, "dp": dp, "micro_batch_size": mb, "global_batch_size": mb * z * dp * 4}
         for h in (512.0, 2048.0, 8192.0)
         for x, z, dp in ((1.0, 1.0, 8.0), (8.0, 1.0, 8.0), (2.0, 16.0, 4.0))
         for mb in (1.0, 4.0)
@@ -73,7 +73,7 @@ def test_an_outlier_does_not_decide() -> None:
 
 
 def test_a_constant_without_rows_stays_at_the_prior() -> None:
-    work = cases().take(np.array([0])).but(x=1.0, z=1.0, dp=1.0, batch=4.0)
+    work = cases().take(np.array([0])).but(x=1.0, z=1.0, dp=1.0, global_batch_size=4.0)
     calibration = fitted(truth(work) * np.ones(1), work)
     constants = calibration.constants("dgx-a100", "p")
     assert constants.inter == pytest.approx(prior_constants().inter)
@@ -114,7 +114,7 @@ def test_a_table_calibrates_a_machine(tmp_path: Path) -> None:
     rows, _ = read_rows([table])
     error = [float(step_seconds(r.work, machine, constants_for(machine))) / r.seconds - 1 for r in rows]
     assert np.abs(error).mean() < 0.03
-    work = rows[0].work.but(hidden=99999.0)
+    work = rows[0].work.but(hidden_size=99999.0)
     assert any("hidden" in text for text in outside_calibrated_range(machine, work))
     assert not outside_calibrated_range(machine, rows[0].work)
 
@@ -168,7 +168,7 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     assert parse_machine(text, "mine.toml").tn == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"layouts\.tn = 5\.0 is a share"):
         parse_machine(text.replace("tn = 0.5", "tn = 5.0"), "mine.toml")
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1)
     constants = constants_for(machine)
     times = [block_time(work, replace(machine, tn=share), constants) for share in (1.0, 0.5)]
     assert times[1].weight_gradients == pytest.approx(2 * times[0].weight_gradients)

@@ -88,7 +88,7 @@ def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str
         for cap in ({}, {"attn_logit_softcapping": 0.0})
     )
     works = [workload_of(run) for run in (capped, plain)]
-    planned = [float(peak_bytes(work, work.model.layers, 1)) for work in works]
+    planned = [float(peak_bytes(work, work.model.num_hidden_layers, 1)) for work in works]
     assert planned[0] == pytest.approx(trace(capped, whole=True).memory.activations_peak, rel=0.05)
     assert planned[0] > 3 * planned[1]
 
@@ -99,7 +99,7 @@ def test_capped_scores_take_longer_than_a_fused_kernel() -> None:
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of(run).but(sliding=0)
     capped, fused = (block_time(work.but(caps_scores=caps), machine, constants) for caps in (True, False))
-    scores = work.layout.micro_batch * work.model.queries / work.model.head_dim * 4096 * (4096 + 512) / 2
+    scores = work.layout.micro_batch_size * work.model.queries / work.model.head_dim * 4096 * (4096 + 512) / 2
     moving = scores * attention_core.CAPPED_FORWARD / (constants.memory * machine.memory_bandwidth)
     assert moving < capped.attention_forward < 2 * moving
     assert capped.attention_forward > 5 * fused.attention_forward

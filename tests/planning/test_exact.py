@@ -119,7 +119,7 @@ def assert_activations_too(run: RunConfig, within: float | None = None) -> None:
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
     in_block = 0.25 if run.model.attn_logit_softcapping else 0.1
-    planned = float(peak_bytes(work, work.model.layers, 1))
+    planned = float(peak_bytes(work, work.model.num_hidden_layers, 1))
     assert memory.activations_peak * 0.95 < planned < memory.activations_peak * (1 + in_block)
     assert within is None or planned == pytest.approx(memory.activations_peak, rel=within)
 
@@ -168,7 +168,7 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
-    assert 0.85 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.3
+    assert 0.85 < peak_bytes(work, work.model.num_hidden_layers, 1) / memory.activations_peak < 1.3
 
 
 @pytest.mark.fast_cases(2)
@@ -306,12 +306,12 @@ def test_pipelines_and_contexts_equal_the_trace(
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.model.layers), 0, len(places), int(work.layout.interleave),
+    layers = blocks_of_ranks(int(work.model.num_hidden_layers), 0, len(places), int(work.layout.stages_per_rank),
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
     # The planner treats stages of a rank as alike, even if some have more blocks. It does the same with the ranks of a
     # zero bubble, though the later ranks have freed some memory with the input gradients. For the first rank of an
     # interleaved pipeline this small, the planner counts 7 % less than the trace.
-    alike = work.layout.interleave > 1 or grid.get("schedule") == "InterleavedZeroBubble"
+    alike = work.layout.stages_per_rank > 1 or grid.get("schedule") == "InterleavedZeroBubble"
     assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)

@@ -94,7 +94,7 @@ def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], m
     """With an even load: all that is sent and stored, and the activations' peak within a tenth."""
     run = run_of(model, grid, mode)
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
-    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
+    assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
 
 
 @pytest.mark.fast_cases(1)

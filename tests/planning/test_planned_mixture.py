@@ -79,7 +79,9 @@ def test_rows_are_gathered_and_summed_over_x_and_y() -> None:
     """Against the dense MLP: K times the tokens over x, and gate and up of K times the tokens over y."""
     for axis, size in (("x", 2), ("y", 2)):
         work = work_of({axis: size})
-        attention = work_of({axis: size}, {"num_experts": 0, "moe_intermediate_size": 0}).but(inner=0, gate_up=0)
+        attention = work_of({axis: size}, {"num_experts": 0, "moe_intermediate_size": 0}).but(
+            intermediate_size=0, gate_up=0
+        )
         never = {"overlap_x": np.bool_(False), "gate_first": np.bool_(False)}
         whole, rest = (step_parts(w.but(**never), ONE_LINK, PLAIN)[axis] for w in (work, attention))
         rows, share, times = CHOSEN * 2 * SEQ, (size - 1) / size, LAYERS * 2
@@ -127,7 +129,7 @@ def test_flops_are_those_of_the_active_experts() -> None:
 def test_dense_first_layers_and_shared_experts_count_once() -> None:
     model = {"first_k_dense_replace": 1, "shared_expert_intermediate_size": 128}
     shape = work_of({}, model).model
-    every = shape.layers * (shape.block_weights + shape.expert_weights)
+    every = shape.num_hidden_layers * (shape.block_weights + shape.expert_weights)
     attention, mlp, shared = 4 * HIDDEN**2, 3 * HIDDEN * 640, 3 * HIDDEN * 128
     sparse = HIDDEN * EXPERTS + EXPERTS * 3 * HIDDEN * INNER + shared
     assert every == pytest.approx(LAYERS * attention + mlp + 2 * sparse)
@@ -180,9 +182,9 @@ def test_rows_of_a_rank() -> None:
     """The mean load, the fullest rank of an uneven load, and at most the capacity."""
     work = work_of({"dp": 4, "ep": 4})
     rows = rows_of(work)
-    assert rows.here == rows.sent == 2 * SEQ * CHOSEN and rows.experts == 2 and rows.each == SEQ * CHOSEN
-    assert rows_of(work.but(imbalance=1.5)).here == 1.5 * rows.here
-    assert rows_of(work.but(imbalance=1.5, capacity=1.25)).here == 1.25 * rows.here
+    assert rows.on_rank == rows.sent == 2 * SEQ * CHOSEN and rows.experts == 2 and rows.each == SEQ * CHOSEN
+    assert rows_of(work.but(imbalance=1.5)).on_rank == 1.5 * rows.on_rank
+    assert rows_of(work.but(imbalance=1.5, capacity=1.25)).on_rank == 1.25 * rows.on_rank
     uneven, even = (float(step_parts(w, H100, PLAIN)["compute"]) for w in (work.but(imbalance=4.0), work))
     assert uneven > even
 
@@ -205,14 +207,15 @@ def test_states_keep_the_micro_batches() -> None:
 
 
 MIXTURE = ModelShape(
-    layers=16, hidden=2048, queries=2048, keys=512, head_dim=128, inner=0, gate_up=0, vocab=32768, tied=False,
-    experts=16, chosen=4, expert_inner=1024, sparse=1.0,
+    num_hidden_layers=16, hidden_size=2048, queries=2048, keys=512, head_dim=128, intermediate_size=0, gate_up=0,
+    padded_vocab_size=32768, tie_word_embeddings=False, num_experts=16, num_experts_per_tok=4,
+    moe_intermediate_size=1024, sparse=1.0,
 )  # fmt: skip
-SMALL = SearchLimits(micro_batches=(1, 2), zeros=(0, 1), pipelines=(("1F1B", 1),), parts=(1,))
+SMALL = SearchLimits(micro_batches=(1, 2), zeros=(0, 1), pipelines=(("1F1B", 1),), batch_parts=(1,))
 
 
 def test_the_search_divides_experts_in_every_legal_way() -> None:
-    base = Workload(MIXTURE, step=Step(seq=4096, batch=64))
+    base = Workload(MIXTURE, step=Step(seq_length=4096, global_batch_size=64))
     found = search(base, H100, constants_for(H100), 16, SMALL)
     layouts = [found.point(int(index)).layout for index in found.order]
     assert {layout.ep for layout in layouts} == {1, 2, 4, 8, 16}

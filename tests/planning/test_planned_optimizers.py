@@ -59,7 +59,9 @@ def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dic
     run = run_of(model, grid, name)
     work, stored = workload_of(run), stored_bytes(run)[2]
     planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
-    made = float(lion_workspace(work, work.model.layers, work.model.vocab * work.model.hidden))
+    made = float(
+        lion_workspace(work, work.model.num_hidden_layers, work.model.padded_vocab_size * work.model.hidden_size)
+    )
     assert 0.975 * stored < planned < 1.025 * stored + made
 
 
@@ -105,7 +107,7 @@ def test_the_command_line_chooses_an_optimizer_and_writes_it(tmp_path: Path) -> 
     plain, lion = (request_from_options("llama3-8b", None, [], 8, 2048, 64, optimizer=name) for name in (None, "lion"))
     memory = [stage_memory(request.base, ONE_LINK, 0)["optimizer"] for request in (plain, lion)]
     assert memory[1] == memory[0] / 2
-    write_run(tmp_path / "run.toml", lion, predict(lion.base.but(dp=8, batch=64), ONE_LINK, PLAIN))
+    write_run(tmp_path / "run.toml", lion, predict(lion.base.but(dp=8, global_batch_size=64), ONE_LINK, PLAIN))
     assert load_run(tmp_path / "run.toml").optimizer.name == "lion"
     with pytest.raises(UserError, match="--optimizer sgd is unknown; there are adamw, muon, lion"):
         request_from_options("llama3-8b", None, [], 8, optimizer="sgd")

@@ -39,7 +39,7 @@ def test_a_megatron_row() -> None:
     megatron = row(tp=2, pp=2, vpp=3, sharding="zero1", seq_parallel="yes", recompute="none")
     work = megatron.work
     layout, program = work.layout, work.program
-    assert (layout.x, layout.pp, layout.interleave, layout.dp, layout.z, layout.zero) == (2, 2, 3, 2, 1, 1)
+    assert (layout.x, layout.pp, layout.stages_per_rank, layout.dp, layout.z, layout.zero) == (2, 2, 3, 2, 1, 1)
     assert program.split_residual and program.regather and program.overlap_dp
     assert program.weights_kept and program.half_weights
     assert work.layout.gpus == 8 and work.micro_batches == 16
@@ -97,9 +97,11 @@ def test_what_deepspeed_keeps() -> None:
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
     work = row(program="megatron-deepspeed", precision="fp16", attention="unfused").work
     assert held(work, *CATEGORIES) == held(work.but(gradient_copy=False), *CATEGORIES)
-    few = work.but(micro_batch=1, seq=64, batch=8)
+    few = work.but(micro_batch_size=1, seq_length=64, global_batch_size=8)
     few_alone = few.but(gradient_copy=False)
-    entries = few.model.layers * few.model.block_weights + few.model.vocab * few.model.hidden
+    entries = (
+        few.model.num_hidden_layers * few.model.block_weights + few.model.padded_vocab_size * few.model.hidden_size
+    )
     assert held(few, "logits") == held(few_alone, "logits")
     assert held(few, *CATEGORIES) - held(few_alone, *CATEGORIES) == pytest.approx(
         (4 * entries - held(few_alone, "activations", "logits")) * (1 + CACHED)
@@ -110,14 +112,14 @@ def test_what_nvidias_recipes_keep() -> None:
     """Gradients in bf16, a fused SwiGLU and loss, and in FP8 the inputs of matmuls in one byte."""
     cells = {"program": "nemo", "sharding": "zero1", "recompute": "none", "mlp": "swiglu", "tp": 2, "seq_parallel": ""}
     work = row(**cells).work
-    assert work.step.reduce_bytes == 2 and not work.model.tied
+    assert work.step.reduce_bytes == 2 and not work.model.tie_word_embeddings
     assert work.program.split_residual and not work.program.keeps_float8_inputs
-    inner = 2 * work.tokens * work.model.inner / work.layout.x
+    inner = 2 * work.tokens * work.model.intermediate_size / work.layout.x
     assert kept_by_block(work.but(fused_gate=False), False) - kept_by_block(work, False) == inner
-    logits = work.tokens * work.model.vocab / work.layout.x
+    logits = work.tokens * work.model.padded_vocab_size / work.layout.x
     assert head_bytes(work.but(fused_loss=False)) - head_bytes(work) == 4 * logits
     eight = row(**cells, precision="fp8").work
-    gathered = 2 * work.tokens * work.model.hidden / 2
+    gathered = 2 * work.tokens * work.model.hidden_size / 2
     assert kept_by_block(eight.but(keeps_float8_inputs=False), False) - kept_by_block(eight, False) == (
         2 * gathered / 2 - 2 * work.tokens * work.model.queries / work.layout.x / 2 + inner / 2
     )

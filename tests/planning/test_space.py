@@ -28,8 +28,8 @@ from fourfold.planning.search.fastest import RANKED, TIED, SearchScores, ranking
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import make_plan, predict
 from fourfold.planning.search.space import (
+    BATCH_PARTS,
     OUT_OF_MEMORY,
-    PARTS,
     PIPELINES,
     REASONS,
     RECOMPUTES,
@@ -51,7 +51,7 @@ def all_layouts(base: Workload, gpus: int, limits: SearchLimits) -> Workload:
 
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
-    return workload_of_model(ModelConfig(**PRESETS[preset])).but(seq=seq, batch=batch, **changes)
+    return workload_of_model(ModelConfig(**PRESETS[preset])).but(seq_length=seq, global_batch_size=batch, **changes)
 
 
 @pytest.mark.parametrize("number", [1, 7, 12, 96, 512])
@@ -76,10 +76,10 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
         "data": {"source": "python-stdlib"},
         "parallel": record["parallel"],
         "training": {
-            "global_batch_size": int(point.step.batch),
-            "seq_length": int(point.step.seq),
+            "global_batch_size": int(point.step.global_batch_size),
+            "seq_length": int(point.step.seq_length),
             "train_steps": 1,
-            "micro_batch_size": int(point.layout.micro_batch),
+            "micro_batch_size": int(point.layout.micro_batch_size),
             **({"precision": "bf16", "float8": "tensorwise"} if point.step.bits == 8 else {}),
         },
         "overlap": {"batch_parts": record["batch_parts"]},
@@ -100,8 +100,8 @@ ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
 )
 @pytest.mark.parametrize("limits", [
     SearchLimits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
-    SearchLimits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], parts=(4,)),
-    SearchLimits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, parts=(2,)),
+    SearchLimits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], batch_parts=(4,)),
+    SearchLimits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, batch_parts=(2,)),
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
 def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: SearchLimits) -> None:
     gpus = 24
@@ -120,8 +120,8 @@ def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Search
 @pytest.mark.parametrize("schedule", [*PIPELINES, ("LoopedBFS", 2), ("DualPipeV", 2)], ids=str)
 def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, int]) -> None:
     for pp, layers in ((2, 16), (4, 37), (3, 29)):
-        work = base("llama-12m", 96, 48).but(layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
-                       interleave=schedule[1])  # fmt: skip
+        work = base("llama-12m", 96, 48).but(num_hidden_layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
+                       stages_per_rank=schedule[1])  # fmt: skip
         run = make_run(run_of("llama-12m", work, num_hidden_layers=layers))
         ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
         split = split_of(workload_of(run))
@@ -165,8 +165,11 @@ def test_the_fastest_are_those_of_all_layouts_in_all_parts(
 ) -> None:
     machine, work = load_machine(name), base(preset, seq, batch)
     found = search(work, machine, prior_constants(), gpus, SearchLimits(**limits))
-    each = [search(work, machine, prior_constants(), gpus, SearchLimits(**limits, parts=(parts,))) for parts in PARTS]
-    several = [one.order[np.asarray(one.work.parts)[one.order] > 1] for one in each]
+    each = [
+        search(work, machine, prior_constants(), gpus, SearchLimits(**limits, batch_parts=(parts,)))
+        for parts in BATCH_PARTS
+    ]
+    several = [one.order[np.asarray(one.work.active_parts)[one.order] > 1] for one in each]
     assert all(map(len, several[1:]))
     of_all = [(each[0], each[0].order), *zip(each[1:], several[1:], strict=True)]
     seconds, p_oom = (np.concatenate([getattr(one, name)[at] for one, at in of_all]) for name in ("seconds", "p_oom"))
@@ -180,9 +183,11 @@ def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path)
     asked = request_from_options("gpt-20b", None, [], 16, 2048, 64, None)
     limits = SearchLimits(fixed=(("x", 8), ("y", 2)))
     plan = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, limits)
-    slower = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, replace(limits, parts=(1,)))
+    slower = make_plan(
+        asked.base, load_machine("frontier"), prior_constants(), 16, 5, replace(limits, batch_parts=(1,))
+    )
     assert plan.best.seconds < slower.best.seconds
-    parts = int(plan.best.work.parts)
+    parts = int(plan.best.work.active_parts)
     assert parts > 1 and plan.best.describe().endswith(f" in {parts} parts")
     assert plan.best.record()["batch_parts"] == parts
     write_run(tmp_path / "RUN.toml", asked, plan.best)
@@ -190,16 +195,16 @@ def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path)
     assert run.overlap.batch_parts == parts
     assert predict(workload_of(run), plan.machine, plan.constants).seconds == pytest.approx(plan.best.seconds)
     changes = {n.change: n.slower for n in neighbors(plan)}
-    beside = [changes[f"batch_parts {parts} → {other}"] for other in (parts // 2, parts * 2) if other in PARTS]
+    beside = [changes[f"batch_parts {parts} → {other}"] for other in (parts // 2, parts * 2) if other in BATCH_PARTS]
     assert beside and all(slower is None or slower > 0 for slower in beside)
-    assert parse_limits(["batch_parts=2"]).parts == (2,)
+    assert parse_limits(["batch_parts=2"]).batch_parts == (2,)
     alone = make_plan(
         asked.base,
         load_machine("frontier"),
         prior_constants(),
         16,
         5,
-        SearchLimits(fixed=(("x", 1), ("y", 1)), parts=(2,)),
+        SearchLimits(fixed=(("x", 1), ("y", 1)), batch_parts=(2,)),
     )
     assert {int(p.work.layout.batch_parts) for p in alone.ranked} == {1}
 
@@ -226,7 +231,7 @@ def test_of_layouts_with_tied_times_the_one_less_likely_to_run_out_of_memory_is_
 @pytest.mark.parametrize(("model", "gpus"), [("llama3-70b", 96), ("qwen3-30b-a3b", 24)])
 def test_grids_that_are_illegal_with_any_other_choice_are_counted_and_no_points(model: str, gpus: int) -> None:
     work, machine = base(model, 8192, gpus), load_machine("dgx-h100")
-    limits = SearchLimits(pipelines=ALL_SCHEDULES, parts=(1,), micro_batches=(1, 3, 4))
+    limits = SearchLimits(pipelines=ALL_SCHEDULES, batch_parts=(1,), micro_batches=(1, 3, 4))
     done: list[tuple[int, int]] = []
     found = search(work, machine, prior_constants(), gpus, limits, lambda *numbers: done.append(numbers))
     every = all_layouts(work, gpus, limits)

@@ -138,15 +138,17 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     step = micro_batches * (1 + backward) + float(told)
     assert step == pytest.approx(end, rel=1e-6 if exact and schedule != "ZBVZeroBubble" else 0.03)
 
-    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq=1, batch=micro_batches, pp=pp,
-                   schedule=number, interleave=chunks)  # fmt: skip
+    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq_length=1, global_batch_size=micro_batches, pp=pp,
+                   schedule=number, stages_per_rank=chunks)  # fmt: skip
     told = [float(in_flight(work, rank)) for rank in range(pp)]
     held = [max(np.cumsum([(op.kind == "F") - (op.kind in ("B", "W")) for op in ops])) / chunks for ops in ran]
     assert told == pytest.approx(held, abs=0.5)
 
 
 def test_all_wait_for_the_slowest_device() -> None:
-    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq=2048, batch=512, z=64, dp=np.array([2, 8, 32]))
+    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(
+        seq_length=2048, global_batch_size=512, z=64, dp=np.array([2, 8, 32])
+    )
     devices, nodes, equal = (
         step_parts(work, replace(A100, spread=spread), replace(PRIOR, dispersion=dispersion))["compute"]
         for spread, dispersion in ((0.02, 0.005), (0.0, 0.005), (0.0, 0.0))
@@ -163,8 +165,8 @@ def test_host_and_device_overlap() -> None:
 
 
 def test_the_optimizer_reads_and_writes_every_state_once() -> None:
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=2048, batch=8)
-    entries = work.model.layers * work.model.block_weights + work.table_weights
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=2048, global_batch_size=8)
+    entries = work.model.num_hidden_layers * work.model.block_weights + work.table_weights
     moving = entries * MOVED_BYTES["adamw"] / (PRIOR.memory * A100.memory_bandwidth)
     launching = OPTIMIZER_KERNELS * PRIOR.launch * A100.launch
     assert float(step_parts(work, A100, PRIOR)["optimizer"]) == pytest.approx(moving + launching)
@@ -173,7 +175,7 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
 def test_memory_moved_for_weights() -> None:
     """Bytes of bf16 weights with gradients in fp32: the first micro-batch's gradient is cast or copied (2 + 4
     bytes), every other added (2 + 4 + 4), a sharded one copied each time, and gathered weights (2 + 2) twice."""
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=16, dp=8)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=16, dp=8)
     machine = load_machine("dgx-h100")
 
     def moved(**changes: int | bool) -> float:
@@ -184,7 +186,10 @@ def test_memory_moved_for_weights() -> None:
         for case in (here, without):
             parts = step_parts(case, machine, replace(PRIOR, memory=1.0))
             seconds.append(float(parts["compute"] + parts["logits"]))
-        entries = here.model.layers * here.model.block_weights + 2 * here.model.vocab * here.model.hidden
+        entries = (
+            here.model.num_hidden_layers * here.model.block_weights
+            + 2 * here.model.padded_vocab_size * here.model.hidden_size
+        )
         return (seconds[0] - seconds[1]) * machine.memory_bandwidth * here.layout.x / entries
 
     assert moved() == moved(zero=1) == pytest.approx(6 + 10)
@@ -221,7 +226,7 @@ def test_costs_of_a_training_run() -> None:
 
 def attention_rate(machine: str, seq: int, **changes: object) -> float:
     """FLOP/s of the fused kernel, forward and backward, with 64 causal heads of 128."""
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(seq=seq, batch=64, **changes)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(seq_length=seq, global_batch_size=64, **changes)
     constants = replace(PRIOR, attention=1.0)
     block = block_time(work, load_machine(machine), constants)
     return float(4 * seq**2 * work.model.queries / 2 / block.attention_forward)
@@ -272,7 +277,7 @@ def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: i
         scores = [len(range(tokens)[block.queries]) * len(range(tokens)[block.keys]) for block in blocks]
         of_ranks.append(sum(scores) / tokens)
     work = workload_of_model(ModelConfig(**PRESETS["gpt2"], sliding_window=window))
-    found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq=256))
+    found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq_length=256))
     if window == 256:  # a causal kernel for the rank's own
         assert found == 128
     else:
@@ -280,7 +285,7 @@ def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: i
 
 
 def test_queries_that_y_shares_meet_all_keys() -> None:
-    work = workload_of_model(ModelConfig(**PRESETS["gpt2"])).but(seq=256)
+    work = workload_of_model(ModelConfig(**PRESETS["gpt2"])).but(seq_length=256)
     assert keys_computed(work.but(y=2)) == 128
     assert keys_computed(work.but(y=8)) == 256
 
@@ -293,9 +298,11 @@ def test_terms_take_arrays() -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
     """With one rank of z, all of it is dp's. With several, z's part is what it would be without dp."""
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=64, zero=zero, overlap_z=False)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(
+        seq_length=8192, global_batch_size=64, zero=zero, overlap_z=False
+    )
     machine = load_machine("dgx-h100")
     parts = step_parts(work.but(dp=16), machine, PRIOR)
     assert parts["z"] == 0 and parts["dp"] > 0
-    both, alone = (step_parts(work.but(z=4, dp=dp, batch=4 * dp), machine, PRIOR) for dp in (4, 1))
+    both, alone = (step_parts(work.but(z=4, dp=dp, global_batch_size=4 * dp), machine, PRIOR) for dp in (4, 1))
     assert both["z"] == pytest.approx(alone["z"]) and both["z"] > 0 and both["dp"] > alone["dp"]

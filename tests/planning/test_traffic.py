@@ -104,8 +104,8 @@ CASES = [
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:
     work, forward, backward = of_a_block(model, grid, sequences)
     told_forward, told_backward = pointwise_traffic(work)
-    if not (work.layout.y > 1 or work.model.zero_centered):  # if a GPU has a kernel, a CPU has the chain too
-        residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
+    if not (work.layout.y > 1 or work.model.zero_centered_norm):  # if a GPU has a kernel, a CPU has the chain too
+        residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.x
         chains = OWN_LAYER_CHAINS if work.model.layer_norm else OWN_CHAINS
         told_forward += (chains[0] - OWN_NORMS[0]) * residual
         told_backward += (chains[1] - OWN_NORMS[1]) * residual
@@ -120,7 +120,7 @@ def test_parts_of_a_micro_batch_move_little_more(grid: dict[str, int], sequences
     work, forward, backward = of_a_block(GPT, grid, sequences, parts)
     expected = pointwise_traffic(work)
     if work.layout.y == 1:
-        residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
+        residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.x
         expected = [size + (OWN_LAYER_CHAINS[i] - OWN_NORMS[i]) * residual for i, size in enumerate(expected)]
     assert forward == pytest.approx(expected[0], rel=0.07)
     assert backward == pytest.approx(expected[1], rel=0.07)
@@ -131,7 +131,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Norm, "forward", Norm.fused)
     work, forward, backward = of_a_block(GPT, {}, 1)
     told_forward, told_backward = pointwise_traffic(work)
-    residual = work.step.item_bytes * work.tokens * work.model.hidden
+    residual = work.step.item_bytes * work.tokens * work.model.hidden_size
     assert forward == pytest.approx(told_forward, rel=0.02)
     assert backward == pytest.approx(told_backward - 2 * 2 * residual, rel=0.1)
 
@@ -139,21 +139,21 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sum_of_gate_is_hidden() -> None:
     """The remaining time is the calibration's share of communication during computation."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, y=4)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1, y=4)
     block = block_time(work, machine, constants)
     waited, hidden = (step_parts(work.but(gate_first=first), machine, constants)["y"] for first in (False, True))
     assert waited - hidden == pytest.approx(
-        work.model.layers * (1 - constants.exposed) * min(block.gate_sum, block.up_product)
+        work.model.num_hidden_layers * (1 - constants.exposed) * min(block.gate_sum, block.up_matmul)
     )
 
 
 def test_copies_of_offloaded_inputs_are_hidden_as_far_as_a_block_is_long() -> None:
     machine, constants = load_machine("dgx-h100"), prior_constants()
-    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, recompute=2)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1, recompute=2)
     block = block_time(work, machine, constants)
-    copy = work.step.item_bytes * work.tokens * work.model.hidden / machine.host
+    copy = work.step.item_bytes * work.tokens * work.model.hidden_size / machine.host
     for slower, beside in [(1, (copy, copy)), (1000, (block.forward, block.forward + block.backward))]:
         slow = replace(machine, host=machine.host / slower)
         kept, moved = (step_parts(work.but(offload=it), slow, constants)["recompute"] for it in (False, True))
         exposed = 2 * copy * slower - (1 - constants.exposed) * sum(beside)
-        assert moved - kept == pytest.approx(work.model.layers * exposed)
+        assert moved - kept == pytest.approx(work.model.num_hidden_layers * exposed)

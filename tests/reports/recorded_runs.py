@@ -19,12 +19,6 @@ def record(step, **changes):
     return {"step": step, "tokens": step * 1000, "mfu": None} | values | changes
 
 
-def expert_record(step, **changes):
-    """Two layers of three experts. The second layer is uneven."""
-    values = {"layers": [1, 2], "dropped_share": [0.0, 0.0], "router_entropy": [1.0, 0.5]}
-    return {"step": step, "tokens": step * 1000, "tokens_per_expert": [[4, 4, 4], [9, 3, 0]]} | values | changes
-
-
 def lines(records):
     """Records as the text of a file."""
     return "".join(json.dumps(each) + "\n" for each in records)

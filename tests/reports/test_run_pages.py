@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recorded_runs import expert_record, lines, make_run, record
+from recorded_runs import lines, make_run, record
 from report_pages import SCHEMES, WIDTHS, check_looks, check_page, opened
 
 from fourfold.reports.run_report import write_comparison, write_run_report
@@ -33,7 +33,6 @@ def whole_run(folder: Path, **changes: Any) -> Path:
         [each | changes for each in records],
         sample_txt=LONG * 4,
         summary_json=json.dumps({"parameters": 8030261248, "checkpoint": f"runs/{LONG}/step_60"}),
-        experts_jsonl=lines([expert_record(step, dropped_share=[0.0, 0.25]) for step in (20, 40, 60)]),
         memorization_jsonl=lines([{"step": s, "tokens": s * 1000, "by_count": canaries} for s in (20, 40, 60)]),
         tasks_jsonl=lines([{"step": s, "tasks": {"hellaswag": {"acc": s / 100}}} for s in (20, 40, 60)]),
         attempts_jsonl=lines([{"restarts": 0, "first_step": step} for step in (0, 20, 40)]),
@@ -65,14 +64,9 @@ def test_nothing_is_cut(browser: Browser, run_page: Path, width: int, scheme: st
     for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1 h", "20, 40", "resumed from a checkpoint"):
         assert words in text, words  # the perplexity is exp(2.5 + 2/59), of the last validation
     assert {"nats a token", "tokens"} <= set(drawn["Loss"].texts)
-    assert {"2.25", "0.75", "expert", "step"} <= set(
-        drawn["Load of the experts of layer 2, relative to the mean"].texts
-    )
     assert "% of the canaries" in drawn["Canaries repeated exactly"].texts
     assert {
         "acc",
-        "Rows dropped, share of all",
-        "Entropy of the router, nats",
         "Model FLOPs utilization",
     } <= drawn.keys()
 

@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from recorded_runs import expert_record, lines, make_run, record
+from recorded_runs import lines, make_run, record
 from report_pages import chart_specs, points, without_scripts
 from typer import Typer
 from typer.testing import CliRunner
@@ -56,52 +56,10 @@ def test_every_curve_is_there(tmp_path):
     assert not list(path.parent.glob("*.tmp"))
 
 
-def cells(html, title):
-    """The values that a heat map shows, by its rows and columns."""
-    option = chart_specs(html)[title]["option"]
-    x, y = option["xAxis"], option["yAxis"]
-    return {
-        f"{y['name']} {y['data'][row]}, {x['name']} {x['data'][column]}": value
-        for column, row, value in option["series"][0]["data"]
-    }
-
-
-def test_experts_have_heat_maps_over_the_steps(tmp_path):
-    shown = [expert_record(10, dropped_share=[0.0, 0.25]), expert_record(20)]
-    records = [record(step, expert_load=step / 10) for step in (10, 20)]
-    html = write_run_report(make_run(tmp_path, records, experts_jsonl=lines(shown))).read_text()
-    assert cells(html, "Load of the experts of layer 2, relative to the mean") == {
-        "expert 0, step 10": 2.25, "expert 1, step 10": 0.75, "expert 2, step 10": 0,
-        "expert 0, step 20": 2.25, "expert 1, step 20": 0.75, "expert 2, step 20": 0,
-    }  # fmt: skip
-    assert cells(html, "Load of each layer's busiest expert, relative to the mean") == {
-        "layer 1, step 10": 1, "layer 2, step 10": 2.25, "layer 1, step 20": 1, "layer 2, step 20": 2.25,
-    }  # fmt: skip
-    assert cells(html, "Entropy of the router, nats")["layer 2, step 20"] == 0.5
-    assert cells(html, "Rows dropped, share of all")["layer 2, step 10"] == 0.25
-    assert "Load of the busiest expert" in html
-    Outline(html)
-
-
-def test_dense_models_have_no_section_of_experts(tmp_path):
-    html = write_run_report(make_run(tmp_path, [record(1)])).read_text()
-    assert "Experts" not in html and "busiest" not in html
-
-
-def test_maps_of_many_steps_and_experts_stay_small_and_end_with_the_last_step(tmp_path):
-    shown = [expert_record(n, tokens_per_expert=[[n % (e + 1) for e in range(256)]] * 2) for n in range(1, 202)]
-    path = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown)))
-    titles = cells(path.read_text(), "Load of the experts of layer 1, relative to the mean")
-    steps = sorted({int(title.split()[-1]) for title in titles})
-    assert len(steps) <= 16 and steps[-1] == 201 and len(titles) == 256 * len(steps)
-    assert "Rows dropped" not in path.read_text()
-    assert path.stat().st_size < 2_500_000
-
-
-def test_a_layer_of_which_no_token_was_counted_is_even(tmp_path):
-    shown = [expert_record(1, tokens_per_expert=[[0, 0, 0], [0, 0, 0]])]
-    html = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown))).read_text()
-    assert set(cells(html, "Load of each layer's busiest expert, relative to the mean").values()) == {1}
+def test_a_mixture_has_a_curve_of_its_busiest_expert(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(10, expert_load=1.0), record(20, expert_load=2.0)])).read_text()
+    assert values(html, "Load of the busiest expert") == [[1, 2]]
+    assert "Load of the busiest expert" not in write_run_report(make_run(tmp_path / "dense", [record(1)])).read_text()
 
 
 def test_little_memory_is_shown_in_its_own_unit(tmp_path):
@@ -191,14 +149,12 @@ def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path):
         ("memorization", {"step": 1, "by_count": {"4": {"loss": 1.0}}}),
         ("tasks", {"step": 1}),
         ("tasks", {"step": 1, "tasks": {"arc": "a"}}),
-        ("experts", {"step": 1, "layers": [1]}),
     ],
 )
 def test_a_line_without_what_it_should_have_is_named(tmp_path, name, line):
     whole = {
         "memorization": {"step": 1, "by_count": {"4": {"exact_match": 0.5, "loss": 1.0}}},
         "tasks": {"step": 1, "tasks": {"arc": {"acc": 0.5}}},
-        "experts": expert_record(1),
     }
     files = {f"{name}_jsonl": lines([whole[name], line])}
     with pytest.raises(UserError, match=rf"{name}\.jsonl, line 2: [\w.]+: "):

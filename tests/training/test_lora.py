@@ -235,10 +235,10 @@ def test_a_run_file_trains_adapters_and_exports_them(cli: Cli, tmp_path: Path) -
     assert code == 0 and "rank 2" in out + err, err
     code, out, err = cli("train", run_file, "--set", "training.train_steps=3")
     assert code == 0, err
-    code, out, err = cli("export-hf", tmp_path / "tune", tmp_path / "adapter", "--json")
+    code, out, err = cli("checkpoint", "export-hf", tmp_path / "tune", tmp_path / "adapter", "--json")
     assert code == 0 and json.loads(out)["model_type"] == "LoRA of llama", err
     for option in (["--dtype", "bf16"], ["--model-type", "llama"], ["--tokenizer", "bytes"]):
-        code, _, err = cli("export-hf", tmp_path / "tune", tmp_path / "refused", *option)
+        code, _, err = cli("checkpoint", "export-hf", tmp_path / "tune", tmp_path / "refused", *option)
         assert code == 2 and f"{option[0]} is for a whole model" in err, err
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").peft_config["default"].r == 2

@@ -142,10 +142,12 @@ def test_the_average_is_validated_and_exported(tmp_path: Path, prefix: str, cli:
     assert [record["step"] for record in validated] == [4, 8]
     assert all(record["ema_validation_loss"] > record["validation_loss"] for record in validated), "it lags behind"
 
-    assert cli("export-hf", end, tmp_path / "exported", "--ema")[0] == 0
+    assert cli("checkpoint", "export-hf", end, tmp_path / "exported", "--ema")[0] == 0
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["model.norm.weight"], found.read("norm.weight"))
-    code, _, errors = cli("export-hf", folder_of_checkpoints(plain) / "step_8", tmp_path / "none", "--ema")
+    code, _, errors = cli(
+        "checkpoint", "export-hf", folder_of_checkpoints(plain) / "step_8", tmp_path / "none", "--ema"
+    )
     assert code == 2 and "has no moving average of its weights; train with ema.decay to get one" in errors
 
 

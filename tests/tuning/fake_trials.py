@@ -42,7 +42,7 @@ LIMITS = SearchLimits(
     recomputes=((0, 1, False), (2, 1, False)),
     micro_batches=(1, 2, 4, 8),
     pipelines=(("1F1B", 1),),
-    parts=(1,),
+    batch_parts=(1,),
 )
 MACHINE = load_machine("dgx-a100")
 
@@ -140,7 +140,7 @@ def fake_search(
         run = load_run(run_file)
         grid, training = run.parallel, run.training
         knobs = {"x": grid.x, "y": grid.y, "z": grid.z, "dp": grid.dp, "pp": grid.pp, "zero": grid.zero,
-                 "micro_batch": training.micro_batch_size,
+                 "micro_batch_size": training.micro_batch_size,
                  "recompute": 2 if run.activation_checkpoint.mode == "full" else 0}  # fmt: skip
         (index,) = np.flatnonzero(np.all([candidates.knobs[name] == value for name, value in knobs.items()], axis=0))
         tried.append(int(index))

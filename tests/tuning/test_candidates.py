@@ -22,9 +22,9 @@ def searched(folder: Path, *space: str, gpus: int = 8, on_gpu: bool = True) -> C
 
 
 def test_values_of_knobs_are_those_asked_for(tmp_path: Path) -> None:
-    found = searched(tmp_path, "pp=1,2", "x<=2", "micro_batch=1,4", "recompute=none,full", "zero=0")
+    found = searched(tmp_path, "pp=1,2", "x<=2", "micro_batch_size=1,4", "recompute=none,full", "zero=0")
     values = {name: set(column.tolist()) for name, column in found.knobs.items()}
-    assert values["pp"] == {1, 2} and values["micro_batch"] == {1, 4} and values["x"] == {1, 2}
+    assert values["pp"] == {1, 2} and values["micro_batch_size"] == {1, 4} and values["x"] == {1, 2}
     assert values["recompute"] == {0, 2} and values["zero"] == {0}
     assert values["recompute_every"] == {1, 2, 4}
     assert set(found.knobs) == set(KNOBS)
@@ -56,7 +56,7 @@ def test_a_distance_of_one_is_a_doubling_or_another_choice() -> None:
         changed = [names[i] for i in np.flatnonzero(knobs[index] != knobs[0])]
         if len(changed) == 1:
             at = names.index(changed[0])
-            steps = abs(np.log2(knobs[index, at] / knobs[0, at])) if changed == ["micro_batch"] else 1
+            steps = abs(np.log2(knobs[index, at] / knobs[0, at])) if changed == ["micro_batch_size"] else 1
             assert distance[index] == pytest.approx(steps), changed
 
 

@@ -234,7 +234,7 @@ def test_what_a_search_leaves(tmp_path: Path) -> None:
     best = min((trial for trial in search.ledger.trials() if trial.result.seconds), key=lambda t: truth[t.index])
     run = load_run(tmp_path / "s" / BEST_FILE)
     assert run.parallel.x == candidates.knobs["x"][best.index]
-    assert run.training.micro_batch_size == candidates.knobs["micro_batch"][best.index]
+    assert run.training.micro_batch_size == candidates.knobs["micro_batch_size"][best.index]
     assert run.training.train_steps == 100, "the run's own, not the trial's"
     assert load_machine(str(tmp_path / "s" / MACHINE_FILE)).efficiency
     assert json.loads((tmp_path / "s" / RECORD_FILE).read_text())["best"] == result.best

@@ -202,7 +202,7 @@ def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, m
     """Real trials of one process: the second call continues, and a third has nothing left to do."""
     monkeypatch.chdir(tmp_path)
     run_file(tmp_path, prefix, training__device="cpu")
-    command = ["tune", "run.toml", "--space", "micro_batch=1,2,4", "--space", "recompute=none", "--steps", 2]
+    command = ["tune", "run.toml", "--space", "micro_batch_size=1,2,4", "--space", "recompute=none", "--steps", 2]
     code, output, errors = cli(*command, "--trials", 1, "--json")
     assert code == 0, errors
     assert "trial 0: one GPU" in errors

@@ -37,7 +37,7 @@ PARTS = [
     ),
     Mutant(
         "parts of a batch change places",
-        "overlap_order:in_turn",
+        "overlap_order:run_batch_parts",
         "results[part.index] = end.value",
         "results[-part.index] = end.value",
         GPT,

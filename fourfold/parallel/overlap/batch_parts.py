@@ -21,7 +21,7 @@ from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import RECOMPUTES, is_recomputed, recomputable
 from fourfold.models.transformer import Block, BlockStack, Transformer, normed
-from fourfold.overlap_order import Steps, Until, in_turn
+from fourfold.overlap_order import Steps, Until, run_batch_parts
 from fourfold.parallel.attention.context import context_of_sequences
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup
@@ -89,7 +89,7 @@ class Parts:
                 visit.leave(index, part_BTh)
             return part_BTh
 
-        return torch.cat(in_turn(map(through, range(number), x_BTh.split(size, dim)), self.run_ahead), dim)
+        return torch.cat(run_batch_parts(map(through, range(number), x_BTh.split(size, dim)), self.run_ahead), dim)
 
 
 class BlocksInParts(BlockStack):
@@ -147,7 +147,7 @@ class BlockInParts(nn.Module):
             heads = self.self_attn.core(q, k, v, context)
         else:
             joined.give(index, q, k, v)
-            yield Until.OTHERS
+            yield Until.ALL_PARTS
             heads = joined.take(index)
         o_proj_schedule = Schedule(gather_follows=True, computes_weight_gradients_of=of_up)
         (out_BTh,) = yield from linear_steps(heads, [o_proj], o_proj_schedule)

@@ -7,8 +7,8 @@
 
 ``linear.linear_4d`` computes the same in one piece. Each step here is one autograd function, so the backward runs steps
 4 to 1: step 4 starts the all-gather of the output gradient, and step 1 waits for the reduction of the input gradient.
-Between two steps the caller runs steps of another batch part (``overlap.batch_parts``). ``planning.cost.turn_events``
-has the same steps for the planner.
+Between two steps the caller runs steps of another batch part (``overlap.batch_parts``).
+``planning.cost.batch_part_events`` has the same steps for the planner.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     if schedule.waits_before_matmul:
         if writing is not None:  # The forward ends a step here too, so that all parts save tensors in the same order.
             yield Until.SUMMED
-        yield Until.OTHERS
+        yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
     del x, gathered  # Before the sum, free the tensors that the backward does not keep.
     if writing is not None:

@@ -67,8 +67,8 @@ def range_features(work: Workload) -> dict[str, float]:
     Predictions outside the range of its rows are extrapolations.
     """
     layout, step = work.layout, work.step
-    return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden), "seq": float(step.seq),
-            "tokens of a micro-batch": float(layout.micro_batch * step.seq)}  # fmt: skip
+    return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden_size), "seq": float(step.seq_length),
+            "tokens of a micro-batch": float(layout.micro_batch_size * step.seq_length)}  # fmt: skip
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:

@@ -21,7 +21,7 @@ from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import Workload
 
 AXONN = SearchLimits(
-    fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), parts=(1,)
+    fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), batch_parts=(1,)
 )
 """Layouts that AxoNN supports: x, y, z, dp, and full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
@@ -77,7 +77,7 @@ def published_table() -> dict[str, Any]:
 
 def base_of(model: str, seq: int, batch: int) -> Workload:
     """Return a preset's workload with a sequence length and a batch."""
-    return workload_of_model(ModelConfig(**PRESETS[model])).but(seq=seq, batch=batch)
+    return workload_of_model(ModelConfig(**PRESETS[model])).but(seq_length=seq, global_batch_size=batch)
 
 
 def figures(calibration: Calibration) -> list[Figure]:
@@ -100,9 +100,9 @@ def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Co
     """Return the fastest layout that AxoNN's authors tried, or if these are unknown, the fastest that AxoNN
     supports."""
     base = base.but(**AXONN_BLOCKS)
-    hidden, batch = int(base.model.hidden), int(base.step.batch)
+    hidden, batch = int(base.model.hidden_size), int(base.step.global_batch_size)
     found = []
-    for sizes in tried_layouts(model, machine.name, gpus, hidden, batch * int(base.step.seq), batch):
+    for sizes in tried_layouts(model, machine.name, gpus, hidden, batch * int(base.step.seq_length), batch):
         limits = replace(AXONN, fixed=(*AXONN.fixed, *sizes.items()))
         try:
             found.append(make_plan(base, machine, constants, gpus, 1, limits).best)

@@ -164,12 +164,15 @@ def _model(measured: MeasuredRow) -> Workload:
     head_dim = measured.head_dim or hidden / heads
     experts = measured.experts or 0
     return Workload(
-        ModelShape(layers=measured.layers, hidden=hidden, queries=heads * head_dim if measured.head_dim else hidden,
+        ModelShape(num_hidden_layers=measured.layers, hidden_size=hidden,
+                   queries=heads * head_dim if measured.head_dim else hidden,
                    keys=(measured.kv_heads or heads) * head_dim,
-                   head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1),
-                   vocab=measured.vocab or GPT_VOCABULARY, tied=measured.mlp in ("gelu", "geglu"),
-                   rope=measured.mlp == "swiglu", experts=experts, chosen=measured.experts_per_token or 0,
-                   expert_inner=measured.expert_ffn_hidden or 0, shared_inner=measured.shared_ffn_hidden,
+                   head_dim=head_dim, intermediate_size=inner, gate_up=inner * (2 if gated else 1),
+                   padded_vocab_size=measured.vocab or GPT_VOCABULARY,
+                   tie_word_embeddings=measured.mlp in ("gelu", "geglu"), rope=measured.mlp == "swiglu",
+                   num_experts=experts, num_experts_per_tok=measured.experts_per_token or 0,
+                   moe_intermediate_size=measured.expert_ffn_hidden or 0,
+                   shared_expert_intermediate_size=measured.shared_ffn_hidden,
                    sparse=1 - measured.dense_layers / measured.layers if experts else 0),
         program=PROGRAMS[measured.program].flags,
     )  # fmt: skip
@@ -179,8 +182,8 @@ def _step(measured: MeasuredRow) -> dict[str, Any]:
     traits = PROGRAMS[measured.program]
     half_sums = measured.precision == "fp16" or measured.sharding in ("fsdp", "hsdp") or traits.half_sums
     return {
-        "seq": measured.seq_len,
-        "batch": measured.global_batch,
+        "seq_length": measured.seq_len,
+        "global_batch_size": measured.global_batch,
         "bits": 8 if measured.precision in FLOAT8 else 32 if measured.precision == "fp32" else 16,
         "reduce_bytes": 2 if half_sums and measured.program != "fourfold" else 4,
         "capacity": measured.capacity_factor or 0.0,
@@ -203,8 +206,8 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
     elif _shares_optimizer(measured):
         zero = max(zero, 1.0)
     return {
-        "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "ep": measured.ep, "interleave": measured.vpp,
-        "micro_batch": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
+        "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "ep": measured.ep, "stages_per_rank": measured.vpp,
+        "micro_batch_size": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
         "recompute": float(RECOMPUTE.index(measured.recompute or "none")), "recompute_every": measured.recompute_every,
         "cp_method": float(CP_METHODS.index(measured.cp_method)), "offload": measured.offload in ("inputs", "both"),
     }  # fmt: skip
@@ -276,8 +279,8 @@ def _divided(work: Workload, measured: MeasuredRow) -> Workload:
 
     Embedding and head count as layers if the row says so or the division requires it.
     """
-    layers, chunks = work.model.layers, work.layout.pp * work.layout.interleave
+    layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:
         raise Skipped("pp · vpp is more than the layers")
     fits_with_ends = layers % chunks != 0 and (layers + 2) % chunks == 0
-    return work.but(ends=float(measured.end_layers or fits_with_ends))
+    return work.but(end_layers=float(measured.end_layers or fits_with_ends))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Flag, Number
+from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
@@ -23,12 +23,12 @@ from fourfold.planning.cost.tensor_sizes import (
     attention_over_y,
     capped_scores,
     caps_scores,
+    copies_heads,
     flash_workspace,
-    heads_here,
+    heads_on_rank,
     is_ring,
-    log_sums,
-    pieces,
-    puts_in_order,
+    log_sum_exp_bytes,
+    tensor_bytes,
 )
 from fourfold.planning.workload import CP_METHODS, Workload
 
@@ -39,14 +39,13 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     The first number is for attention that is computed once, the second for recomputed attention.
     """
     model, layout, step = work.model, work.layout, work.step
-    p, split = pieces(work), attention_over_y(work)
+    p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
     # In float32, our attention repeats key-value heads for all query heads that share them, as under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, it keeps the whole buffer
-    # alive.
-    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
+    # The sum over y delivers all features in one buffer, which v keeps alive if v is neither gathered nor copied.
+    one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
@@ -55,15 +54,15 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # neither.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
-    copies = np.where(over_ranks, 1, np.where(model.zero_centered, in_32, 1) + in_32)
-    normed = np.where(model.head_norms, (p.queries + p.keys) * copies, 0)
+    copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
+    normed = np.where(model.qk_norm, (p.queries + p.keys) * copies, 0)
     # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
-    pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
+    pairs = layout.micro_batch_size * step.seq_length**2 / layout.cp * heads_on_rank(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
     # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor.
-    mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
+    mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
-    return qkv + normed + log_sums(work) + scores + mask, arriving
+    return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
@@ -74,7 +73,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     output).
     """
     model, layout, program = work.model, work.layout, work.program
-    p = pieces(work)
+    p = tensor_bytes(work)
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
@@ -89,7 +88,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     out = np.where(gathers, p.whole_queries, p.queries)
     # The same is true if cp exchanges heads for tokens, because the projection reads the tokens after the exchange.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
-    core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
+    core = core + np.where(gathers | exchanged | copies_heads(work), p.queries, 0)
     # In parallel blocks, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the dtype of the projection after it.
@@ -100,12 +99,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
         return stream + core + mlp
     attention = np.where(program.recomputes_attention, core_again, core)
     kept = stream + attention + mlp - np.where(program.recomputes_mlp, made_again - fused_away, 0)
-    products = model.queries + 2 * model.keys + 2 * model.hidden + model.mean_gate_up
+    matmuls = model.queries + 2 * model.keys + 2 * model.hidden_size + model.mean_gate_up
     per_op = (
         p.residual
         + p.queries
-        + log_sums(work)
-        + work.step.item_bytes * work.tokens * products / (2 * layout.x * layout.y)
+        + log_sum_exp_bytes(work)
+        + work.step.item_bytes * work.tokens * matmuls / (2 * layout.x * layout.y)
     )
     return np.where(program.recomputes_per_op, per_op, kept)
 
@@ -113,16 +112,15 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 def mlp_made_again(work: Workload) -> Number:
     """Return the bytes after the MLP's first matmuls: silu(gate) and its product with up, or GELU's output."""
     model = work.model
-    return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * pieces(work).inner
+    return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * tensor_bytes(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
-    """Return the peak of head and loss: tokens, their gradient, the weight's gradient in fp32, and a chunk of
-    logits."""
+    """Return the peak of head and loss: tokens, their gradient, the weight's in fp32, and a chunk of logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    p = pieces(work)
-    columns = model.vocab / layout.x
-    weights = columns * model.hidden / layout.y
+    p = tensor_bytes(work)
+    columns = model.padded_vocab_size / layout.x
+    weights = columns * model.hidden_size / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
     # These are the partial logits, their sums in fp32, the gradient in the step's dtype, and the result of the matmul
     # with that gradient. Our kernels overwrite the sums with the gradient.
@@ -141,15 +139,14 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Return the bytes that head and loss keep until their backward: tokens, their gradient, and the weight's
-    gradient."""
+    """Return the bytes that head and loss keep until their backward: tokens, their gradient, and the weight's."""
     model, layout = work.model, work.layout
-    p = pieces(work)
+    p = tensor_bytes(work)
     return (
         p.residual
         + p.gathered
         + p.statistics
-        + work.step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y)
+        + work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)
     )
 
 
@@ -160,8 +157,8 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     in fp32 from the start.
     """
     model, layout, step = work.model, work.layout, work.step
-    p = pieces(work)
-    weight = model.hidden * model.mean_inner / (layout.x * layout.y)
+    p = tensor_bytes(work)
+    weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
     activation = mlp_made_again(work)  # The gradients before the activation are as large.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
@@ -173,13 +170,12 @@ def attention_backward(work: Workload) -> Number:
 
     The tensors that the block has kept for its MLP are free by then and are subtracted.
     """
-    model, p = work.model, pieces(work)
+    model, p = work.model, tensor_bytes(work)
     # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # The norm of attention's output has also freed what it kept. Weight gradients that are computed separately free
-    # nothing yet.
+    # The norm of attention's output has freed what it kept, too. Separate weight gradients free nothing yet.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed
@@ -192,7 +188,7 @@ def _capped_backward(work: Workload) -> Number:
     weight, and a result computed from it. Keys, values, and their gradients exist for each query head, and so do the
     sums of all gradients.
     """
-    item, p, scores = work.step.item_bytes, pieces(work), capped_scores(work)
+    item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
     sums = 4 / item * (p.queries + 2 * p.keys)
     return 20 * scores.heads * scores.queries * scores.keys + of_heads + sums
@@ -210,13 +206,13 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
-    tables = (model.positions + np.where(model.tied, 0, model.vocab)) * model.hidden
+    tables = (model.positions + np.where(model.tie_word_embeddings, 0, model.padded_vocab_size)) * model.hidden_size
     of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
     return entry * model.block_weights + of_experts, entry * tables
 
 
 @dataclass(frozen=True)
-class BlockBytes(Cases):
+class BlockBytes(ArrayFields):
     """Bytes of one micro-batch. They depend only on x, y, cp, its method, ep, and the micro-batch.
 
     - whole, selective, full: kept by a block without recompute, with selective recompute, and with full recompute.
@@ -278,7 +274,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
     block = BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),
-        pieces(work).residual,
+        tensor_bytes(work).residual,
         *mlp_backward(work),
         attention_backward(work),
         mlp_made_again(work),
@@ -294,9 +290,9 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 
     The backward of a shared expert comes first, and frees the tensors that the shared expert has kept.
     """
-    p = pieces(work)
+    p = tensor_bytes(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
-    residual = p.residual - np.where(work.model.shared_inner > 0, freed, 0)
+    residual = p.residual - np.where(work.model.shared_expert_intermediate_size > 0, freed, 0)
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
     return replace(
         block,
@@ -322,10 +318,13 @@ def peak_bytes(
     of_block, of_tables = kept_weights(work)
     kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
-    inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + 4 * step.seq * model.head_dim * model.rope
+    inputs = (
+        16 * layout.micro_batch_size * step.seq_length * work.micro_batches
+        + 4 * step.seq_length * model.head_dim * model.rope
+    )
     # The head's share of a tied weight's gradient is held until the embedding's share exists.
-    tied = np.asarray(model.tied, bool) & (layout.pp == 1)
-    waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
+    tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
+    waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables
     # In all other schedules, the head's backward directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)

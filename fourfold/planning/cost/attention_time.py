@@ -11,7 +11,7 @@ from fourfold.planning.cost.tensor_sizes import (
     attention_over_y,
     capped_scores,
     caps_scores,
-    heads_here,
+    heads_on_rank,
 )
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.machines.machine import Machine
@@ -21,11 +21,13 @@ from fourfold.planning.workload import CP_METHODS, Workload
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
     """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
-    scores = queries * step.seq
+    queries = (
+        layout.micro_batch_size * step.seq_length * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
+    )
+    scores = queries * step.seq_length
     flops = 4 * queries * keys_computed(work) * model.head_dim
     flash = attention_core.flash_seconds(
-        flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
+        flops, step.seq_length, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
     )
     how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
     plain = softmax_is_plain(work)
@@ -49,10 +51,10 @@ def keys_computed(work: Workload) -> Number:
     keys. In a ring with a window, they are the rank's own keys, half as many keys in the neighboring chunks, and the
     window, but never more than without a window.
     """
-    model, layout, seq = work.model, work.layout, work.step.seq
+    model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp
-    in_ring = np.minimum(own + (own / 2 + model.window) * (1 - 1 / layout.cp), (seq + own) / 2)
-    slides = fourfold_ring(work) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < seq)
+    in_ring = np.minimum(own + (own / 2 + model.sliding_window) * (1 - 1 / layout.cp), (seq + own) / 2)
+    slides = fourfold_ring(work) & (np.asarray(model.sliding_window) > 0) & (np.asarray(model.sliding_window) < seq)
     ring = (1 - model.sliding) * seq / 2 + model.sliding * in_ring
     all_keys = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     return np.where(all_keys, seq, np.where(slides, ring, seen))
@@ -69,7 +71,11 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
     # fourfold's windows, and its rings of wide heads, take FlashAttention-2 (``parallel.attention.block_attention``).
-    slides = np.equal(model.sliding, 1) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < work.step.seq)
+    slides = (
+        np.equal(model.sliding, 1)
+        & (np.asarray(model.sliding_window) > 0)
+        & (np.asarray(model.sliding_window) < work.step.seq_length)
+    )
     own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)
     newest = faster & ~np.asarray(work.program.flash2 | own, bool)
     return attention_core.Kernel(
@@ -82,4 +88,4 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
 def softmax_is_plain(work: Workload) -> Flag:
     """Return whether an unfused attention falls back to single operations."""
     unfused = ~np.asarray(work.program.flash, bool)
-    return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)
+    return unfused & (work.layout.micro_batch_size * heads_on_rank(work) % attention_core.FUSED_HEADS != 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.attention_time import attention_seconds, softmax_is_plain
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
@@ -21,15 +21,15 @@ from fourfold.planning.workload import ModelShape, Workload
 
 
 @dataclass(frozen=True)
-class BlockTime(Cases):
+class BlockTime(ArrayFields):
     """Seconds of one block, or of the head, for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
 
     - forward, backward: computation.
     - attention_forward, activation_forward, x_again, y_again, norms_again (over y): repeated by selective recompute.
-    - last_product, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
+    - last_matmul, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
     - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
-    - up_product: the matmul that can hide it.
+    - up_matmul: the matmul that can hide it.
     - launch_forward, launch_backward: host seconds, except for the experts.
     - experts: the share of the experts in all fields above, their exchanges over ep, and their launches.
     """
@@ -38,7 +38,7 @@ class BlockTime(Cases):
     backward: Number
     attention_forward: Number
     activation_forward: Number
-    last_product: Number
+    last_matmul: Number
     last_sum: Number
     x_again: Number
     y_again: Number
@@ -50,7 +50,7 @@ class BlockTime(Cases):
     hideable_x: Number
     hideable_y: Number
     gate_sum: Number
-    up_product: Number
+    up_matmul: Number
     weight_gradients: Number
     launch_forward: Number
     launch_backward: Number
@@ -63,30 +63,29 @@ class BlockTime(Cases):
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
     """Return the seconds for each case of ``work``."""
-    parts = work.parts
-    part = work.but(micro_batch=work.layout.micro_batch / parts)
+    parts = work.active_parts
+    part = work.but(micro_batch_size=work.layout.micro_batch_size / parts)
     model, layout = work.model, work.layout
     rates, item = Rates(work, machine, constants), work.step.item_bytes
     x_group = group_of(layout.x, 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
-    forward, input_gradients, weight_gradients = _products(part, rates)
+    forward, input_gradients, weight_gradients = _matmuls(part, rates)
     attend, attend_backward = attention_seconds(part, rates, machine)
     pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
     launch_forward, launch_backward = _launches(part, rates)
     weights = model.block_weights / (layout.x * layout.y)
-    up = linear_seconds(part.tokens, model.hidden / layout.y, model.mean_inner / layout.x, item, rates, rates.matmul)[0]
-    down = linear_seconds(part.tokens, model.mean_inner / layout.x, model.hidden / layout.y, item, rates, rates.matmul)[
-        0
-    ]
-    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # The weight gradients of the batch parts.
+    hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
+    up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
+    down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # the parts' weight gradients
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_product": np.where(model.output_norms, 0, down),  # A norm reads the result.
+        "last_matmul": np.where(model.output_norms, 0, down),  # A norm reads the result.
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
@@ -98,7 +97,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "hideable_x": hideable_x,
         "hideable_y": hideable_y,
         "gate_sum": _gate_sum(part, y_group),
-        "up_product": up,
+        "up_matmul": up,
         "weight_gradients": weight_gradients,
         "launch_forward": launch_forward,
         "launch_backward": launch_backward,
@@ -124,7 +123,7 @@ def _time_with_experts(
         forward=block.forward + more.forward,
         backward=block.backward + more.backward,
         activation_forward=block.activation_forward + more.activation,
-        last_product=last * block.last_product,
+        last_matmul=last * block.last_matmul,
         last_sum=last * one,
         x_again=(1 + model.mlps) * one + more.x / 2,
         x_forward=block.x_forward + more.x,
@@ -151,15 +150,15 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
     return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more_back)
 
 
-def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
+def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Return forward, input gradients, and weight gradients of the four linear layers (q-k-v and gate-up joined)."""
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means: a block without an MLP counts as 0.
     shapes = (
-        (model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
-        (model.queries / layout.x, model.hidden / layout.y, 1),
-        (model.hidden / layout.y, model.mean_gate_up / mlp / layout.x, mlps),
-        (model.mean_inner / mlp / layout.x, model.hidden / layout.y, mlps),
+        (model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
+        (model.queries / layout.x, model.hidden_size / layout.y, 1),
+        (model.hidden_size / layout.y, model.mean_gate_up / mlp / layout.x, mlps),
+        (model.mean_inner / mlp / layout.x, model.hidden_size / layout.y, mlps),
     )
     item = work.step.item_bytes
     each = [linear_seconds(work.tokens, inner, out, item, rates, rates.matmul, share) for inner, out, share in shapes]
@@ -171,18 +170,19 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that one block moves in addition to its matmuls and its attention, in forward and backward."""
     model, layout, program = work.model, work.layout, work.program
     token, gated = work.step.item_bytes * work.tokens, model.mean_gate_up > model.mean_inner
-    residual = token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1))
+    residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
-    biased = np.where(model.biases, heads + np.where(gated, 0, inner + apart), 0)
+    biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     turned = np.where(model.rope, both * model.rotary_share, 0)
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
     fused = np.asarray(program.fused, bool)
     own = pointwise.own_bytes(
-        residual, turned, np.where(model.head_norms, both, 0), biased, inner, gated=gated, fused=fused,
-        core_fused=fused & (layout.cp == 1), chains=(layout.y > 1) | model.zero_centered, layer_norm=model.layer_norm,
+        residual, turned, np.where(model.qk_norm, both, 0), biased, inner, gated=gated, fused=fused,
+        core_fused=fused & (layout.cp == 1), chains=(layout.y > 1) | model.zero_centered_norm,
+        layer_norm=model.layer_norm,
     )  # fmt: skip
     is_own = np.asarray(program.is_fourfold, bool)
     forward, backward = (
@@ -203,11 +203,11 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     token = work.step.item_bytes * work.tokens
     qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
     of_heads = attention_over_y(work) == "heads"
-    joined = np.where(of_heads, 2 * (qkv + queries) / layout.y, 4 * token * model.hidden / layout.y)
-    over_x = np.where((layout.x > 1) & (work.together > 1), joined, 0)
+    joined = np.where(of_heads, 2 * (qkv + queries) / layout.y, 4 * token * model.hidden_size / layout.y)
+    over_x = np.where((layout.x > 1) & (work.sequences_per_part > 1), joined, 0)
     over_y = np.where(layout.y > 1, 4 * qkv + 2 * queries, 0)
     over_y_back = np.where(layout.y > 1, 2 * qkv * (1 + 1 / layout.y) + 2 * queries, 0)
-    parts = np.where(work.parts > 1, 2 * token * model.hidden / (layout.x * layout.y), 0)
+    parts = np.where(work.active_parts > 1, 2 * token * model.hidden_size / (layout.x * layout.y), 0)
     around = np.where(work.parts_are_tokens, 2 * (qkv + queries) / layout.y, 0)
     return over_x + over_y + parts + around, over_x + over_y_back + parts + around
 
@@ -215,14 +215,13 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 def _activation(work: Workload, rates: Rates) -> Number:
     """Return the seconds of the MLP's activation, which reads gate and up and writes the input of down_proj."""
     model = work.model
-    return (
-        work.step.item_bytes * work.tokens * (model.mean_gate_up + model.mean_inner) / work.layout.x / rates.bandwidth
-    )
+    token = work.step.item_bytes * work.tokens
+    return token * (model.mean_gate_up + model.mean_inner) / work.layout.x / rates.bandwidth
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
     """Return forward, backward, and the part of the backward that can run during weight gradients."""
-    residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.y
+    residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)
     every = (2 + 2 * work.model.mlps) * one
@@ -252,8 +251,7 @@ def norms_before(model: ModelShape) -> Number:
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds of gathering keys and values over y if its ranks share the queries, or of summing their
-    gradients."""
+    """Return the seconds of gathering keys and values over y, or summing their gradients, if y shares the queries."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
@@ -274,8 +272,8 @@ def _head(
 ) -> tuple[Number, Number, Number, Number]:
     """Return the seconds of head and loss, forward and backward (computation, over x, over y), and of the embedding."""
     model, layout, step = work.model, work.layout, work.step
-    tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
-    products = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
+    tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
+    matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
     # Softmax, loss, and gradient write and read logits in 16 and in 32 bits. Our kernels read 16-bit logits twice and
     # write the gradient over them.
     is_ours = np.logical_and(work.program.is_fourfold, work.program.fused_loss)
@@ -285,4 +283,4 @@ def _head(
     over_x = gather_seconds(2 * residual, 2, x_group)
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)
     embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
-    return products + loss, over_x, over_y, embedding
+    return matmuls + loss, over_x, over_y, embedding

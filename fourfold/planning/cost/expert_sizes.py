@@ -19,7 +19,7 @@ and its inverse, in 64 bits."""
 
 def has_experts(work: Workload) -> bool:
     """Return whether any case is a mixture of experts."""
-    return bool(np.any(work.model.experts))
+    return bool(np.any(work.model.num_experts))
 
 
 def has_dense_first(work: Workload) -> bool:
@@ -29,19 +29,26 @@ def has_dense_first(work: Workload) -> bool:
 
 def dense_share(work: Workload) -> Number:
     """Return the fraction of a mixture's blocks that have a dense MLP."""
-    return np.where(np.asarray(work.model.experts) > 0, 1 - np.asarray(work.model.sparse), 0.0)
+    return np.where(np.asarray(work.model.num_experts) > 0, 1 - np.asarray(work.model.sparse), 0.0)
 
 
 def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
     """Return a workload whose blocks all have a dense MLP, and a workload whose blocks all have experts."""
-    dense = work.but(experts=0, chosen=0, expert_inner=0, shared_inner=0, shared_gate=False, sparse=0.0)
-    return dense, work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1.0, 0.0))
+    dense = work.but(
+        num_experts=0,
+        num_experts_per_tok=0,
+        moe_intermediate_size=0,
+        shared_expert_intermediate_size=0,
+        shared_expert_gate=False,
+        sparse=0.0,
+    )
+    return dense, work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1.0, 0.0))
 
 
 def where_experts(work: Workload, value: Number) -> Number:
     """Return the value for cases with experts, and 0 for cases without experts, which have no exchange and no
     latency."""
-    return np.where(np.asarray(work.model.experts) > 0, value, 0.0)
+    return np.where(np.asarray(work.model.num_experts) > 0, value, 0.0)
 
 
 class Rows(NamedTuple):
@@ -65,11 +72,11 @@ def rows_of(work: Workload) -> Rows:
     """
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)
-    sent = work.tokens / layout.x * model.chosen * np.minimum(limit, 1.0)
+    sent = work.tokens / layout.x * model.num_experts_per_tok * np.minimum(limit, 1.0)
     over_x = np.where(work.program.experts_over_x, layout.x, 1)
-    here = work.tokens / layout.x * over_x * model.chosen * np.minimum(step.imbalance, limit)
-    experts = np.maximum(model.experts, 1) / layout.ep
-    return Rows(sent, here, here / experts, experts, model.expert_inner / over_x)
+    here = work.tokens / layout.x * over_x * model.num_experts_per_tok * np.minimum(step.imbalance, limit)
+    experts = np.maximum(model.num_experts, 1) / layout.ep
+    return Rows(sent, here, here / experts, experts, model.moe_intermediate_size / over_x)
 
 
 def states_of_experts(work: Workload) -> Workload:
@@ -83,11 +90,11 @@ def states_of_experts(work: Workload) -> Workload:
     ranks = layout.dp * layout.cp * layout.z * np.where(over_x, 1, layout.x)
     z = np.maximum(layout.z / layout.ep, 1.0)
     copies = np.maximum(ranks / (layout.ep * z), 1.0)
-    width = model.expert_inner * model.experts * model.sparse
+    width = model.moe_intermediate_size * model.num_experts * model.sparse
     return work.but(
-        queries=0, keys=0, inner=width, gate_up=2 * width, vocab=0, positions=0, experts=0, sparse=0,
-        x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
-        batch=step.batch * copies * z / (layout.dp * layout.z),  # The number of micro-batches stays the same.
+        queries=0, keys=0, intermediate_size=width, gate_up=2 * width, padded_vocab_size=0, positions=0,
+        num_experts=0, sparse=0, x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
+        global_batch_size=step.global_batch_size * copies * z / (layout.dp * layout.z),  # as many micro-batches
     )  # fmt: skip
 
 
@@ -99,7 +106,7 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     programs apply the router's weights inside the experts and do not keep these rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    rows, hidden = rows_of(work), model.hidden / layout.y
+    rows, hidden = rows_of(work), model.hidden_size / layout.y
     in_8, item = np.asarray(program.keeps_float8_inputs, bool), step.item_bytes
     read = np.where(in_8, 1.0, item) * rows.here * hidden
     before = 2 * item * rows.here * rows.inner
@@ -108,7 +115,7 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     back = np.where(program.is_fourfold, item * rows.sent * hidden, 0)
     tokens = work.tokens / layout.x
     read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
-    router = read_by_router + 4 * tokens * model.experts + BYTES_OF_A_CHOICE * tokens * model.chosen
+    router = read_by_router + 4 * tokens * model.num_experts + BYTES_OF_A_CHOICE * tokens * model.num_experts_per_tok
     order = np.where((layout.x * layout.ep > 1) & (rows.experts > 1), BYTES_OF_AN_ORDER * rows.here, 0)
     return model.sparse * (router + read + mlp + back + order + kept_by_shared_gate(work))
 
@@ -117,15 +124,17 @@ def choices_kept(work: Workload) -> Number:
     """Return the mean bytes per block of the tokens' choices of experts, in 64 bits. fourfold's recomputation reuses
     them."""
     model = work.model
-    return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.chosen, 0.0)
+    return np.where(
+        work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.num_experts_per_tok, 0.0
+    )
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
     """Return the bytes that the gate of one block's shared expert keeps: its input in fp32, and the output that it
     multiplies."""
     model, layout = work.model, work.layout
-    residual = work.tokens / layout.x * model.hidden / layout.y
-    return np.where(model.shared_gate, (4 + work.step.item_bytes) * residual, 0)
+    residual = work.tokens / layout.x * model.hidden_size / layout.y
+    return np.where(model.shared_expert_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
@@ -148,7 +157,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     arrival order and in expert order. Each is freed before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
-    inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y
-    weight = model.experts * model.hidden * model.expert_inner / (layout.x * layout.y * layout.ep)
+    inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden_size / layout.y
+    weight = model.num_experts * model.hidden_size * model.moe_intermediate_size / (layout.x * layout.y * layout.ep)
     both = np.maximum(3 * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import host, pointwise
@@ -18,7 +18,7 @@ from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
-class ExpertTime(Cases):
+class ExpertTime(ArrayFields):
     """Seconds of forward and backward: computation, communication over x, y, and ep, and launches.
 
     Two more fields are the weight gradients of the backward, and the activation of the forward, which selective
@@ -45,8 +45,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
         return ExpertTime()
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows = rows_of(work)
-    hidden, item = model.hidden / layout.y, step.item_bytes
-    forward, inputs, weights = _products(work, rows, rates)
+    hidden, item = model.hidden_size / layout.y, step.item_bytes
+    forward, inputs, weights = _matmuls(work, rows, rates)
     moved, moved_back, activation = _moved(work, rows)
     over_x = np.asarray(program.experts_over_x, bool)
     x_group = group_of(np.where(over_x, layout.x, 1), 1, machine, constants)
@@ -54,7 +54,9 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
     x = gather_seconds(2 * item * rows.here * hidden, 2, x_group)
     y, y_backward = _over_y(work, rows, y_group)
     stride = layout.y * np.where(over_x, layout.x, 1)
-    copies = model.chosen * rows.sent / np.maximum(work.tokens / layout.x * model.chosen, 1e-30)
+    copies = (
+        model.num_experts_per_tok * rows.sent / np.maximum(work.tokens / layout.x * model.num_experts_per_tok, 1e-30)
+    )
     one = exchange_seconds(
         item * work.tokens / layout.x * hidden * step.imbalance, copies, program.sends_once, layout.ep, stride,
         machine, constants,
@@ -80,12 +82,12 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
     return ExpertTime(**{name: model.sparse * value for name, value in vars(seconds).items()})
 
 
-def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
+def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
     """Return forward, input gradients, and weight gradients of the router, in fp32, and of the experts as grouped
     matmuls."""
     model, layout, step = work.model, work.layout, work.step
-    hidden = model.hidden / layout.y
-    router = linear_seconds(work.tokens / layout.x, hidden, model.experts, 4.0, rates, rates.router)
+    hidden = model.hidden_size / layout.y
+    router = linear_seconds(work.tokens / layout.x, hidden, model.num_experts, 4.0, rates, rates.router)
     up, down = (
         linear_seconds(rows.each, inner, out, step.item_bytes, rates, rates.matmul, rows.experts)
         for inner, out in ((hidden, 2 * rows.inner), (rows.inner, hidden))
@@ -97,8 +99,8 @@ def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number,
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     """Return the bytes moved between the matmuls, forward and backward, and the bytes of the forward's activation."""
     model, step, program = work.model, work.step, work.program
-    item, hidden = step.item_bytes, model.hidden / work.layout.y
-    scores = 4 * work.tokens / work.layout.x * model.experts
+    item, hidden = step.item_bytes, model.hidden_size / work.layout.y
+    scores = 4 * work.tokens / work.layout.x * model.num_experts
     sent, here = item * rows.sent * hidden, item * rows.here * hidden
     inner = item * rows.here * rows.inner
     how = pointwise.ExpertFlags(
@@ -116,6 +118,6 @@ def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Numbe
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.here * rows.inner
-    scores = 4 * work.tokens / layout.x * model.experts
+    scores = 4 * work.tokens / layout.x * model.num_experts
     forward = reduce_seconds(scores, 1, group) + reduce_seconds(2 * inner, 2, group)
     return forward, reduce_seconds(4 * rows.sent, 1, group) + reduce_seconds(inner, 1, group)

@@ -7,7 +7,7 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
-from fourfold.planning.cost.in_turn import exposed_in_turn
+from fourfold.planning.cost.exposed_batch_parts import exposed_batch_parts
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -44,10 +44,10 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     # A block's backward begins with gathering gradients, and the recomputation runs concurrently.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
-    gate = hidden(block.gate_sum, block.up_product, exposed)
+    gate = hidden(block.gate_sum, block.up_matmul, exposed)
     hidden_y = hidden_y + np.where(program.gate_first, gate * (1 + again), 0.0)
-    in_turn_x, in_turn_y = exposed_in_turn(work, machine, constants)
-    takes_turns = work.parts > 1
+    in_turn_x, in_turn_y = exposed_batch_parts(work, machine, constants)
+    takes_turns = work.active_parts > 1
     return np.where(takes_turns, in_turn_x, x - hidden_x), np.where(takes_turns, in_turn_y, y - hidden_y)
 
 
@@ -61,7 +61,7 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     """
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
-    token = layout.micro_batch * step.seq / (layout.x * layout.y)
+    token = layout.micro_batch_size * step.seq_length / (layout.x * layout.y)
     again = (layout.recompute == 2) | ((layout.recompute == 1) & work.program.recomputes_attention)
     pair, forwards = step.item_bytes * token * 2 * model.keys, 2 + np.where(again, layout.recomputing, 0.0)
     ring = layout.cp_method == CP_METHODS.index("ring")
@@ -105,11 +105,11 @@ def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number
     """Return the seconds of sending activations and gradients between stages, for each micro-batch and chunk, and of
     summing, once per step, the gradients of a table that the first and the last rank share."""
     model, layout, step = work.model, work.layout, work.step
-    size = step.item_bytes * work.tokens * model.hidden / (layout.x * layout.y)
+    size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)
-    exposed = np.where(work.program.overlap_dp & (layout.interleave > 1), constants.exposed, 1.0)
-    sent = 2 * work.micro_batches * layout.interleave * one * exposed
-    table = step.reduce_bytes * model.vocab * model.hidden / (layout.x * layout.y * layout.shards)
-    shared = np.asarray(model.tied, bool) & ~layout.v_shaped
+    exposed = np.where(work.program.overlap_dp & (layout.stages_per_rank > 1), constants.exposed, 1.0)
+    sent = 2 * work.micro_batches * layout.stages_per_rank * one * exposed
+    table = step.reduce_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y * layout.shards)
+    shared = np.asarray(model.tie_word_embeddings, bool) & ~layout.v_shaped
     ends = group_of(2, layout.gpus / layout.pp * np.maximum(layout.pp - 1, 1), machine, constants)
     return np.where(layout.pp > 1, sent + np.where(shared, reduce_seconds(table, 1, ends), 0.0), 0.0)

@@ -56,9 +56,9 @@ def in_flight(work: Workload, rank: Number) -> Number:
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
     in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
-    earlier = (layout.interleave - 1) * in_a_round
+    earlier = (layout.stages_per_rank - 1) * in_a_round
     chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
-    held = np.where(layout.interleave > 1, np.maximum(chunks / layout.interleave, 1), behind)
+    held = np.where(layout.stages_per_rank > 1, np.maximum(chunks / layout.stages_per_rank, 1), behind)
     is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
     held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
     held = np.where(layout.forwards_first, micro_batches, held)
@@ -79,7 +79,7 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
     """Return a workload with a rank's share of blocks with experts."""
     if block.dense is None:
         return work
-    return work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
+    return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
@@ -100,11 +100,11 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
-    table = model.vocab * model.hidden
-    is_shared = first & np.asarray(model.tied, bool) & (layout.pp == 1)
+    table = model.padded_vocab_size * model.hidden_size
+    is_shared = first & np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     of_embedding, of_head = np.where(first, table, 0), np.where(last, table, 0)
     own_head = np.where(is_shared, 0, of_head)
-    every_table = of_embedding + np.where(first, model.positions * model.hidden, 0) + own_head
+    every_table = of_embedding + np.where(first, model.positions * model.hidden_size, 0) + own_head
     tables = Tables(every_table, of_embedding, of_head, own_head)
     parameters, gradients, optimizer, copied = _states(work, layers, every_table)
     if has_experts(work):
@@ -224,7 +224,7 @@ def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockByt
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
     """Return the bytes of gathered weights or 16-bit copies on a rank, plus a block's whole gradients while they are
     summed, minus the bytes that are free by then."""
-    gathered = np.minimum(1 + work.program.prefetch + work.passes_blocks, layers)
+    gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
         return held + np.maximum(_summed(work, work.model) - freed, 0)

@@ -66,7 +66,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
     if not np.any(work.step.optimizer):
         return 0
     model = work.model
-    router = model.hidden * model.experts * model.sparse
+    router = model.hidden_size * model.num_experts * model.sparse
     return np.where(
         is_named(work, "lion"),
         blocks * model.block_weights + rest,
@@ -76,9 +76,9 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
 def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
     """Return the matrices that Muon steps in ``layers`` layers, including experts."""
-    model, hidden = work.model, work.model.hidden
+    model, hidden = work.model, work.model.hidden_size
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
-    ups = model.gate_up / np.maximum(model.inner, 1)
+    ups = model.gate_up / np.maximum(model.intermediate_size, 1)
 
     def kind(number: Number, width: Number) -> Matrices:
         return Matrices(np.where(np.greater(width, 0), number, 0), np.minimum(width, hidden), np.maximum(width, hidden))
@@ -86,9 +86,9 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
     return [
         kind(2 * layers, model.queries),
         kind(2 * layers, model.keys),
-        kind((ups + 1) * dense, model.inner),
-        kind(3 * sparse, model.shared_inner),
-        kind(3 * sparse * model.experts, model.expert_inner),
+        kind((ups + 1) * dense, model.intermediate_size),
+        kind(3 * sparse, model.shared_expert_intermediate_size),
+        kind(3 * sparse * model.num_experts, model.moe_intermediate_size),
     ]
 
 
@@ -100,11 +100,11 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
-    layout, kinds = work.layout, matrices_of(work, work.model.layers / work.layout.pp)
+    layout, kinds = work.layout, matrices_of(work, work.model.num_hidden_layers / work.layout.pp)
     ranks = layout.gpus / layout.pp
     flops = sum(kind.number * kind.flops for kind in kinds)
     most = np.maximum.reduce([np.where(kind.number > 0, kind.flops, 0) for kind in kinds])
-    products = np.maximum(flops / ranks, most) / Rates(work, machine, constants).head
+    matmuls = np.maximum(flops / ranks, most) / Rates(work, machine, constants).head
     entries = sum(kind.number * kind.entries for kind in kinds)
     turns = _turns(kinds, ranks)
     units = sum(np.minimum(turn * ranks, kind.number) for kind, turn in zip(kinds, turns, strict=True))
@@ -112,7 +112,7 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
     copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
     size = work.step.item_bytes * entries / ranks * (1 + copies)
     sending = exchanges * exchange_seconds(size / exchanges, 1.0, False, ranks, 1, machine, constants)
-    return np.where(is_named(work, "muon"), products + sending, 0.0)
+    return np.where(is_named(work, "muon"), matmuls + sending, 0.0)
 
 
 def muon_workspace(work: Workload, layers: Number) -> Number:
@@ -172,9 +172,9 @@ def saved_bytes(work: Workload, parameters: Number) -> Number:
     """Return the bytes of a checkpoint with this number of parameters: weights, the optimizer's moments, and
     averages."""
     model, step = work.model, work.step
-    rest = parameters - model.layers * (model.block_weights + model.expert_weights)
-    single = entries_without_second_moment(work, model.layers, rest)
+    rest = parameters - model.num_hidden_layers * (model.block_weights + model.expert_weights)
+    single = entries_without_second_moment(work, model.num_hidden_layers, rest)
     if has_experts(work):
-        single = single + entries_without_second_moment(states_of_experts(work), model.layers, 0)
+        single = single + entries_without_second_moment(states_of_experts(work), model.num_hidden_layers, 0)
     average = np.where(step.averaged, AVERAGE_BYTES, 0)
     return parameters * (step.weight_bytes + 2 * step.moment_bytes + average) - step.moment_bytes * single

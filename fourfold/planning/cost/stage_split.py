@@ -41,7 +41,12 @@ def split_of(work: Workload) -> StageSplit:
     layout = work.layout
     v_shaped = layout.v_shaped
     cases = np.broadcast_arrays(
-        work.model.layers, work.model.dense_first, layout.pp, layout.interleave, v_shaped, layout.ends
+        work.model.num_hidden_layers,
+        work.model.dense_first,
+        layout.pp,
+        layout.stages_per_rank,
+        v_shaped,
+        layout.end_layers,
     )
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
@@ -60,21 +65,22 @@ def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
     """Count the blocks of each pp rank, all its stages together, for a single layout."""
-    layout = work.layout
-    return blocks_of_ranks(int(work.model.layers), int(work.model.dense_first), int(layout.pp), int(layout.interleave),
-                           bool(layout.v_shaped), float(layout.ends), layout.layers_per_stage)  # fmt: skip
+    model, layout = work.model, work.layout
+    return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), int(layout.pp),
+                           int(layout.stages_per_rank), bool(layout.v_shaped), float(layout.end_layers),
+                           layout.layers_per_stage)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _split(
-    layers: float, dense: float, pp: float, interleave: float, v_shaped: float, ends: float,
+    layers: float, dense: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
     """Return the numbers of a ``StageSplit`` in a row.
 
     A rank is left out if an earlier rank has at least the same number of blocks of each kind and of micro-batches.
     """
-    ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(interleave), bool(v_shaped), ends, counts)
+    ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []
     for place, blocks in enumerate(ranks[1:-1], 1):
         if not any(blocks.dense <= b.dense and blocks.number - blocks.dense <= b.number - b.dense for b in fullest):
@@ -85,11 +91,11 @@ def _split(
 
 @lru_cache(maxsize=4096)
 def blocks_of_ranks(
-    layers: int, dense: int, pp: int, interleave: int, v_shaped: bool, ends: float,
+    layers: int, dense: int, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks of each pp rank, all its stages together."""
-    stages = pp * interleave
+    stages = pp * stages_per_rank
     if stages > layers:  # Another check refuses this.
         return (Blocks(-(-layers // pp), 0),) * pp
     numbers, of_dense, begin = [0] * pp, [0] * pp, 0

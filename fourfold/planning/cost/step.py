@@ -116,17 +116,6 @@ def step_seconds(work: Workload, machine: Machine, constants: Constants, block: 
     return sum(step_parts(work, machine, constants, block).values())
 
 
-def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the seconds that the layers of an average rank take for one micro-batch, forward and backward.
-
-    It includes all exposed communication, except the gradient sum over dp, once per step, and transfers between stages.
-    """
-    traffic = weight_traffic(work, machine, constants)
-    parts = step_parts(work, machine, constants, block, traffic)
-    repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "launch"))
-    return (repeated - _gradient_sum(work, constants, block, traffic)) / work.micro_batches
-
-
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Return the slowest device's time relative to the mean. All devices wait for the slowest one.
 
@@ -175,7 +164,7 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     The block's forward hides the copy to the host. The recomputation and backward of the next block hide the copy back.
     """
     layout = work.layout
-    residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
+    residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
     copy = residual / np.maximum(machine.host, 1.0)  # An unknown bandwidth was refused before.
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
@@ -188,7 +177,7 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
     selected = np.where(program.recomputes_attention, block.attention_forward, 0.0)
     selected = selected + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
     selected = np.where(program.recomputes_per_op, (block.forward - block.attention_forward) / 2, selected)
-    whole = block.forward - np.where(program.recompute_stops_early, block.last_product, 0.0)
+    whole = block.forward - np.where(program.recompute_stops_early, block.last_matmul, 0.0)
     again = np.where(layout.recompute == 2, whole, np.where(layout.recompute == 1, selected, 0.0))
     return again * layout.recomputing
 
@@ -216,16 +205,16 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
     """Return the seconds of head and embedding for one micro-batch on the ranks that have them."""
-    table = work.model.vocab * work.model.hidden * _seconds_for_a_weight(work, machine, constants)
+    table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
-    shared = np.asarray(work.model.tied, bool) & (work.layout.pp == 1)
+    shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
     z_embedding = np.where(shared, 0.0, traffic.table)  # Nothing hides this collective.
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
 
 def _mean_layers(work: Workload) -> Number:
-    return work.model.layers / work.layout.pp
+    return work.model.num_hidden_layers / work.layout.pp
 
 
 def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Number:
@@ -238,7 +227,7 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
         layers * (block.forward + block.x_forward + block.y_forward + block.experts.ep + layer.launch / 3) + share / 3
     )
     rest = layers * layer.total + share - forward - weights
-    equal = bubble_seconds(layout.schedule, layout.pp, layout.interleave, micro_batches, forward, rest, weights)
+    equal = bubble_seconds(layout.schedule, layout.pp, layout.stages_per_rank, micro_batches, forward, rest, weights)
     behind = _slowest_rank(work, layer, ends) - layers * layer.total - ends.head / layout.pp
     return equal + np.where(layout.pp > 1, micro_batches * behind, 0.0)
 
@@ -277,7 +266,7 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 def _entries_stepped(work: Workload) -> Number:
     """Return the entries of a rank's shard of the weights, without experts."""
     layout = work.layout
-    held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
+    held = work.model.num_hidden_layers * work.model.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 

@@ -31,18 +31,18 @@ class TensorBytes(NamedTuple):
     statistics: Number
 
 
-def pieces(work: Workload) -> TensorBytes:
+def tensor_bytes(work: Workload) -> TensorBytes:
     model, layout, program = work.model, work.layout, work.program
     token = work.step.item_bytes * work.tokens
-    at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
+    at_once = np.where(program.tiled_mlp, np.minimum(model.hidden_size / work.tokens, 1), 1)
     split = attention_over_y(work)
     # A rank holds whole key-value heads. If heads do not divide evenly, it holds one copy for each query head.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
     return TensorBytes(
-        residual=token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1)),
-        gathered=token * model.hidden / layout.y,
+        residual=token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1)),
+        gathered=token * model.hidden_size / layout.y,
         queries=token * model.queries / (layout.x * layout.y),
         keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
         whole_queries=token * model.queries / layout.x,
@@ -58,14 +58,14 @@ def attention_over_y(work: Workload) -> np.ndarray:
     return np.where(
         heads % (layout.x * layout.y) == 0,
         "heads",
-        np.where(work.together % layout.y == 0, "batch", "sequence"),
+        np.where(work.sequences_per_part % layout.y == 0, "batch", "sequence"),
     )
 
 
-def puts_in_order(work: Workload) -> Flag:
+def copies_heads(work: Workload) -> Flag:
     """Return whether attention copies its inputs to get whole sequences of its heads, and copies its outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
-    copies: Flag = is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
+    copies: Flag = is_own & (work.layout.x > 1) & (work.sequences_per_part > 1) & (attention_over_y(work) == "heads")
     return copies
 
 
@@ -75,15 +75,15 @@ def is_ring(work: Workload) -> Flag:
     return rings
 
 
-def heads_here(work: Workload) -> Number:
+def heads_on_rank(work: Workload) -> Number:
     """Return the number of query heads on the rank, or a fraction of one if ranks share it."""
     model, layout = work.model, work.layout
     return model.queries / model.head_dim / (layout.x * layout.y)
 
 
-def log_sums(work: Workload) -> Number:
+def log_sum_exp_bytes(work: Workload) -> Number:
     """Return the bytes of the log-sum-exps, fp32, one for each query of each head."""
-    return 4 * work.tokens * heads_here(work)
+    return 4 * work.tokens * heads_on_rank(work)
 
 
 class CappedScores(NamedTuple):
@@ -108,20 +108,20 @@ def caps_scores(work: Workload) -> Flag:
 
 def capped_scores(work: Workload) -> CappedScores:
     """Return the number of pieces that ``parallel.document_attention``, ``block_attention``, and the ring cut."""
-    model, layout, seq = work.model, work.layout, work.step.seq
+    model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)
-    heads = layout.micro_batch * heads_here(work) * np.where(shares_queries, layout.y, 1)
+    heads = layout.micro_batch_size * heads_on_rank(work) * np.where(shares_queries, layout.y, 1)
     here = seq / np.where(shares_queries, layout.y, 1) / np.where(ring, layout.cp, 1)
     queries, keys = np.minimum(here, CAPPED_QUERIES), seq / np.where(ring, layout.cp, 1)
     whole = np.where(shares_queries, seq, np.where(ring, (seq + keys) / 2, (seq + queries) / 2))
-    some = np.minimum(np.maximum(model.window, LEAST_QUERIES), queries)
-    near = np.where(shares_queries | ring, whole, np.minimum(some + model.window, whole))
+    some = np.minimum(np.maximum(model.sliding_window, LEAST_QUERIES), queries)
+    near = np.where(shares_queries | ring, whole, np.minimum(some + model.sliding_window, whole))
     only_slides = np.equal(model.sliding, 1) & ~np.asarray(shares_queries | ring, bool)
     return CappedScores(
         heads / np.where(ring, 1, layout.cp),
         np.where(only_slides, some, queries),
-        np.where(only_slides, np.minimum(some + model.window, keys), keys),
+        np.where(only_slides, np.minimum(some + model.sliding_window, keys), keys),
         (1 - model.sliding) * whole + model.sliding * near,
         here * ((1 - model.sliding) / queries + model.sliding / some) * np.where(ring, layout.cp, 1),
     )
@@ -130,12 +130,12 @@ def capped_scores(work: Workload) -> CappedScores:
 def flash_workspace(work: Workload) -> Number:
     """Return the bytes that FlashAttention's backward allocates and frees, as ``recorder.flash_backward_bytes`` counts
     them in the trace of a GPU run. It is 0 if attention has no such kernel."""
-    model, layout, seq = work.model, work.layout, work.step.seq
+    model, layout, seq = work.model, work.layout, work.step.seq_length
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
     # Heads of all sequences that the rank reads at once.
-    heads = work.together * heads_here(work) / np.where(ring, 1, layout.cp)
+    heads = work.sequences_per_part * heads_on_rank(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)
     summed = np.ceil(width / multiple) * multiple

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Flag, Number
+from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,
@@ -21,7 +21,7 @@ from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
-class WeightTraffic(Cases):
+class WeightTraffic(ArrayFields):
     """Seconds of one micro-batch, and of a step for gradients. They depend only on the grid and on zero.
 
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
@@ -41,7 +41,7 @@ class WeightTraffic(Cases):
 
 def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
     """Return the seconds for each case of ``work``."""
-    weights, table = work.model.block_weights, work.model.vocab * work.model.hidden
+    weights, table = work.model.block_weights, work.model.padded_vocab_size * work.model.hidden_size
     twice = weight_traffic_seconds(work, machine, constants, weights, 2)
     outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
     of_table = weight_traffic_seconds(work, machine, constants, table, 1)
@@ -104,7 +104,7 @@ def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants
     during the next forward.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
+    weights = (model.num_hidden_layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     across = group_of(copies, layout.x * layout.y * layout.z, machine, constants)
     wide = shard_group_of(copies * layout.z, layout.x * layout.y, program.shards_per_node, machine, constants)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import ArrayFields, Number
 
 
 @dataclass(frozen=True)
-class Constants(Cases):
+class Constants(ArrayFields):
     """Fractions of the machine's rates, and times.
 
     - matmul: fraction of the achieved rate. Training runs longer and hotter than a benchmark.

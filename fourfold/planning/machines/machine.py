@@ -12,13 +12,13 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.parsing import parse_toml
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.machines.constants import NAMES
 from fourfold.planning.machines.names import FOLDER, machine_names, similar_machines
 
 
 @dataclass(frozen=True)
-class Machine(Cases):
+class Machine(ArrayFields):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates: the advertised bf16 rate, and the rates that the

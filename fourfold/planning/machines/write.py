@@ -92,7 +92,7 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     return with_constants(replace(base, **values), name, logs, extent)
 
 
-def machine_with_products(base: Machine, name: str, rates: Mapping[str, float], precision: str) -> Machine:
+def machine_with_matmul_rates(base: Machine, name: str, rates: Mapping[str, float], precision: str) -> Machine:
     """Return a copy of a machine whose matmuls run at these rates.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.planning.array_fields import stack
 from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import RANKED, TIED, in_parts, score
+from fourfold.planning.search.fastest import RANKED, TIED, score, with_batch_parts
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
@@ -124,19 +124,18 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     Each layout uses the number of micro-batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
-    ep = ["ep"] if best.work.model.experts else []
+    ep = ["ep"] if best.work.model.num_experts else []
     columns = {name: np.asarray(getattr(found.work.layout, name))[: found.crossed]
-               for name in (*AXES, *ep, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
-                            "recompute_every",
-                            "offload")}  # fmt: skip
+               for name in (*AXES, *ep, "micro_batch_size", "stages_per_rank", "schedule", "cp_method", "zero",
+                            "recompute", "recompute_every", "offload")}  # fmt: skip
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
-    def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.parts) -> Neighbor:
+    def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.batch_parts) -> Neighbor:
         mask = np.ones(found.crossed, dtype=bool)
         for name, column in columns.items():
             if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
                 continue
-            if name in ("interleave", "schedule") and changes.get("pp", here["pp"]) == 1:
+            if name in ("stages_per_rank", "schedule") and changes.get("pp", here["pp"]) == 1:
                 continue
             if name == "cp_method" and changes.get("cp", here["cp"]) == 1:
                 continue
@@ -146,15 +145,15 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         places = np.flatnonzero(mask)
         if not len(places):
             return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "outside the searched sizes")
-        near = in_parts(found.work.take(places), parts)
+        near = with_batch_parts(found.work.take(places), parts)
         scores = score(near, plan.machine, plan.constants, rejections(near, plan.machine))
         if not len(scores.fits):
             return Neighbor(text, None, REASONS[scores.reason[np.argmin(scores.seconds)]])
         place = scores.fits[np.argmin(scores.seconds[scores.fits])]
         if "recompute" in changes:
             text += of_blocks(int(near.point(place).layout.recompute_every))
-        turns = int(near.point(place).parts)
-        if len(parts) > 1 and turns not in (1, best.work.parts):
+        turns = int(near.point(place).active_parts)
+        if len(parts) > 1 and turns not in (1, best.work.active_parts):
             text += f", in {turns} parts"
         return Neighbor(text, float(scores.seconds[place] / best.seconds - 1), "")
 
@@ -166,16 +165,18 @@ def neighbors(plan: Plan) -> list[Neighbor]:
                 text = f"{taken} {here[taken]} → {change[taken]}, {given} {here[given]} → {change[given]}"
                 table.append(look(change, text))
     for name, values in (
-        ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
+        ("micro_batch_size", (here["micro_batch_size"] // 2, here["micro_batch_size"] * 2)),
         ("zero", (here["zero"] - 1, here["zero"] + 1)),
         ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
         *((name, (here[name] // 2, here[name] * 2)) for name in ep),
     ):
         for value in values:
-            if value >= (name in ("micro_batch", "ep")) and value in columns[name]:
+            if value >= (name in ("micro_batch_size", "ep")) and value in columns[name]:
                 table.append(look({name: value}, f"{name} {here[name]} → {value}"))
-    for value in _beside(found.parts, int(best.work.parts)) if best.work.layout.x * best.work.layout.y > 1 else ():
-        table.append(look({}, f"batch_parts {int(best.work.parts)} → {value}", [value]))
+    for value in (
+        _beside(found.batch_parts, int(best.work.active_parts)) if best.work.layout.x * best.work.layout.y > 1 else ()
+    ):
+        table.append(look({}, f"batch_parts {int(best.work.active_parts)} → {value}", [value]))
     return table + [look(change, text) for change, text in _other_pipelines(here)]
 
 
@@ -202,11 +203,11 @@ def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
     """Return changes to the schedules before and after this one in ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
-    now = (here["schedule"], here["interleave"])
+    now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
         return []
     return [
-        ({"schedule": schedule, "interleave": chunks},
+        ({"schedule": schedule, "stages_per_rank": chunks},
          f"{SCHEDULES[now[0]]}, {now[1]} stages a rank → {SCHEDULES[schedule]}, {chunks}")
         for schedule, chunks in _beside(pipelines, now)
     ]  # fmt: skip

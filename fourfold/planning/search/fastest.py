@@ -41,7 +41,7 @@ TIED = 1.01
 """Ratio of two step times that counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
 """A layout with at least this probability of running out of memory is given up for any number of parts."""
-BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
 """Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields that the traffic of weights and gradients depends on."""
@@ -80,7 +80,7 @@ class Found:
     - crossed: the number of points before the candidates with more parts.
     - refused: [reasons] the number of layouts that are illegal with every recompute mode. They are not among the
       points.
-    - parts: the numbers of parts that were tried.
+    - batch_parts: the numbers of parts that were tried.
     - seconds_taken: wall time.
     """
 
@@ -92,7 +92,7 @@ class Found:
     order: np.ndarray
     crossed: int
     refused: np.ndarray
-    parts: tuple[int, ...]
+    batch_parts: tuple[int, ...]
     seconds_taken: float
 
     @property
@@ -137,8 +137,8 @@ def search(
     unknown = np.asarray(work.layout.offload, bool) & (machine.host == 0)
     scores = score(work, machine, constants, np.where(unknown, NO_OFFLOAD, 0), watch)
     candidates = _candidates(work, scores)
-    if len(limits.parts) > 1 and len(candidates):
-        more = in_parts(work.take(candidates), limits.parts[1:])
+    if len(limits.batch_parts) > 1 and len(candidates):
+        more = with_batch_parts(work.take(candidates), limits.batch_parts[1:])
         scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
     return Found(
@@ -150,7 +150,7 @@ def search(
         ranking(scores),
         crossed,
         refused,
-        limits.parts,
+        limits.batch_parts,
         time.perf_counter() - begin,
     )
 
@@ -230,9 +230,9 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
     return candidates
 
 
-def in_parts(work: Workload, parts: Sequence[int]) -> Workload:
+def with_batch_parts(work: Workload, batch_parts: Sequence[int]) -> Workload:
     """Return every point with each number of parts."""
     count = np.size(work.layout.x)
-    repeated = work.map_arrays(lambda array: np.tile(array, len(parts)))
-    each: Workload = repeated.but(batch_parts=np.repeat(np.array(parts, dtype=np.int32), count))
+    repeated = work.map_arrays(lambda array: np.tile(array, len(batch_parts)))
+    each: Workload = repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))
     return each

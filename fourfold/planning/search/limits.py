@@ -17,18 +17,19 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "zero": ("zeros", str),
     "recompute": ("recomputes", lambda recompute: RECOMPUTE[recompute[0]]),
     "schedule": ("pipelines", lambda pipeline: str(pipeline[0])),
-    "interleave": ("pipelines", lambda pipeline: str(pipeline[1])),
-    "cp_method": ("contexts", str),
-    "batch_parts": ("parts", str),
+    "stages_per_rank": ("pipelines", lambda pipeline: str(pipeline[1])),
+    "cp_method": ("cp_methods", str),
+    "batch_parts": ("batch_parts", str),
 }
 """The field of ``SearchLimits`` that a limit restricts, and how its text names an entry."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
+EARLIER_NAMES = {"micro_batch": "micro_batch_size", "interleave": "stages_per_rank"}
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
-    "write it as x<=8 (axes and ep alone), pp=1, micro_batch=1, batch_parts=2, zero=0, interleave=2, schedule=1F1B, "
-    "cp_method=ring or recompute=full, or with several values as pp=1,2"
+    "write it as x<=8 (axes and ep alone), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
+    "schedule=1F1B, cp_method=ring or recompute=full, or with several values as pp=1,2"
 )
 
 
@@ -41,12 +42,13 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
     for setting in settings:
         sign = "<=" if "<=" in setting else "="
         name, _, text = setting.partition(sign)
+        name = EARLIER_NAMES.get(name, name)
         names.add(name)
         texts = text.split(",")
         try:
             if name in LIMITED and sign == "<=":
                 at_most.append((name, _size(text)))
-            elif name in (*LIMITED, "micro_batch") and sign == "=":
+            elif name in (*LIMITED, "micro_batch_size") and sign == "=":
                 fixed.append((name, tuple(map(_size, texts))))
             elif sign == "=" and set(texts) <= set(CHOICES.get(name, ())):
                 field, text_of = CHOICE_OF[name]
@@ -67,8 +69,8 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
     if contradicted:
         names_of = ", ".join(dict.fromkeys(contradicted))
         raise UserError(f"{written}: these limits contradict each other ({names_of}); leave one out")
-    if "micro_batch" in sizes:
-        limits = replace(limits, micro_batches=sizes.pop("micro_batch"))
+    if "micro_batch_size" in sizes:
+        limits = replace(limits, micro_batches=sizes.pop("micro_batch_size"))
     return replace(limits, at_most=tuple(at_most), fixed=tuple(sizes.items()), written=written)
 
 

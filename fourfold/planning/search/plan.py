@@ -10,9 +10,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
-from fourfold.planning.cost.step import micro_batch_seconds, step_parts
+from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
@@ -30,8 +29,6 @@ class Prediction:
     """The layout, with its model, step, and program."""
     parts: dict[str, float]
     """Seconds of a step by part (``cost.step.PARTS``)."""
-    micro_batch_seconds: float
-    """Seconds that the layers of an average rank take for one micro-batch (``cost.step.micro_batch_seconds``)."""
     memory_bytes: float
     """Peak bytes of the fullest rank."""
     p_oom: float
@@ -59,7 +56,7 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Return the throughput of all GPUs together."""
-        return float(self.work.step.batch * self.work.step.seq / self.seconds)
+        return float(self.work.step.global_batch_size * self.work.step.seq_length / self.seconds)
 
     def utilization(self, flops: Number) -> float:
         """Return FLOPs relative to the GPUs' bf16 peak, in every precision.
@@ -84,19 +81,19 @@ class Prediction:
     def record(self) -> dict[str, Any]:
         """Return JSON values."""
         work, layout = self.work, self.work.layout
-        schedule, interleave = SCHEDULES[int(layout.schedule)], int(layout.interleave)
+        schedule, stages_per_rank = SCHEDULES[int(layout.schedule)], int(layout.stages_per_rank)
         cp_method = CP_METHODS[int(layout.cp_method)]
         return {
             "parallel": {
                 **{axis: int(getattr(layout, axis)) for axis in AXES},
-                **({"ep": int(layout.ep)} if work.model.experts else {}),
+                **({"ep": int(layout.ep)} if work.model.num_experts else {}),
                 "zero": int(layout.zero),
                 **({"schedule": schedule} if layout.pp > 1 else {}),
-                **({"stages_per_rank": interleave} if interleave > 1 else {}),
+                **({"stages_per_rank": stages_per_rank} if stages_per_rank > 1 else {}),
                 **({"cp_method": cp_method} if layout.cp > 1 and layout.cp_method > 0 else {}),
             },
-            "micro_batch_size": int(layout.micro_batch),
-            "batch_parts": int(work.parts),
+            "micro_batch_size": int(layout.micro_batch_size),
+            "batch_parts": int(work.active_parts),
             "gradient_accumulation_steps": int(work.micro_batches),
             "activation_checkpoint": RECOMPUTE[int(layout.recompute)],
             "activation_checkpoint_every": int(layout.recompute_every),
@@ -140,12 +137,12 @@ def describe_layout(work: Workload) -> str:
     more = [f"zero {int(layout.zero)}"] if layout.zero > 0 else []
     more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
     more += [SCHEDULES[int(layout.schedule)]] if layout.pp > 1 and layout.schedule > 0 else []
-    more += [f"interleave {int(layout.interleave)}"] if layout.interleave > 1 else []
+    more += [f"stages_per_rank {int(layout.stages_per_rank)}"] if layout.stages_per_rank > 1 else []
     if layout.recompute > 0:
         more.append(f"{RECOMPUTE[int(layout.recompute)]} recompute{of_blocks(int(layout.recompute_every))}")
     more += ["offload"] if layout.offload else []
-    parts = f" in {int(work.parts)} parts" if work.parts > 1 else ""
-    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(layout.micro_batch)}{parts}"])
+    parts = f" in {int(work.active_parts)} parts" if work.active_parts > 1 else ""
+    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(layout.micro_batch_size)}{parts}"])
 
 
 def of_blocks(every: int) -> str:
@@ -155,8 +152,7 @@ def of_blocks(every: int) -> str:
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
     """Predict one layout, which need not be legal."""
-    block = block_time(work, machine, constants)
-    parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
+    parts = {name: float(value) for name, value in step_parts(work, machine, constants).items()}
     stages = [
         {name: float(size) for name, size in stage_memory(work, machine, stage).items()}
         for stage in _stages_shown(int(work.layout.pp))
@@ -165,7 +161,6 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
     return Prediction(
         work=work,
         parts=parts,
-        micro_batch_seconds=float(micro_batch_seconds(work, machine, constants, block)),
         memory_bytes=memory,
         p_oom=float(p_out_of_memory(memory, work, machine)),
         stages=stages,
@@ -221,7 +216,7 @@ def _nothing_fits(
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]
         return (
             f"no layout of {gpus} GPUs is legal: most often {reason}; "
-            f"change --gpus or --global-batch ({int(base.step.batch)} sequences)"
+            f"change --gpus or --global-batch ({int(base.step.global_batch_size)} sequences)"
         )
     least = legal[np.argmin(found.memory[legal])]
     point = predict(found.point(least), machine, constants)
@@ -233,9 +228,9 @@ def _nothing_fits(
     limits = limits or SearchLimits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])
     for more in (gpus * 2**i for i in range(1, 7)):
-        for batch in sorted({base.step.batch, max(base.step.batch, more)}):
-            if _something_fits(base.but(batch=batch), machine, constants, more, leanest):
-                grown = f" with a global batch of {int(batch)}" if batch != base.step.batch else ""
+        for batch in sorted({base.step.global_batch_size, max(base.step.global_batch_size, more)}):
+            if _something_fits(base.but(global_batch_size=batch), machine, constants, more, leanest):
+                grown = f" with a global batch of {int(batch)}" if batch != base.step.global_batch_size else ""
                 return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
     return f"{sentence}; a machine with more memory is needed, or a smaller model"
 

@@ -32,7 +32,7 @@ take as long as 1F1B and need more memory, and DualPipeV, which is like ZBVZeroB
 file names them."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
 """Recompute choices: mode (an index into ``workload.RECOMPUTE``), every, and offload."""
-PARTS = (1, 2, 4)
+BATCH_PARTS = (1, 2, 4)
 """Numbers of batch parts to try (``batch_parts``)."""
 
 REASONS = (
@@ -57,8 +57,8 @@ class SearchLimits:
     recomputes: tuple[tuple[int, int, bool], ...] = RECOMPUTES
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     pipelines: tuple[tuple[str, int], ...] = PIPELINES
-    contexts: tuple[str, ...] = ("ring", "ulysses")
-    parts: tuple[int, ...] = PARTS
+    cp_methods: tuple[str, ...] = ("ring", "ulysses")
+    batch_parts: tuple[int, ...] = BATCH_PARTS
     written: str = field(default="the limits of the search", compare=False)
     """The options that set the limits, for messages."""
 
@@ -71,7 +71,7 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
     """
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
-    if experts := int(base.model.experts):
+    if experts := int(base.model.num_experts):
         columns = _crossed(columns, {"ep": [n for n in range(1, experts + 1) if experts % n == 0]})
         columns = _kept(columns, columns["dp"] * columns["cp"] * columns["z"] % columns["ep"] == 0)
     elif "ep" in dict((*limits.at_most, *limits.fixed)):
@@ -80,26 +80,26 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
         columns = _kept(columns, columns[name] <= most)
     for name, sizes in limits.fixed:
         columns = _kept(columns, np.isin(columns[name], sizes))
-    return _crossed(columns, {"micro_batch": limits.micro_batches})
+    return _crossed(columns, {"micro_batch_size": limits.micro_batches})
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
     """Return ``base`` with every grid and every choice except the recompute modes, because no rule depends on those."""
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
-    columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
+    columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
     # If points differ only in a choice without effect, keep one of them.
-    first = (columns["schedule"] == pipelines[0][0]) & (columns["interleave"] == pipelines[0][1])
+    first = (columns["schedule"] == pipelines[0][0]) & (columns["stages_per_rank"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
-    columns["schedule"][alone], columns["interleave"][alone] = 0, 1
-    columns = _crossed(columns, {"cp_method": [CP_METHODS.index(name) for name in limits.contexts]})
-    columns = _kept(columns, (columns["cp"] > 1) | (columns["cp_method"] == CP_METHODS.index(limits.contexts[0])))
+    columns["schedule"][alone], columns["stages_per_rank"][alone] = 0, 1
+    columns = _crossed(columns, {"cp_method": [CP_METHODS.index(name) for name in limits.cp_methods]})
+    columns = _kept(columns, (columns["cp"] > 1) | (columns["cp_method"] == CP_METHODS.index(limits.cp_methods[0])))
     columns = _crossed(columns, {"zero": limits.zeros})
     copies = columns["dp"] * columns["cp"] > 1
     columns = _kept(columns, (columns["zero"] == min(limits.zeros)) | copies)
-    parts = np.broadcast_to(np.int32(limits.parts[0]), columns["x"].shape)
-    if limits.parts[0] > 1:
+    parts = np.broadcast_to(np.int32(limits.batch_parts[0]), columns["x"].shape)
+    if limits.batch_parts[0] > 1:
         parts = np.where(columns["x"] * columns["y"] > 1, parts, np.int32(1))
     return base.but(**columns, batch_parts=parts, recompute=0, recompute_every=1, offload=False, layers_per_stage=None)
 
@@ -119,10 +119,10 @@ def refused_grids(
     its number of layouts, [n] each."""
     # If a grid is illegal with these choices, it is illegal with all choices. Zero 3 is among them, because it is the
     # only one that allows an ep that neither divides z nor is a multiple of it.
-    simplest = base.but(**grids, schedule=0, interleave=1, zero=3, recompute=0, offload=False, cp_method=0,
+    simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
-    layouts = np.where(grids["pp"] > 1, len(limits.pipelines), 1) * np.where(grids["cp"] > 1, len(limits.contexts), 1)
+    layouts = np.where(grids["pp"] > 1, len(limits.pipelines), 1) * np.where(grids["cp"] > 1, len(limits.cp_methods), 1)
     return rejections(simplest, machine), layouts * np.where(copies, len(limits.zeros), 1) * len(limits.recomputes)
 
 
@@ -143,23 +143,33 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
 
 def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
-    numbers = (model.queries, model.keys, model.hidden, model.inner, model.vocab, model.positions, step.seq, step.batch)
+    numbers = (
+        model.queries,
+        model.keys,
+        model.hidden_size,
+        model.intermediate_size,
+        model.padded_vocab_size,
+        model.positions,
+        step.seq_length,
+        step.global_batch_size,
+    )
     # The search's 32 bits are enough for any model that was ever built.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
     # The rules are written for one layout. Arrays pass through the same operators.
     sizes: dict[str, Any] = {
-        "layers": model.layers, "hidden": model.hidden, "heads": model.queries // model.head_dim,
-        "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.inner,
-        "vocab": model.vocab, "positions": model.positions, "seq": step.seq, "batch": step.batch,
-        "float8": step.bits == 8, "experts": model.experts, "expert_inner": model.expert_inner,
-        "shared_inner": model.shared_inner,
+        "layers": model.num_hidden_layers, "hidden": model.hidden_size, "heads": model.queries // model.head_dim,
+        "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.intermediate_size,
+        "vocab": model.padded_vocab_size, "positions": model.positions, "seq": step.seq_length,
+        "batch": step.global_batch_size,
+        "float8": step.bits == 8, "experts": model.num_experts, "expert_inner": model.moe_intermediate_size,
+        "shared_inner": model.shared_expert_intermediate_size,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # Products with other sizes would exceed 32 bits.
-        "micro_batch": np.asarray(layout.micro_batch, np.int64),
+        # Matmuls with other sizes would exceed 32 bits.
+        "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,
-        "stages": layout.pp * layout.interleave,
+        "stages": layout.pp * layout.stages_per_rank,
         "in_rounds": layout.in_rounds,
         "split_backward": layout.split_backward,
         "dual_pipe_v": np.equal(layout.schedule, SCHEDULES.index("DualPipeV")) & (layout.pp > 1),

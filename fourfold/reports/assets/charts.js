@@ -5,7 +5,6 @@ const fourfold = (() => {
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const escape = text => echarts.format.encodeHTML(String(text));
   const charts = [];
-  const functions = typeof plugins === "undefined" ? {} : plugins;
 
   /** 12.5k, 3.2M, 7B, 0.25, 3e−4: at most so many significant digits. */
   function format(value, digits = 4) {
@@ -23,14 +22,12 @@ const fourfold = (() => {
   }
 
   const isColor = key => /color$/i.test(key);
-  /** Colors like "--s1" are the page's, and "@bar" is a function of a script before this one. */
+  /** Colors like "--s1" are the page's. */
   function resolve(value, key = "") {
     if (Array.isArray(value)) return value.some(v => typeof v !== "number") ? value.map(v => resolve(v, key)) : value;
     if (value && typeof value === "object")
       return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, resolve(v, k)]));
-    if (typeof value !== "string") return value;
-    if (isColor(key) && value.startsWith("--")) return css(value);
-    return (value.startsWith("@") && functions[key]?.[value.slice(1)]) || value;
+    return typeof value === "string" && isColor(key) && value.startsWith("--") ? css(value) : value;
   }
 
   function theme() {
@@ -83,48 +80,10 @@ const fourfold = (() => {
 
   const list = value => value === undefined ? [] : [value].flat();
 
-  /** A heat map's colors, and the numbers of its cells where they have room. */
-  function completeHeatMap(whole, chart) {
-    const series = whole.series[0], columns = whole.xAxis.data.length, rows = whole.yAxis.data.length;
-    const {min, max} = whole.visualMap;
-    Object.assign(whole.yAxis, {nameLocation: "start", splitLine: {show: false}});
-    whole.tooltip = {formatter: ({value: [x, y, z]}) => escape(
-      `${whole.yAxis.name} ${whole.yAxis.data[y]}, ${whole.xAxis.name} ${whole.xAxis.data[x]}: ${format(z)}`)};
-    const texts = series.data.map(([, , z]) => format(z, 3)), longest = Math.max(...texts.map(text => text.length));
-    const hasRoom = (chart.getWidth() - 70) / columns > 6 * longest + 4 && (chart.getHeight() - 80) / rows > 15;
-    whole.visualMap = {type: "continuous", right: 0, top: "middle", itemWidth: 10, itemHeight: 110, hoverLink: false,
-      inRange: {color: [css("--pale"), css("--s0")]}, show: !hasRoom, ...whole.visualMap};
-    whole.grid = {top: 22, right: hasRoom ? 12 : 64, ...whole.grid};
-    series.itemStyle = {borderColor: css("--card"), borderWidth: hasRoom ? 1 : 0};
-    series.data = series.data.map((value, i) => ({value, label: {show: hasRoom, formatter: texts[i], fontSize: 11,
-      color: css((value[2] - min) / (max - min || 1) > 0.55 ? "--on-deep" : "--ink")}}));
-  }
-
-  /** Parallel coordinates: axes side by side, or one below the other where the page is narrow. */
-  function completeParallel(whole, chart, plot) {
-    const axes = whole.parallelAxis, isNarrow = plot.clientWidth < 90 * axes.length;
-    plot.style.height = isNarrow ? `${44 + 62 * axes.length}px` : plot.dataset.height;
-    chart.resize();
-    whole.parallel = isNarrow ? {layout: "vertical", left: 34, right: 40, top: 30, bottom: 26}
-      : {left: 30, right: 72, top: 34, bottom: 14};
-    for (const axis of axes) {
-      axis.nameLocation = isNarrow ? "start" : "end";
-      axis.nameGap = isNarrow ? 8 : 14;
-      axis.nameTextStyle = {color: css("--ink"), ...isNarrow
-        ? {align: "left", verticalAlign: "bottom", padding: [0, 0, 6, 0]} : {fontWeight: 600}};
-      axis.axisLabel = {color: css("--ink"), textBorderColor: css("--card"), textBorderWidth: 3, margin: 6};
-      axis.areaSelectStyle = {color: css("--s0"), borderColor: css("--s0"), opacity: 0.15, width: 16};
-    }
-    whole.series[0].lineStyle ??= {};
-    whole.series[0].inactiveOpacity ??= 0.04;
-  }
-
   /** What every chart has, beside what its own option says. */
   function complete(option, entry) {
     const {chart, plot} = entry;
     const whole = resolve(option);
-    if (whole.series[0].type === "heatmap") completeHeatMap(whole, chart);
-    if (whole.parallelAxis) completeParallel(whole, chart, plot);
     for (const axis of [...list(whole.xAxis), ...list(whole.yAxis)]) {
       if (axis.type === "category") continue;
       const isRound = typeof axis.max !== "number" || Number(axis.max.toPrecision(2)) === axis.max;

@@ -7,7 +7,6 @@ for (const table of document.querySelectorAll("table.search")) {
   const plain = String.raw`(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)`;
   const isNumber = text => new RegExp(`^${plain}$`).test(text);
   const wanted = headers.map(() => "");
-  let brushed = null;
 
   function keeps(cell, filter) {
     const limit = filter.match(/^\s*(<=|>=|≤|≥|<|>|=)\s*([\d.,]+)\s*%?\s*$/);
@@ -25,9 +24,8 @@ for (const table of document.querySelectorAll("table.search")) {
 
   function show() {
     let count = 0;
-    rows.forEach((row, place) => {
-      row.hidden = (brushed && !brushed.has(place))
-        || wanted.some((filter, column) => filter.trim() && !keeps(row.cells[column].textContent, filter));
+    rows.forEach(row => {
+      row.hidden = wanted.some((filter, column) => filter.trim() && !keeps(row.cells[column].textContent, filter));
       count += !row.hidden;
     });
     note.textContent = `${count.toLocaleString("en")} of ${rows.length.toLocaleString("en")} rows`;
@@ -59,16 +57,4 @@ for (const table of document.querySelectorAll("table.search")) {
     };
   });
   show();
-  /** Keep only the rows of these places, as a brush of a chart does; null: all. */
-  table.keepRows = places => { brushed = places; show(); };
-}
-
-/** A brush on an axis of parallel coordinates keeps the same rows of the tables: their first rows are its lines. */
-for (const {chart} of typeof fourfold === "undefined" ? [] : fourfold.charts) {
-  if (!chart.getOption().parallel?.length) continue;
-  chart.on("axisareaselected", () => {
-    const lines = chart.getModel().getSeriesByIndex(0), dimmed = lines.getRawIndicesByActiveState("inactive").length;
-    const kept = dimmed ? new Set(lines.getRawIndicesByActiveState("active")) : null;
-    document.querySelectorAll("table.search").forEach(table => table.keepRows(kept));
-  });
 }

@@ -13,7 +13,7 @@ from tiny_runs import LLAMA, tiny_run
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.models.causal_attention import AttentionContext
-from fourfold.overlap_order import Steps, Until, in_turn
+from fourfold.overlap_order import Steps, Until, run_batch_parts
 from fourfold.parallel.overlap.batch_parts import HookedVisit, JoinedAttention, Parts
 
 
@@ -29,7 +29,7 @@ def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str
         return name
 
     names = "abcd"[:parts]
-    assert in_turn((steps(name) for name in names), runs_ahead) == list(names)
+    assert run_batch_parts((steps(name) for name in names), runs_ahead) == list(names)
     return " ".join(taken)
 
 
@@ -48,7 +48,7 @@ def test_a_part_enters_the_next_block_before_the_last_computes_its_mlp() -> None
 
 
 def test_parts_wait_for_the_others() -> None:
-    ends = [Until.GATHERED, Until.OTHERS, Until.SUMMED_TO_GATHER, Until.GATHERED]
+    ends = [Until.GATHERED, Until.ALL_PARTS, Until.SUMMED_TO_GATHER, Until.GATHERED]
     taken = taken_in_turn(3, ends).split()
     assert max(taken.index(f"{name}1") for name in "abc") < min(taken.index(f"{name}2") for name in "abc")
 
@@ -57,7 +57,7 @@ def test_a_recomputation_that_ends_early_keeps_the_order_of_the_forward() -> Non
     """Its last products are left out, and nothing else moves."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     for parts in (2, 3, 4):
-        whole, again = taken_in_turn(parts, ends).split(), taken_in_turn(parts, [*ends, Until.OTHERS]).split()
+        whole, again = taken_in_turn(parts, ends).split(), taken_in_turn(parts, [*ends, Until.ALL_PARTS]).split()
         begun = [step for step in whole if step[1] != "4"]
         assert [step for step in again if step[1] not in "45"] == begun
 

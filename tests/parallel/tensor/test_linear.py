@@ -8,7 +8,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig, ParallelConfig
-from fourfold.overlap_order import Steps, in_turn
+from fourfold.overlap_order import Steps, run_batch_parts
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import Linear4D, LinearGroup, OverY
 from fourfold.parallel.tensor.linear_steps import PostponedGradients, Schedule, linear_steps
@@ -77,7 +77,7 @@ def share_of(whole: Tensor, grid: Grid) -> Tensor:
 def results(layers: Layers, x: Tensor, grad: Tensor, stepped: bool = False) -> dict[str, Tensor]:
     """Return the output, and the gradients of the input and of the weights. Biases are summed elsewhere."""
     x = x.clone().requires_grad_()
-    (out,) = in_turn([layers.steps(x)], runs_ahead=False) if stepped else [layers(x)]
+    (out,) = run_batch_parts([layers.steps(x)], runs_ahead=False) if stepped else [layers(x)]
     out.backward(grad)
     weights = {name: p.grad for name, p in layers.named_parameters() if name.endswith("weight")}
     return {"output": out.detach(), "input gradient": x.grad} | weights

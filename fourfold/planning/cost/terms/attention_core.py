@@ -83,14 +83,14 @@ def unfused_seconds(
         bandwidth: Memory bandwidth in bytes per second.
         moved_per_score: Bytes that the kernels between the matmuls move per score.
     """
-    products = 2 * 2 * scores * head_dim / (0.5 * rate)
-    return products + scores * moved_per_score / bandwidth
+    matmuls = 2 * 2 * scores * head_dim / (0.5 * rate)
+    return matmuls + scores * moved_per_score / bandwidth
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
     """Return the seconds of forward and backward with capped scores, which run as separate operations."""
     forward, backward = (
-        unfused_seconds(products * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / products)
-        for moved, products in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))
+        unfused_seconds(matmuls * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / matmuls)
+        for moved, matmuls in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))
     )
     return forward, backward

@@ -13,7 +13,7 @@ from fourfold.planning.workload import SCHEDULES
 def bubble_seconds(
     schedule: Number,
     pp: Number,
-    interleave: Number,
+    stages_per_rank: Number,
     micro_batches: Number,
     forward: Number,
     inputs: Number,
@@ -32,13 +32,13 @@ def bubble_seconds(
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
-    interleaved = (pp - 1 + (interleave - 1) * missing) * whole / interleave
+    interleaved = (pp - 1 + (stages_per_rank - 1) * missing) * whole / stages_per_rank
     is_one = [np.equal(schedule, SCHEDULES.index(name)) for name in
               ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")]  # fmt: skip
     return np.select(
         is_one,
         [
-            _zero_bubble(pp, interleave, micro_batches, missing, forward, inputs, weights),
+            _zero_bubble(pp, stages_per_rank, micro_batches, missing, forward, inputs, weights),
             _v_shaped(pp, micro_batches, forward, inputs, weights),
             (pp - 1) * (forward + 2 * np.maximum(inputs - weights, 0.0)) / 2,
         ],
@@ -47,7 +47,7 @@ def bubble_seconds(
 
 
 def _zero_bubble(
-    pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
+    pp: Number, stages_per_rank: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
     weights: Number,
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
@@ -57,8 +57,10 @@ def _zero_bubble(
     follow it.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
-    filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
-    way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
+    filled = (
+        (pp - 1) * gap + missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
+    ) / stages_per_rank
+    way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / stages_per_rank
     return np.maximum(filled, way - micro_batches * (forward + inputs + weights))
 
 

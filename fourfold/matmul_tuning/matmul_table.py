@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import Field, field_validator
 
-from fourfold.config.layout import ProductSizes
+from fourfold.config.layout import MatmulSizes
 from fourfold.config.strict import Strict
 from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
@@ -44,7 +44,7 @@ class TunedLayer(Strict):
 
     @field_validator("gains")
     @classmethod
-    def _has_every_product(cls, gains: dict[str, Gain]) -> dict[str, Gain]:
+    def _has_every_matmul(cls, gains: dict[str, Gain]) -> dict[str, Gain]:
         if set(gains) != set(PRODUCTS):
             raise ValueError(f"gains are of {', '.join(PRODUCTS)}")
         return gains
@@ -55,14 +55,14 @@ class TunedLayer(Strict):
         return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
 
 
-class ProductTable(Strict):
+class MatmulTable(Strict):
     """Tuned layers of one machine, by dtype and sizes (``key_of``)."""
 
     machine: str
     layers: dict[str, TunedLayer]
 
 
-def key_of(sizes: ProductSizes, dtype: torch.dtype) -> str:
+def key_of(sizes: MatmulSizes, dtype: torch.dtype) -> str:
     """Return the name of a layer's sizes in the table."""
     return f"{str(dtype).removeprefix('torch.')} {sizes.tokens}x{sizes.outputs}x{sizes.inputs}"
 
@@ -99,17 +99,17 @@ def table_file(machine: str) -> Path:
     return folder / "fourfold" / f"products-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 
-def read_table(machine: str) -> ProductTable:
+def read_table(machine: str) -> MatmulTable:
     """Return a machine's table, which is empty without a file. Raise ``UserError`` for a damaged one."""
     file = table_file(machine)
     try:
         text = file.read_bytes()
     except FileNotFoundError:
-        return ProductTable(machine=machine, layers={})
+        return MatmulTable(machine=machine, layers={})
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     try:
-        table = ProductTable.model_validate_json(text)
+        table = MatmulTable.model_validate_json(text)
     except ValueError:
         raise UserError(f"{file} is damaged: it is no table of tuned products; remove it, and measure again") from None
     if table.machine != machine:
@@ -117,7 +117,7 @@ def read_table(machine: str) -> ProductTable:
     return table
 
 
-def write_table(table: ProductTable) -> Path:
+def write_table(table: MatmulTable) -> Path:
     """Write the file of the table's machine. Raise ``UserError`` if it cannot be written."""
     file = table_file(table.machine)
     with writing(file):

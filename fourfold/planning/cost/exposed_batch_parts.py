@@ -1,7 +1,7 @@
 """Compute the exposed seconds of blocks whose batch parts take turns, by replaying their events as the trace does.
 
-The order of events does not depend on how long they take. It is recorded once for each kind of block (``turn_events``),
-and then timed for many layouts at once.
+The order of events does not depend on how long they take. It is recorded once for each kind of block
+(``batch_part_events``), and then timed for many layouts at once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number, unique_rows
+from fourfold.planning.cost.batch_part_events import Event, Kind, events_of
+from fourfold.planning.cost.batch_part_time import BatchPartTime, batch_part_time
 from fourfold.planning.cost.block import norms_before
-from fourfold.planning.cost.part_time import PartTime, part_time
 from fourfold.planning.cost.tensor_sizes import attention_over_y
-from fourfold.planning.cost.turn_events import Event, Kind, events_of
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -24,19 +24,19 @@ KEY = (
     "x",
     "y",
     "cp",
-    "micro_batch",
+    "micro_batch_size",
     "cp_method",
     "batch_parts",
     "recompute",
     "recompute_every",
     "schedule",
     "pp",
-    "interleave",
+    "stages_per_rank",
 )
 """Columns of a layout that this module's results depend on."""
 
 
-def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slowed: Number) -> dict[str, Number]:
+def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime, slowed: Number) -> dict[str, Number]:
     """Return the mean seconds per block that a step waits for collectives, by axis (``verification.exposure``).
 
     Collectives of one axis run one after the other, and collectives of two axes run concurrently.
@@ -69,9 +69,9 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slo
     return waited
 
 
-def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
+def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
     """Return the exposed seconds of one block's collectives over x and y if parts take turns, and 0 otherwise."""
-    if not np.any(work.parts > 1):
+    if not np.any(work.active_parts > 1):
         return 0.0, 0.0
     layout = work.layout
     inputs = (work.model, work.step, work.program, machine, constants)
@@ -80,7 +80,7 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
     if not shape:
         x, y = _of_blocks(work.but(x=np.atleast_1d(layout.x)), machine, constants)
         return x[0], y[0]
-    places = np.flatnonzero(np.broadcast_to(work.parts > 1, shape))
+    places = np.flatnonzero(np.broadcast_to(work.active_parts > 1, shape))
     work, machine, constants = work.take(places), machine.take(places), constants.take(places)
     first = back = np.arange(len(places))
     if not varying:
@@ -92,45 +92,47 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
     """Return the exposed seconds of an average block over x and over y [2, n]. A fraction of the blocks recomputes."""
-    count = np.size(work.parts)
+    count = np.size(work.active_parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
-    exposed: np.ndarray = share * _of_kinds(work, work.passes_blocks, machine, constants)
+    exposed: np.ndarray = share * _of_kinds(work, work.parts_cross_blocks, machine, constants)
     rest = np.flatnonzero(share < 1)
     if len(rest):
         others = work.take(rest)
-        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine.take(rest), constants.take(rest))
+        of_others = _of_kinds(
+            others.but(recompute=0), others.parts_cross_blocks, machine.take(rest), constants.take(rest)
+        )
         exposed[:, rest] += (1 - share[rest]) * of_others
     return exposed
 
 
-def _of_kinds(work: Workload, passes_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
+def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
     """Return the exposed seconds of a block over x and over y [2, n]."""
-    time = part_time(work, machine, constants)
-    exposed = np.zeros((2, np.size(work.parts)))
-    blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # The blocks of one stage.
-    blocks = np.broadcast_to(blocks, (np.size(work.parts),))
-    for kind, places in _kinds_of(work, passes_blocks & (blocks >= 2)):
+    time = batch_part_time(work, machine, constants)
+    exposed = np.zeros((2, np.size(work.active_parts)))
+    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # The blocks of one stage.
+    blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
+    for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
-        shares = (few, 1 - 2 * few, few) if kind.passes_blocks else (1.0,)
+        shares = (few, 1 - 2 * few, few) if kind.parts_cross_blocks else (1.0,)
         waited = waits(events_of(kind), shares, time.take(places), constants.take(places).exposed)
         exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
     return exposed
 
 
-def _kinds_of(work: Workload, passes_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
+def _kinds_of(work: Workload, parts_cross_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
     """Yield every kind of block and the indices of the cases that have it."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
-        "parts": work.parts,
+        "batch_parts": work.active_parts,
         "x": np.greater(layout.x, 1),
         "y": np.greater(layout.y, 1),
         "tokens": work.parts_are_tokens,
         "recompute": layout.recompute,
-        "passes_blocks": passes_blocks,
+        "parts_cross_blocks": parts_cross_blocks,
         "split_backward": layout.split_backward,
         "overlap": program.overlap_x,
-        "gate": np.greater(model.gate_up, model.inner),
+        "gate": np.greater(model.gate_up, model.intermediate_size),
         "gate_first": program.gate_first,
         "parallel_residual": model.parallel_residual,
         "norms_before": norms_before(model) > 0,
@@ -141,7 +143,7 @@ def _kinds_of(work: Workload, passes_blocks: Flag) -> Iterator[tuple[Kind, np.nd
         "norms_again": program.recomputes_norms,
         "gathers_again": program.recomputes_gathers,
     }
-    count = np.size(work.parts)
+    count = np.size(work.active_parts)
     each = {name: np.broadcast_to(column, (count,)).astype(int) for name, column in columns.items()}
     first, back = unique_rows(list(each.values()))
     for number, place in enumerate(first):

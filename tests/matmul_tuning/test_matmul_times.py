@@ -13,16 +13,13 @@ from command_line import Cli, one_sentence
 from tiny_corpus import make_corpus, run_file
 from torch import Tensor
 
-from fourfold.config.layout import ProductSizes
+from fourfold.config.layout import MatmulSizes
 from fourfold.errors import UserError
-from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
-from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.machines.names import FOLDER
-from fourfold.products import product_times
-from fourfold.products.product_table import (
+from fourfold.matmul_tuning import matmul_times
+from fourfold.matmul_tuning.matmul_table import (
     PRODUCTS,
     Gain,
-    ProductTable,
+    MatmulTable,
     TunedLayer,
     key_of,
     machine_of,
@@ -30,10 +27,13 @@ from fourfold.products.product_table import (
     table_file,
     write_table,
 )
-from fourfold.products.product_times import LEAST_GAIN, layer_ratios, tune_layer
+from fourfold.matmul_tuning.matmul_times import LEAST_GAIN, layer_ratios, tune_layer
+from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.names import FOLDER
 
 CPU = torch.device("cpu")
-SIZES = ProductSizes(64, 64, 64)
+SIZES = MatmulSizes(64, 64, 64)
 MILLISECONDS = {"output": 2.0, "input_gradient": 2.0, "weight_gradient": 2.0}
 
 
@@ -51,7 +51,7 @@ def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str,
     the copies."""
     seconds = 0.0
     clock = SimpleNamespace(thread_time=lambda: seconds)
-    monkeypatch.setattr(product_times, "time", clock)
+    monkeypatch.setattr(matmul_times, "time", clock)
 
     for product in MILLISECONDS:
         original = getattr(LaidOutMatmuls, product)
@@ -99,7 +99,7 @@ def test_layouts_are_compared_in_new_rounds(monkeypatch: pytest.MonkeyPatch) -> 
     assert 1.1 < ratios[len(ratios) // 2] < 1.3
 
 
-TABLE = ProductTable(
+TABLE = MatmulTable(
     machine=machine_of(CPU),
     layers={
         key_of(SIZES, torch.bfloat16): TunedLayer(
@@ -144,24 +144,24 @@ def test_the_threads_of_a_rank_are_part_of_the_machine() -> None:
 def test_the_command_measures_once(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = run_file(tmp_path, make_corpus(tmp_path))
-    code, out, err = cli("tune-matmul", run, "--json")
+    code, out, err = cli("machine", "tune-matmul", run, "--json")
     record = json.loads(out)
     assert code == 0, err
     assert Path(record["file"]).is_file()
     assert {name for layer in record["layers"] for name in layer["layers"]} >= {"q_proj", "o_proj", "down_proj"}
     assert set(record["rates"]) == {"nn", "nt", "tn"}
-    assert json.loads(cli("tune-matmul", run, "--json")[1]) == record, "read from the table"
+    assert json.loads(cli("machine", "tune-matmul", run, "--json")[1]) == record, "read from the table"
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = cli("tune-matmul", run)
+    code, out, _ = cli("machine", "tune-matmul", run)
     assert code == 0 and "input gradient" in " ".join(out.split()) and record["machine"][:9] in out
     tuned = tmp_path / "tuned.toml"
     base = tmp_path / "base.toml"
     base.write_text((FOLDER / "laptop.toml").read_text())
-    assert cli("tune-matmul", run, "--machine", base, "--out", tuned)[0] == 0
+    assert cli("machine", "tune-matmul", run, "--machine", base, "--out", tuned)[0] == 0
     machine = load_machine(str(tuned))
     for kind, rate in record["rates"].items():
         assert getattr(machine, kind) * machine.achieved_fp32 == pytest.approx(rate, rel=1e-4)
-    assert "give both" in one_sentence(cli("tune-matmul", run, "--out", tuned))
+    assert "give both" in one_sentence(cli("machine", "tune-matmul", run, "--out", tuned))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ MEASURED = 10
 
 
 @dataclass(frozen=True)
-class Indistinct:
+class WithinError:
     """The layouts whose predicted times are too close to the best one to say which is the fastest."""
 
     factor: float
@@ -37,26 +37,26 @@ class Indistinct:
         return asdict(self)
 
 
-def indistinct(plan: Plan, factor: float) -> Indistinct:
+def layouts_within_error(plan: Plan, factor: float) -> WithinError:
     """Find the layouts within ``factor`` of the best."""
     found = plan.found
     seconds = found.seconds[found.order]
     count = max(1, int(np.count_nonzero(seconds < factor * seconds[0])))
     closest = [found.point(index) for index in found.order[: min(count, MEASURED)]]
-    return Indistinct(factor, count, min(count, len(plan.ranked)), tuning_space(closest))
+    return WithinError(factor, count, min(count, len(plan.ranked)), tuning_space(closest))
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
     """Return limits that allow all ``works``, as texts for ``limits.parse_limits``: the values of each knob."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
-    some = {"schedule": pipelined, "interleave": pipelined, "cp_method": shared}
+    some = {"schedule": pipelined, "stages_per_rank": pipelined, "cp_method": shared}
     space = []
-    experts = ["ep"] if works[0].model.experts else []
-    for knob in (*AXES, *experts, "zero", "recompute", "micro_batch", "schedule", "interleave", "cp_method"):
+    experts = ["ep"] if works[0].model.num_experts else []
+    for knob in (*AXES, *experts, "zero", "recompute", "micro_batch_size", "schedule", "stages_per_rank", "cp_method"):
         values = sorted({int(getattr(layout, knob)) for layout in some.get(knob, layouts)})
         if values:
             names = [NAMED[knob][value] if knob in NAMED else str(value) for value in values]
             space.append(f"{knob}={','.join(names)}")
-    parts = sorted({int(work.parts) for work in works})
+    parts = sorted({int(work.active_parts) for work in works})
     return [*space, f"batch_parts={','.join(map(str, parts))}"]

@@ -13,15 +13,15 @@ from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch import Tensor
 from tuned_products import EVEN, LAYOUTS, forced_layouts
 
-from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.layout import MatmulSizes, matmul_sizes
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
+from fourfold.matmul_tuning.matmul_choice import agreed_layouts
+from fourfold.matmul_tuning.matmul_table import MatmulTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmul_layouts import PADDED_TO, Copy, LaidOutMatmuls, LayerLayout, copied
 from fourfold.parallel.tensor.matmuls import Matmuls
-from fourfold.products.product_choice import agreed_layouts
-from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 
@@ -64,14 +64,14 @@ def test_layouts_change_no_product(layout: LayerLayout) -> None:
 
 def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
     """Compare the sizes of all matmuls of a step with the tuned sizes."""
-    seen: set[tuple[str, ProductSizes]] = set()
+    seen: set[tuple[str, MatmulSizes]] = set()
 
     class Noting(Matmuls):
         def __init__(self, name: str) -> None:
             self.name = name
 
         def output(self, x: Tensor, weight: Tensor) -> Tensor:
-            seen.add((self.name, ProductSizes(x.shape[:-1].numel(), *weight.shape)))
+            seen.add((self.name, MatmulSizes(x.shape[:-1].numel(), *weight.shape)))
             return super().output(x, weight)
 
     with forced_layouts(run):
@@ -83,7 +83,7 @@ def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
     for name, linear in linears.items():
         linear.matmuls = Noting(name.rpartition(".")[2])
     job.train_step(random_micro_batches(run, 0, job.grid, CPU), 0)
-    assert seen == set(product_sizes(run).items())
+    assert seen == set(matmul_sizes(run).items())
 
 
 @pytest.mark.fast_cases(1)
@@ -107,9 +107,9 @@ def layouts_body(rank: int, world_size: int, run: RunConfig, folder: str) -> Any
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
     layers = {
         key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains=EVEN, other_order=1.0)
-        for sizes in product_sizes(run).values()
+        for sizes in matmul_sizes(run).values()
     }
-    write_table(ProductTable(machine=machine_of(CPU), layers=layers))
+    write_table(MatmulTable(machine=machine_of(CPU), layers=layers))
     try:
         return agreed_layouts(run, CPU)
     finally:

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.layout import MatmulSizes, matmul_sizes
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.launch.job_processes import choose_device
+from fourfold.matmul_tuning.matmul_choice import tuned_layers
+from fourfold.matmul_tuning.matmul_table import TunedLayer, machine_of, table_file
 from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
-from fourfold.products.product_choice import tuned_layers
-from fourfold.products.product_table import TunedLayer, machine_of, table_file
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
 """Maps the three matmuls of a layer to their keys in a machine file's section ``layouts``. A key names the layouts of
 the stored operands."""
 
 
-def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
+def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
 
     On a CPU, a rank has the threads that ``fourfold train`` gives it here: OMP_NUM_THREADS, or its share of the cores.
@@ -40,12 +40,12 @@ def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
         "machine": machine,
         "file": str(table_file(machine)),
         "precision": run.training.precision,
-        "layers": layer_records(product_sizes(run), layers),
+        "layers": layer_records(matmul_sizes(run), layers),
         "rates": rates(layers),
     }
 
 
-def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSizes, TunedLayer]) -> list[dict[str, Any]]:
+def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
     """Return one record per size, with the names of its layers."""
     return [
         {
@@ -55,16 +55,16 @@ def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSize
             "gain": tuned.gain,
             "other_order": tuned.other_order,
             "products": {
-                product: {"copies": getattr(tuned.layout, product).describe(), **gain.model_dump()}
-                for product, gain in tuned.gains.items()
+                matmul: {"copies": getattr(tuned.layout, matmul).describe(), **gain.model_dump()}
+                for matmul, gain in tuned.gains.items()
             },
         }
         for sizes, tuned in layers.items()
     ]
 
 
-def rates(layers: Mapping[ProductSizes, TunedLayer]) -> dict[str, float]:
+def rates(layers: Mapping[MatmulSizes, TunedLayer]) -> dict[str, float]:
     """Return the FLOP/s of each of the three matmuls over all sizes, in the chosen layouts."""
     flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
-    gains = {kind: [tuned.gains[product] for tuned in layers.values()] for product, kind in KINDS.items()}
+    gains = {kind: [tuned.gains[matmul] for tuned in layers.values()] for matmul, kind in KINDS.items()}
     return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fourfold.config.layout import ProductSizes
+from fourfold.config.layout import MatmulSizes
 from fourfold.heartbeat import doing
+from fourfold.matmul_tuning.matmul_table import Gain, TunedLayer
 from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
-from fourfold.products.product_table import Gain, TunedLayer
 
 LEAST_GAIN = 1.02
 """A layout is chosen if it is faster by this factor in three of four rounds."""
@@ -73,54 +73,54 @@ class Chosen(NamedTuple):
     ratios: Ratios
 
 
-def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
+def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
     """Measure the three matmuls of a layer of these sizes, and choose their layouts."""
-    doing(f"timing products of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
-    seconds, by_product = {}, {}
-    for product in WAYS:
-        seconds[product], by_product[product] = _tune_product(product, sizes, dtype, device)
-    turned = _turning_pays(seconds, by_product)
-    chosen = {product: both[turned] for product, both in by_product.items()}
-    others = sum(seconds[product] / both[not turned].ratios[1] for product, both in by_product.items())
+    doing(f"timing matmuls of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
+    seconds, by_matmul = {}, {}
+    for matmul in WAYS:
+        seconds[matmul], by_matmul[matmul] = _tune_matmul(matmul, sizes, dtype, device)
+    turned = _turning_pays(seconds, by_matmul)
+    chosen = {matmul: both[turned] for matmul, both in by_matmul.items()}
+    others = sum(seconds[matmul] / both[not turned].ratios[1] for matmul, both in by_matmul.items())
     return TunedLayer(
-        layout=LayerLayout(turned=turned, **{product: each.way for product, each in chosen.items()}),
+        layout=LayerLayout(turned=turned, **{matmul: each.way for matmul, each in chosen.items()}),
         gains={
-            product: Gain(seconds=seconds[product], low=each.ratios[0], gain=each.ratios[1], high=each.ratios[2])
-            for product, each in chosen.items()
+            matmul: Gain(seconds=seconds[matmul], low=each.ratios[0], gain=each.ratios[1], high=each.ratios[2])
+            for matmul, each in chosen.items()
         },
         other_order=sum(seconds.values()) / others,
     )
 
 
-def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
+def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
     """Return how many times faster all three matmuls are in ``layout`` than as stored, measured in new rounds that run
     both."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
-        own = {product: Candidate(layout.turned, getattr(layout, product)) for product in WAYS}
-        calls = [_calls(product, [each], sizes, dtype, device)[each] for product, each in own.items()]
+        own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in WAYS}
+        calls = [_calls(matmul, [each], sizes, dtype, device)[each] for matmul, each in own.items()]
         return lambda: [call() for call in calls]
 
     times = _rounds({each: whole_layer(each) for each in (LayerLayout(), layout)}, MOST_ROUNDS, device)
     return [base / own for base, own in zip(times[LayerLayout()], times[layout], strict=True)]
 
 
-def _turning_pays(seconds: dict[str, float], by_product: dict[str, dict[bool, Chosen]]) -> bool:
+def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Chosen]]) -> bool:
     """Return whether the layer is faster with a transposed weight, whether or not the output is recomputed."""
 
     def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
-        times = {product: seconds[product] / both[turned].ratios[quartile] for product, both in by_product.items()}
+        times = {matmul: seconds[matmul] / both[turned].ratios[quartile] for matmul, both in by_matmul.items()}
         return sum(times.values()) + (outputs - 1) * times["output"]
 
     return all(layer_seconds(True, n, quartile=0) * LEAST_GAIN < layer_seconds(False, n, quartile=1) for n in (1, 2))
 
 
-def _tune_product(
-    product: str, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+def _tune_matmul(
+    matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
     """Return the seconds with operands as stored, and the best copies for the weight as it is and transposed."""
-    candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[product]]
-    calls = _calls(product, candidates, sizes, dtype, device)
+    candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
+    calls = _calls(matmul, candidates, sizes, dtype, device)
     times = _rounds(calls, 1, device)
     kept = [c for c in candidates if c.way == Way() or times[c][0] < HOPELESS * times[AS_STORED][0]]
     times = _rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
@@ -153,7 +153,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
 
 
 def _calls(
-    product: str, candidates: Iterable[Candidate], sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+    matmul: str, candidates: Iterable[Candidate], sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
     """Return functions that compute the matmul on random operands, one per candidate."""
     generator = torch.Generator(device).manual_seed(0)
@@ -165,12 +165,12 @@ def _calls(
     weights = {False: random(sizes.outputs, sizes.inputs), True: random(sizes.inputs, sizes.outputs).T}
 
     def call(turned: bool, way: Way) -> Callable[[], Tensor]:
-        products, weight = LaidOutMatmuls(LayerLayout(turned=turned, **{product: way})), weights[turned]
-        if product == "weight_gradient":
-            return lambda: products.weight_gradient(grad, x)
-        if product == "input_gradient":
-            return lambda: products.input_gradient(grad, weight)
-        return lambda: products.output(x, weight)
+        matmuls, weight = LaidOutMatmuls(LayerLayout(turned=turned, **{matmul: way})), weights[turned]
+        if matmul == "weight_gradient":
+            return lambda: matmuls.weight_gradient(grad, x)
+        if matmul == "input_gradient":
+            return lambda: matmuls.input_gradient(grad, weight)
+        return lambda: matmuls.output(x, weight)
 
     return {candidate: call(*candidate) for candidate in candidates}
 

@@ -8,7 +8,7 @@ from typing import Any
 HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain", "other order")
 
 
-def product_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return one row per matmul from the records of layers: its rate as stored, and the gain of another layout.
 
     "other order" is the gain of the whole layer if its weight had been stored in the other order.
@@ -16,13 +16,13 @@ def product_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]
-        for number, (product, own) in enumerate(layer["products"].items()):
+        for number, (matmul, own) in enumerate(layer["products"].items()):
             rate = 2 * sizes[0] * sizes[1] * sizes[2] / own["seconds"] / 1e9
             is_first = number == 0
             first = [", ".join(layer["layers"]), " × ".join(map(str, sizes))] if is_first else ["", ""]
             other = f"{layer['other_order']:.2f}" if is_first else ""
             words = [*(["weight turned"] if layer["turned"] else []), *([own["copies"]] if own["copies"] else [])]
             gain = f"{own['gain']:.2f} ({own['low']:.2f} to {own['high']:.2f})" if words else ""
-            name = product.replace("_", " ")
+            name = matmul.replace("_", " ")
             rows.append([*first, name, "; ".join(words) or "as stored", f"{rate:,.0f}", gain, other])
     return rows

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
-from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.layout import MatmulSizes, matmul_sizes
 from fourfold.config.run import RunConfig
+from fourfold.matmul_tuning.matmul_table import TunedLayer, key_of, machine_of, read_table, write_table
+from fourfold.matmul_tuning.matmul_times import tune_layer
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Layouts
-from fourfold.products.product_table import TunedLayer, key_of, machine_of, read_table, write_table
-from fourfold.products.product_times import tune_layer
 
 
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
@@ -32,10 +32,10 @@ def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
 def _layouts(run: RunConfig, device: torch.device) -> Layouts:
     dtype = DTYPES[run.training.precision]
     if run.training.tuned_products == "measured":
-        layers: Mapping[ProductSizes, TunedLayer] = tuned_layers(run, dtype, device)
+        layers: Mapping[MatmulSizes, TunedLayer] = tuned_layers(run, dtype, device)
     else:
         table = read_table(machine_of(device))
-        sizes = set(product_sizes(run).values())
+        sizes = set(matmul_sizes(run).values())
         layers = {each: table.layers[key] for each in sizes if (key := key_of(each, dtype)) in table.layers}
         if len(layers) < len(sizes):
             print(
@@ -49,7 +49,7 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
-) -> dict[ProductSizes, TunedLayer]:
+) -> dict[MatmulSizes, TunedLayer]:
     """Return the tuned layers of a run's sizes. Sizes that the machine's table lacks are measured and added.
 
     Args:
@@ -60,7 +60,7 @@ def tuned_layers(
     """
     machine = machine_of(device)
     layers = {}
-    for sizes in dict.fromkeys(product_sizes(run).values()):
+    for sizes in dict.fromkeys(matmul_sizes(run).values()):
         key = key_of(sizes, dtype)
         table = read_table(machine)  # Another process may have written the table since.
         if again or key not in table.layers:

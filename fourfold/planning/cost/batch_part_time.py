@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.planning.array_fields import Cases, Number
+from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.attention_time import attention_seconds
 from fourfold.planning.cost.block import norm_seconds, whole_keys_seconds
 from fourfold.planning.cost.rates import Rates, linear_seconds
@@ -15,7 +15,7 @@ from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
-class PartTime(Cases):
+class BatchPartTime(ArrayFields):
     """Seconds of matmuls and their gradients by layer, and of collectives by layer and axis.
 
     In a block, every all-gather over x takes as long as every sum over x.
@@ -51,13 +51,13 @@ class PartTime(Cases):
     """The collective of keys and values, if the ranks of y share the queries."""
 
 
-def part_time(work: Workload, machine: Machine, constants: Constants) -> PartTime:
+def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> BatchPartTime:
     """Return the seconds for each case of ``work``, for dense blocks only."""
-    part = work.but(micro_batch=work.layout.micro_batch / work.parts)
+    part = work.but(micro_batch_size=work.layout.micro_batch_size / work.active_parts)
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes
     x_group, y_group = group_of(layout.x, 1, machine, constants), group_of(layout.y, layout.x, machine, constants)
-    hidden, qkv = model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x
-    queries, inner = model.queries / layout.x, model.inner / layout.x
+    hidden, qkv = model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x
+    queries, inner = model.queries / layout.x, model.intermediate_size / layout.x
     shapes = {
         "qkv": (hidden, qkv),
         "o_proj": (queries, hidden),
@@ -72,7 +72,7 @@ def part_time(work: Workload, machine: Machine, constants: Constants) -> PartTim
         seconds[f"{name}_x"] = over_x
     attention, attention_backward = attention_seconds(part, rates, machine)
     token = item * part.tokens
-    return PartTime(
+    return BatchPartTime(
         **seconds,
         half_up=seconds["up"] / 2,
         attention=attention,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.overlap_order import Steps, Until, in_turn
+from fourfold.overlap_order import Steps, Until, run_batch_parts
 
 
 @dataclass(frozen=True)
 class Kind:
     """Properties of a block that determine the order of its events."""
 
-    parts: int
+    batch_parts: int
     x: bool
     """Whether several ranks share x."""
     y: bool
@@ -22,7 +22,7 @@ class Kind:
     """Whether parts are tokens of all sequences, and attention waits for all of them."""
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
-    passes_blocks: bool
+    parts_cross_blocks: bool
     """Whether a part enters a block while another part is in the block before."""
     split_backward: bool
     """Whether weight gradients are deferred to the end."""
@@ -46,7 +46,7 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for one.
 
-    ``what`` names its duration, a field of ``PartTime``. ``flight`` identifies the collective within the block.
+    ``what`` names its duration, a field of ``BatchPartTime``. ``flight`` identifies the collective within the block.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -87,7 +87,7 @@ class Recording:
         self.backward: list[list[Event]] = []
         self.first_read = 0
         """The last node in the order of the backward that reads a saved tensor."""
-        in_turn((self._through(part, blocks) for part in range(kind.parts)), runs_ahead=not kind.y)
+        run_batch_parts((self._through(part, blocks) for part in range(kind.batch_parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
         for block in range(blocks):
@@ -100,7 +100,7 @@ class Recording:
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
         yield from self._linear(place, QKV)
         if kind.tokens:
-            yield Until.OTHERS
+            yield Until.ALL_PARTS
         self._attention(place)
         yield from self._linear(place, O_PROJ, hides=UP if waits_for_up else None, before_gather=True)
         self._norm(place, kind.norms_after, "attention's output")
@@ -146,16 +146,16 @@ class Recording:
         if ends_early:
             if writes:
                 yield Until.SUMMED
-            yield Until.OTHERS
+            yield Until.ALL_PARTS
             return
-        products = [Event("compute", name)]
+        matmuls = [Event("compute", name)]
         sums = [of_output] if writes else []
         if layer is UP and kind.gate and kind.y:
             gate = _issue(name, layer.writes, place, "gate")
-            products = [Event("compute", "half_up"), gate, *([] if kind.gate_first else [_wait(gate)])]
-            products += [Event("compute", "half_up")]
+            matmuls = [Event("compute", "half_up"), gate, *([] if kind.gate_first else [_wait(gate)])]
+            matmuls += [Event("compute", "half_up")]
             sums += [gate]
-        self._node([*products, *sums[:1]], [])
+        self._node([*matmuls, *sums[:1]], [])
         if not writes:
             return
         yield Until.SUMMED_TO_GATHER if before_gather else Until.SUMMED
@@ -177,7 +177,7 @@ class Recording:
         kind = self._kind
         if kind.tokens and place[1] > 0:  # The first part continues first, and computes the attention for all parts.
             return
-        together = kind.parts if kind.tokens else 1
+        together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together
         again = computed if kind.recompute == 1 and kind.attention_again else []
         backward = [*again, *[Event("compute", "attention_backward")] * together]
@@ -221,7 +221,7 @@ def events_of(kind: Kind) -> list[Event]:
     """Return the events of a step in three consecutive blocks: the first one, one that represents all blocks between,
     and the last one. If
     parts do not pass from block to block, return the events of one block."""
-    blocks = 3 if kind.passes_blocks else 1
+    blocks = 3 if kind.parts_cross_blocks else 1
     recording = Recording(kind, blocks)
     events = list(recording.forward)
     for number in reversed(range(len(recording.backward))):
