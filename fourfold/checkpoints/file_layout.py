@@ -19,7 +19,7 @@ from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
 from fourfold.config.run import AXES
 from fourfold.config.strict import Strict
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
-from fourfold.parallel.tensor.sharding import chunk, cut, piece_of
+from fourfold.parallel.tensor.sharding import chunk, cut, shard_number
 
 LAYOUT_FILE = "layout.json"
 MOST_RANKS = 2**20
@@ -69,7 +69,7 @@ class CheckpointTensors(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Ranks of a shard group on one node. Above 1, `parallel.sharding.piece_of` numbers the shards."""
+    """Ranks of a shard group on one node. Above 1, `parallel.sharding.shard_number` numbers the shards."""
     ep: int = Field(1, ge=1)
     """Ranks that share the experts."""
     tensors: dict[str, SavedTensor]
@@ -187,7 +187,7 @@ class CheckpointTensors(Strict):
         token_copy, rank = divmod(replica, pieces)
         plane = [(place[axis], self.sizes[axis]) for axis in self._copied_over(tensor)]
         copy_number = _ravel([(token_copy, self.token_copies(tensor)), *plane])
-        return ep, piece_of(rank, pieces, self._per_node(tensor)), copy_number
+        return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
         """Return which of the axes y and x hold copies, outermost first."""
@@ -221,7 +221,7 @@ class CheckpointTensors(Strict):
         copied = self._copied_over(tensor)
         sizes = [self.token_copies(tensor), *(self.sizes[axis] for axis in copied)]
         token_copy, *plane = _unravel(tensor.copy_number, sizes)
-        rank = piece_of(piece, pieces, max(pieces // per_node, 1))
+        rank = shard_number(piece, pieces, max(pieces // per_node, 1))
         number = (token_copy * pieces + rank) * self._experts(tensor) + tile["ep"]
         place = {"pp": tensor.pp, "x": tile["x"], "y": tile["y"]}
         place |= zip(TOKEN_AXES, _unravel(number, [self.sizes[axis] for axis in TOKEN_AXES]), strict=True)

@@ -103,7 +103,7 @@ class Sizes:
         return self.micro_batch * self.seq
 
     @cached_property
-    def together(self) -> Number:
+    def sequences_per_part(self) -> Number:
         """Return the number of sequences in one matmul of a rank: a micro-batch, or a part of it if parts are
         sequences."""
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
@@ -133,7 +133,7 @@ class Sizes:
     @cached_property
     def splits_queries(self) -> Number:
         """Return whether y shares the attention by queries, because it divides neither the heads nor the sequences."""
-        return (self.heads % (self.x * self.y) != 0) & (self.together % self.y != 0)
+        return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:

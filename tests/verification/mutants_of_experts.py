@@ -179,7 +179,7 @@ EXPERTS = [
     ),
     on_grid(
         "rows that come back are in the order of the experts of all ranks",
-        "parallel.experts.dispatch:Dispatch.back",
+        "parallel.experts.dispatch:Dispatch.from_experts",
         "_permuted(rows_Nh, traffic.inverse_N, traffic.order_N)",
         "_permuted(rows_Nh, traffic.order_N, traffic.inverse_N)",
         MIXTURE,

@@ -87,14 +87,14 @@ class Dispatch:
             inverse_N=None if order_N is None else _inverse(order_N),
         )
 
-    def there(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
+    def to_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
         """Take rows sorted by expert to the rows of this rank's experts, sorted by expert."""
         rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
         rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
         return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
 
-    def back(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Reverse ``there``. Each rank of x has a partial sum of the rows, and gets the rows of its own tokens."""
+    def from_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
+        """Reverse ``to_experts``. Each rank of x has a partial sum of the rows, and gets the rows of its own tokens."""
         rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
         return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")

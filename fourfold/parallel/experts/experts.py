@@ -65,8 +65,8 @@ class ParallelMixture(nn.Module):
             taken = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
             traffic = self.dispatch.traffic(counts, planned)
             taken = take_rows(x_Th, order, sum(traffic.sent)) if taken is None else taken
-            rows_Nh = self.dispatch.there(taken, traffic)
-            rows_Nh = self.dispatch.back(self.experts(rows_Nh, traffic.groups), traffic)
+            rows_Nh = self.dispatch.to_experts(taken, traffic)
+            rows_Nh = self.dispatch.from_experts(self.experts(rows_Nh, traffic.groups), traffic)
         weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
         out_BTh = combine(rows_Nh, order, weights_TK).view_as(x_BTh)
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)

@@ -81,7 +81,7 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
     return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
 
 
-def piece_of(rank: int, ranks: int, per_node: int) -> int:
+def shard_number(rank: int, ranks: int, per_node: int) -> int:
     """Return the index of the piece that a rank of a shard group holds: its own rank, unless the group has two levels.
 
     With two levels, the first ranks of all nodes hold the first pieces, then the second ranks, and so on

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     """
 
     sent: Number
-    here: Number
+    on_rank: Number
     each: Number
     experts: Number
     inner: Number
@@ -108,15 +108,15 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden_size / layout.y
     in_8, item = np.asarray(program.keeps_float8_inputs, bool), step.item_bytes
-    read = np.where(in_8, 1.0, item) * rows.here * hidden
-    before = 2 * item * rows.here * rows.inner
+    read = np.where(in_8, 1.0, item) * rows.on_rank * hidden
+    before = 2 * item * rows.on_rank * rows.inner
     again = np.asarray(program.recomputes_mlp, bool) & selective
     mlp = before + np.where(again, 0, _activated(work, rows))
     back = np.where(program.is_fourfold, item * rows.sent * hidden, 0)
     tokens = work.tokens / layout.x
     read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
     router = read_by_router + 4 * tokens * model.num_experts + BYTES_OF_A_CHOICE * tokens * model.num_experts_per_tok
-    order = np.where((layout.x * layout.ep > 1) & (rows.experts > 1), BYTES_OF_AN_ORDER * rows.here, 0)
+    order = np.where((layout.x * layout.ep > 1) & (rows.experts > 1), BYTES_OF_AN_ORDER * rows.on_rank, 0)
     return model.sparse * (router + read + mlp + back + order + kept_by_shared_gate(work))
 
 
@@ -144,7 +144,7 @@ def experts_made_again(work: Workload) -> Number:
 
 def _activated(work: Workload, rows: Rows) -> Number:
     """Return the bytes of silu(gate) and its product with up."""
-    program, inner = work.program, work.step.item_bytes * rows.here * rows.inner
+    program, inner = work.program, work.step.item_bytes * rows.on_rank * rows.inner
     product = np.where(program.keeps_float8_inputs, inner / 2, inner)
     return product + np.where(program.fused_gate, 0, inner)
 
@@ -157,7 +157,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     arrival order and in expert order. Each is freed before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
-    inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden_size / layout.y
+    inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
     weight = model.num_experts * model.hidden_size * model.moe_intermediate_size / (layout.x * layout.y * layout.ep)
     both = np.maximum(3 * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight

@@ -51,7 +51,7 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
     over_x = np.asarray(program.experts_over_x, bool)
     x_group = group_of(np.where(over_x, layout.x, 1), 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
-    x = gather_seconds(2 * item * rows.here * hidden, 2, x_group)
+    x = gather_seconds(2 * item * rows.on_rank * hidden, 2, x_group)
     y, y_backward = _over_y(work, rows, y_group)
     stride = layout.y * np.where(over_x, layout.x, 1)
     copies = (
@@ -101,8 +101,8 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts
-    sent, here = item * rows.sent * hidden, item * rows.here * hidden
-    inner = item * rows.here * rows.inner
+    sent, here = item * rows.sent * hidden, item * rows.on_rank * hidden
+    inner = item * rows.on_rank * rows.inner
     how = pointwise.ExpertFlags(
         is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
         several=rows.experts > 1,
@@ -117,7 +117,7 @@ def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Numbe
     and of the down projection's input.
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
-    inner = item * rows.here * rows.inner
+    inner = item * rows.on_rank * rows.inner
     scores = 4 * work.tokens / layout.x * model.num_experts
     forward = reduce_seconds(scores, 1, group) + reduce_seconds(2 * inner, 2, group)
     return forward, reduce_seconds(4 * rows.sent, 1, group) + reduce_seconds(inner, 1, group)
