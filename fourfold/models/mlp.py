@@ -1,4 +1,4 @@
-"""The MLP of a decoder's layer."""
+"""The MLP of a decoder's layer in plain PyTorch. On the grid, parallel.tensor.linear computes its matmuls."""
 
 from __future__ import annotations
 

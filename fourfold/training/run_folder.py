@@ -1,4 +1,4 @@
-"""Open the folder of a run, lock it, and find where a stopped run continues."""
+"""Open and lock the folder of a run, and find the checkpoint that the run resumes from."""
 
 from __future__ import annotations
 

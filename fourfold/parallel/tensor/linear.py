@@ -1,5 +1,5 @@
-"""The linear layer of the 4D algorithm (AxoNN, arXiv 2502.08145, section V). Unlike in the paper, each rank holds only
-its shard of the residual stream.
+"""All-gather the input of the linear layers of attention and MLP, multiply, and sum the output over ranks. This is the
+4D algorithm (AxoNN, arXiv 2502.08145, section V), but each rank holds only its shard of the residual stream.
 
 Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a, in/b] and computes
 

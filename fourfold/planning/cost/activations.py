@@ -1,4 +1,4 @@
-"""Compute the bytes of activations on one rank: the tensors that each block keeps for its backward, and the peak."""
+"""Compute the memory of a block on one rank, from the activations that it keeps for its backward to the peak."""
 
 from __future__ import annotations
 
