@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from markdown import REPOSITORY
 
+COST = "fourfold/planning/cost/"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -15,3 +17,16 @@ def test_the_terms_computed_by_hand_are_the_planners() -> None:
     compared = set(re.findall(r'planned\["(\w+)"\]', code))
     assert compared == {"compute", "logits", "launch", "z", "optimizer", "other"}
     exec(compile(code, "one_layout.md", "exec"), {})
+
+
+def test_five_files_lead_from_the_command_line_to_a_number() -> None:
+    """Each file of a path imports from the next one."""
+    page = (REPOSITORY / "docs" / "one_layout.md").read_text(encoding="utf-8")
+    first = re.findall(r"`(fourfold/\w[\w/]*\.py)`", page.partition("| number |")[0])
+    rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)`[^|]* \| `([\w/]+\.py)`[^|]* \|$", page, re.MULTILINE)
+    assert len(first) == 3 and len(rows) == 5
+    for last in rows:
+        path = [*first, *(COST + name for name in last)]
+        for file, following in itertools.pairwise(path):
+            module = following.removesuffix(".py").replace("/", ".")
+            assert f"from {module} import" in (REPOSITORY / file).read_text(encoding="utf-8"), (file, following)

@@ -198,7 +198,7 @@ def test_memory_moved_for_weights() -> None:
     assert moved(z=8, dp=1) == moved(zero=3) == pytest.approx(2 * (6 + 2 * 4))
     assert moved(z=4, dp=2, zero=1) == pytest.approx(6 + 10 + 2 * 2 * 4)
     for zero in range(3):  # one micro-batch
-        assert moved(micro_batch=2, zero=zero) == pytest.approx(6)
+        assert moved(micro_batch_size=2, zero=zero) == pytest.approx(6)
     for zero in range(4):  # one replica
         assert moved(x=8, dp=1, zero=zero) == pytest.approx(6 + 15 * 10)
     assert moved(bits=32) == pytest.approx(0 + 12)

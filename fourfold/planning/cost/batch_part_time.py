@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.attention_time import attention_seconds
 from fourfold.planning.cost.block import norm_seconds, whole_keys_seconds
-from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.matmul import linear_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload

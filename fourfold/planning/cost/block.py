@@ -11,10 +11,11 @@ from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.attention_time import attention_seconds, softmax_is_plain
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
-from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.matmul import linear_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import ModelShape, Workload

@@ -8,10 +8,11 @@ import numpy as np
 
 from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
-from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms import host, pointwise
 from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.cost.terms.exchange import exchange_seconds
+from fourfold.planning.cost.terms.matmul import linear_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload

@@ -1,11 +1,9 @@
-"""Rates of a machine under a program, and the seconds of a linear layer at these rates."""
+"""Rates of a machine under a program."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
-from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -29,17 +27,3 @@ class Rates:
         self.launch = constants.launch * machine.launch
         # fourfold scores tokens in 32 bits. Other programs multiply 16 bits and sum in 32.
         self.router = np.where(work.program.is_fourfold, constants.matmul * machine.achieved_fp32, self.head)
-
-
-def linear_seconds(
-    rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
-) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward, the input gradient, and the weight gradient of one linear layer, or of
-    ``groups`` layers with the same number of rows that run as one grouped matmul. ``rate`` is the rate of the best
-    operand layout."""
-    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
-    return (
-        matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),
-        matmul_seconds(rows, inner, out, rate=rates.nn * rate, **how),
-        matmul_seconds(out, inner, rows, rate=rates.tn * rate, **how),
-    )

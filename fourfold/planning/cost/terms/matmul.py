@@ -1,4 +1,4 @@
-"""Seconds of a matmul: tiles, waves of tiles, and the depth of the sum.
+"""Seconds of a matmul and of a linear layer: tiles, waves of tiles, and the depth of the sum.
 
 A kernel gives every processor one tile of the output at a time. A last wave that is not full costs as much as a full
 one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among tile
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.planning.array_fields import Number
+from fourfold.planning.cost.rates import Rates
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 """Rows, columns, and the fraction of the best rate, with two of the guide's figures (256×128 and 128×64 on A100)."""
@@ -45,3 +46,17 @@ def matmul_seconds(
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)
+
+
+def linear_seconds(
+    rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the forward, the input gradient, and the weight gradient of one linear layer, or of
+    ``groups`` layers with the same number of rows that run as one grouped matmul. ``rate`` is the rate of the best
+    operand layout."""
+    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
+    return (
+        matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),
+        matmul_seconds(rows, inner, out, rate=rates.nn * rate, **how),
+        matmul_seconds(out, inner, rows, rate=rates.tn * rate, **how),
+    )
