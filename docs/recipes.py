@@ -32,7 +32,7 @@ SEARCHED = SearchLimits(
     zeros=(0, 1, 2, 3),
     recomputes=((0, 1, False), (1, 1, False), (2, 1, False)),
     pipelines=(("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
-    parts=(1,),
+    batch_parts=(1,),
 )
 """Limits of the search for run files: common choices only, so that a search takes a second."""
 

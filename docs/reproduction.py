@@ -28,7 +28,7 @@ from fourfold.planning.search.plan import Prediction, predict
 
 HERE = Path(__file__).parent
 PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
-STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch": 1}
+STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch_size": 1}
 """Settings that the Frontier study's scripts for 175B and 1T share. x is the study's tensor parallelism."""
 STAGES = {"frontier-175b": 16, "frontier-1t": 128}
 TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
@@ -154,7 +154,7 @@ def axonn_with_overlap(overlap: bool) -> Prediction:
     """Return GPT-80B on 8,192 GCDs in the layout of planner_figures.json, with AxoNN's overlap or without overlap."""
     machine = load_machine("frontier")
     switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
-    layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch": 2}
+    layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch_size": 2}
     work = base_of("gpt-80b", 2048, 8192).but(**{**AXONN_BLOCKS, **switches}, **layout)
     return predict(work, machine, constants_for(machine))
 
