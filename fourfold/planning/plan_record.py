@@ -95,7 +95,7 @@ class PlanRecord:
             "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
             "step_seconds_90": None if self.interval is None else list(self.interval),
-            "indistinct": self.within_error.record(),
+            "indistinct": asdict(self.within_error),
         }
 
 

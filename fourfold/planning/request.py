@@ -96,9 +96,8 @@ def request_from_options(
             raise UserError("--gpus is missing; give the number of GPUs to plan for, such as --gpus 8")
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
-        base = workload_of_model(sizes).but(
-            seq_length=seq, global_batch_size=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
-        )
+        batch = batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
+        base = workload_of_model(sizes).but(seq_length=seq, global_batch_size=batch)
     changes: dict[str, int] = {}
     changes |= {"seq_length": seq} if seq else {}
     changes |= {"global_batch_size": batch} if batch else {}

@@ -112,9 +112,8 @@ class ModelShape(ArrayFields):
     @property
     def mlps(self) -> Number:
         """Return the fraction of the blocks that have such an MLP."""
-        return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * (
-            self.shared_expert_intermediate_size > 0
-        )
+        shared = self.shared_expert_intermediate_size > 0
+        return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * shared
 
     @property
     def block_weights(self) -> Number:

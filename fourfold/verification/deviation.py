@@ -79,5 +79,12 @@ def replica_difference(parts: list[Part]) -> float:
     return worst
 
 
+def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
+    known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
+    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
+    return math.sqrt(sum(share**2 for share in shares) / len(shares))
+
+
 def _difference(a: Tensor, b: Tensor) -> float:
     return float((a.to(b.device, torch.float64) - b.double()).abs().nan_to_num(nan=math.inf).max())

@@ -253,13 +253,15 @@ def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
     """Only these cannot call cuDNN. The A100 has no newer kernel."""
 
     def share(machine: str, **changes: object) -> float:
-        work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(**{"seq": 32768, "batch": 64} | changes)
+        work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(
+            **{"seq_length": 32768, "global_batch_size": 64} | changes
+        )
         return float(kernel_of(work, load_machine(machine)).share)
 
     ring, ulysses = ({"cp": 8, "cp_method": CP_METHODS.index(name)} for name in ("ring", "ulysses"))
-    window = {"sliding": 1.0, "window": 4096}
+    window = {"sliding": 1.0, "sliding_window": 4096}
     older = [ring | {"head_dim": 256}, window]
-    newer = [ring, ulysses, ulysses | {"head_dim": 256}, ring | window, window | {"seq": 4096}]
+    newer = [ring, ulysses, ulysses | {"head_dim": 256}, ring | window, window | {"seq_length": 4096}]
     assert all(share("b200", **each) < 0.5 for each in older)
     assert all(share("b200", **each) == 1 for each in newer)
     assert all(share("dgx-a100", **each) == 1 for each in older + newer)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.deviation import relative_rms
 from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity import shortened
 from fourfold.verification.reference_batches import random_batch
@@ -24,13 +23,6 @@ sums."""
 
 FP16_SCALE = 1024.0
 """A loss scale with neither overflows nor lost gradients in small models."""
-
-
-def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
-    known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
-    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
-    return math.sqrt(sum(share**2 for share in shares) / len(shares))
 
 
 class PrecisionError(NamedTuple):

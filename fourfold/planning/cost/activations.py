@@ -318,10 +318,8 @@ def peak_bytes(
     of_block, of_tables = kept_weights(work)
     kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
-    inputs = (
-        16 * layout.micro_batch_size * step.seq_length * work.micro_batches
-        + 4 * step.seq_length * model.head_dim * model.rope
-    )
+    seq = step.seq_length
+    inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
     # The head's share of a tied weight's gradient is held until the embedding's share exists.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)

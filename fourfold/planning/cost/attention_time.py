@@ -21,9 +21,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
     """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    queries = (
-        layout.micro_batch_size * step.seq_length * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
-    )
+    seq, ranks = step.seq_length, layout.x * layout.y * layout.cp
+    queries = layout.micro_batch_size * seq * model.queries / model.head_dim / ranks
     scores = queries * step.seq_length
     flops = 4 * queries * keys_computed(work) * model.head_dim
     flash = attention_core.flash_seconds(
@@ -71,11 +70,8 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
     # fourfold's windows, and its rings of wide heads, take FlashAttention-2 (``parallel.attention.block_attention``).
-    slides = (
-        np.equal(model.sliding, 1)
-        & (np.asarray(model.sliding_window) > 0)
-        & (np.asarray(model.sliding_window) < work.step.seq_length)
-    )
+    window = np.asarray(model.sliding_window)
+    slides = np.equal(model.sliding, 1) & (window > 0) & (window < work.step.seq_length)
     own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)
     newest = faster & ~np.asarray(work.program.flash2 | own, bool)
     return attention_core.Kernel(

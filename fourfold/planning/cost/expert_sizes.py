@@ -34,14 +34,8 @@ def dense_share(work: Workload) -> Number:
 
 def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
     """Return a workload whose blocks all have a dense MLP, and a workload whose blocks all have experts."""
-    dense = work.but(
-        num_experts=0,
-        num_experts_per_tok=0,
-        moe_intermediate_size=0,
-        shared_expert_intermediate_size=0,
-        shared_expert_gate=False,
-        sparse=0.0,
-    )
+    dense = work.but(num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0, sparse=0.0,
+                     shared_expert_intermediate_size=0, shared_expert_gate=False)  # fmt: skip
     return dense, work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1.0, 0.0))
 
 
@@ -124,9 +118,8 @@ def choices_kept(work: Workload) -> Number:
     """Return the mean bytes per block of the tokens' choices of experts, in 64 bits. fourfold's recomputation reuses
     them."""
     model = work.model
-    return np.where(
-        work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.num_experts_per_tok, 0.0
-    )
+    chosen = model.num_experts_per_tok
+    return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:

@@ -55,9 +55,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
     x = gather_seconds(2 * item * rows.on_rank * hidden, 2, x_group)
     y, y_backward = _over_y(work, rows, y_group)
     stride = layout.y * np.where(over_x, layout.x, 1)
-    copies = (
-        model.num_experts_per_tok * rows.sent / np.maximum(work.tokens / layout.x * model.num_experts_per_tok, 1e-30)
-    )
+    chosen = model.num_experts_per_tok
+    copies = chosen * rows.sent / np.maximum(work.tokens / layout.x * chosen, 1e-30)
     one = exchange_seconds(
         item * work.tokens / layout.x * hidden * step.imbalance, copies, program.sends_once, layout.ep, stride,
         machine, constants,

@@ -21,18 +21,9 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 KEY = (
-    "x",
-    "y",
-    "cp",
-    "micro_batch_size",
-    "cp_method",
-    "batch_parts",
-    "recompute",
-    "recompute_every",
-    "schedule",
-    "pp",
+    "x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "recompute", "recompute_every", "schedule", "pp",
     "stages_per_rank",
-)
+)  # fmt: skip
 """Columns of a layout that this module's results depend on."""
 
 
@@ -99,9 +90,8 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
     rest = np.flatnonzero(share < 1)
     if len(rest):
         others = work.take(rest)
-        of_others = _of_kinds(
-            others.but(recompute=0), others.parts_cross_blocks, machine.take(rest), constants.take(rest)
-        )
+        crosses, rates = others.parts_cross_blocks, (machine.take(rest), constants.take(rest))
+        of_others = _of_kinds(others.but(recompute=0), crosses, *rates)
         exposed[:, rest] += (1 - share[rest]) * of_others
     return exposed
 

@@ -173,10 +173,9 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         for value in values:
             if value >= (name in ("micro_batch_size", "ep")) and value in columns[name]:
                 table.append(look({name: value}, f"{name} {here[name]} → {value}"))
-    for value in (
-        _beside(found.batch_parts, int(best.work.active_parts)) if best.work.layout.x * best.work.layout.y > 1 else ()
-    ):
-        table.append(look({}, f"batch_parts {int(best.work.active_parts)} → {value}", [value]))
+    parts, hides = int(best.work.active_parts), best.work.layout.x * best.work.layout.y > 1
+    for value in _beside(found.batch_parts, parts) if hides else ():
+        table.append(look({}, f"batch_parts {parts} → {value}", [value]))
     return table + [look(change, text) for change, text in _other_pipelines(here)]
 
 

@@ -143,16 +143,8 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
 
 def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
-    numbers = (
-        model.queries,
-        model.keys,
-        model.hidden_size,
-        model.intermediate_size,
-        model.padded_vocab_size,
-        model.positions,
-        step.seq_length,
-        step.global_batch_size,
-    )
+    numbers = (model.queries, model.keys, model.hidden_size, model.intermediate_size, model.padded_vocab_size,
+               model.positions, step.seq_length, step.global_batch_size)  # fmt: skip
     # The search's 32 bits are enough for any model that was ever built.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)

@@ -4,8 +4,7 @@ between them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,10 +30,6 @@ class WithinError:
     """Number of these layouts among the ranked ones."""
     space: list[str]
     """Limits for ``fourfold tune`` that include the fastest of these layouts and few other layouts."""
-
-    def record(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
 
 
 def layouts_within_error(plan: Plan, factor: float) -> WithinError:

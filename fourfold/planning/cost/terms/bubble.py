@@ -57,9 +57,8 @@ def _zero_bubble(
     follow it.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
-    filled = (
-        (pp - 1) * gap + missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
-    ) / stages_per_rank
+    missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
+    filled = ((pp - 1) * gap + missed) / stages_per_rank
     way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / stages_per_rank
     return np.maximum(filled, way - micro_batches * (forward + inputs + weights))
 
