@@ -1,5 +1,6 @@
 """Entry point of `fourfold` and `python -m fourfold`."""
 
+import os
 import signal
 import sys
 
@@ -9,6 +10,11 @@ from fourfold.exit_codes import ended_by
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
+        for number in range(3):  # a file or socket must not take the number of a closed standard output
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)
         from fourfold.cli import app
 
         app.main()

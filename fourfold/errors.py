@@ -15,11 +15,11 @@ class UserError(ValueError):
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix the option to an error that its value caused in code that does not know the option."""
+    """Prefix the option or key to an error that its value caused in code that does not know it."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{option}: {error}") from error
+        raise UserError(str(error) if str(error).startswith("--") else f"{option}: {error}") from error
 
 
 def sentence(error: Exception) -> str:

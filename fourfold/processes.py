@@ -117,7 +117,7 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
         any_error: Whether to discard output after any error, such as a full disk. Otherwise such an error is raised.
     """
     before = sys.stdout, sys.stderr
-    errors = None if any_error else frozenset((errno.EPIPE, errno.EIO))
+    errors = None if any_error else frozenset((errno.EPIPE, errno.EIO, errno.EBADF))
     sys.stdout, sys.stderr = (_lossy(stream, errors) for stream in before)
     try:
         yield
@@ -145,7 +145,7 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         stream.encoding,
-        stream.errors,
+        "replace" if stream.errors == "strict" else stream.errors,  # a terminal's encoding may lack a character
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

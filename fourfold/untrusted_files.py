@@ -46,6 +46,26 @@ def check_regular(file: Path) -> Path:
     return file
 
 
+def read_text_file(path: Path, what: str, instead: str) -> str:
+    """Return the text of a file that the user named.
+
+    Args:
+        path: The file.
+        what: The option or key that named it, with which a refusal begins.
+        instead: What would work, with which a refusal ends.
+
+    Raises:
+        UserError: The path is not a file, cannot be read, or is not UTF-8.
+    """
+    try:
+        return check_regular(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read: {error.strerror}; {instead}".lstrip()) from None
+    except UnicodeDecodeError as error:
+        problem = f"{what} {path} is not text in UTF-8 (byte {error.start})".lstrip()
+        raise UserError(f"{problem}; convert it with iconv, or {instead}") from None
+
+
 def check_model_folder(folder: Path) -> None:
     """Check every file of a model's folder that fourfold or transformers may read.
 

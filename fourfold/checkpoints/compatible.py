@@ -27,7 +27,8 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
     # ModelConfig fills in keys that are newer than the checkpoint, including sizes that follow from other sizes.
     for key, was, now in _differences(saved_model(ModelConfig(**state.model)), saved_model(model)):
         raise UserError(
-            f"the checkpoint {path} belongs to another model: its {key} is {was!r}, but the run file has {now!r}"
+            f"the checkpoint {path} belongs to another model: its model.{key} is {was!r}, but the run file has "
+            f"{now!r}; set it back, or set checkpoint.resume = 'never'"
         )
 
 

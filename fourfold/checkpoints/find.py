@@ -74,5 +74,6 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         return newest_checkpoint(folder)
     checkpoint = newest_checkpoint(Path(resume))
     if checkpoint is None:
-        raise UserError(f"checkpoint.resume = '{resume}': there is no checkpoint (a folder with {STATE_FILE})")
+        known = f"there is no checkpoint (a folder with {STATE_FILE})"
+        raise UserError(f"checkpoint.resume = '{resume}': {known}; give the path of one, or 'auto'")
     return checkpoint

@@ -191,11 +191,14 @@ def read_state(path: Path) -> CheckpointState:
         if has_manifest:
             check_small_file(file)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
-            raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
+            raise UserError(
+                f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}; use "
+                "the version that wrote it"
+            )
         check_small_file(file)
         state = CheckpointState.model_validate_json(text)
     except OSError as error:
-        raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
+        raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}{ELSEWHERE}") from None
     except UserError:
         raise
     except ValueError:  # The file is not UTF-8, not JSON, or not a state.

@@ -7,7 +7,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError
@@ -100,8 +100,7 @@ def main() -> None:
     except typer.Abort:
         sys.exit(CRASH)
     except UserError as error:
-        print(f"fourfold: {sentence(error)}", file=sys.stderr)
-        sys.exit(REFUSED)
+        _end(f"fourfold: {sentence(error)}", REFUSED)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             problem = f"{reprlib.repr(error.filename)} is too long for the name of a file"
@@ -113,11 +112,15 @@ def main() -> None:
             problem = f"cannot write {error.filename or 'the output'}: {error.strerror}"
         else:
             raise
-        print(f"fourfold: {problem}", file=sys.stderr)
-        sys.exit(REFUSED)
+        _end(f"fourfold: {problem}", REFUSED)
     except JobHung as error:
-        print(f"fourfold: {error}", file=sys.stderr)
-        sys.exit(HANG)
+        _end(f"fourfold: {error}", HANG)
     except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        sys.exit(CRASH)
+        _end(str(error), CRASH)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Exit with a message on standard error, or only with the code if nothing can be written there."""
+    with lossy_output(any_error=True):
+        print(message, file=sys.stderr)
+    sys.exit(code)

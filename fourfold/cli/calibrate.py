@@ -9,7 +9,7 @@ import typer
 
 from fourfold.cli.options import MACHINES, AsJson, show
 from fourfold.cli.working import working
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 
 def calibrate(
@@ -40,12 +40,13 @@ def calibrate(
 
     Example: fourfold machine calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
-    from fourfold.data.files import write_output
+    from fourfold.data.files import check_writable, write_output
     from fourfold.planning.machines.machine import load_machine
     from fourfold.planning.machines.write import machine_toml, measured_machine
 
     if out.suffix != ".toml":
         raise UserError(f"--out {out} must end in .toml, such as {out}.toml, or --machine would not take it as a file")
+    check_writable(out, "--out", "mine.toml")
     base = load_machine(machine)
     record: dict[str, Any]
     if source:
@@ -66,7 +67,8 @@ def calibrate(
             return
         record = measured
         printed = text = machine_toml(measured_machine(record, base, out.stem), f"{record['device']}, measured", base)
-    write_output(out, text)
+    with given_as("--out"):
+        write_output(out, text)
     show({"machine": str(out), **record}, as_json, lambda _: print(printed.rstrip("\n")))
 
 

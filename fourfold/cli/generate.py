@@ -56,11 +56,11 @@ def generate(
         from fourfold.huggingface.transformers_models import load_model
         from fourfold.inference.generate import Sampling, encode_prompt
         from fourfold.inference.generate import generate as continue_text
-        from fourfold.inference.text import read_text
         from fourfold.reports.terminal import generation_line
+        from fourfold.untrusted_files import read_text_file
 
     if prompt_file is not None:
-        prompt = read_text(prompt_file, "--prompt-file")
+        prompt = read_text_file(prompt_file, "--prompt-file", "give a text file, or --prompt")
     assert prompt is not None
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fourfold.cli.options import SITES, Overrides, RunFile
+from fourfold.errors import given_as
 
 if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
@@ -88,4 +89,5 @@ def _write(script: str, run: RunConfig, output: Path | None) -> None:
     if output is None:
         print(script, end="")
     else:
-        write_output(output, script)
+        with given_as("--output"):
+            write_output(output, script)

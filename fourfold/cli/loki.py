@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -58,11 +57,12 @@ def calibrate(
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors
     """
+    from fourfold.data.files import check_writable
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
     from fourfold.reports.terminal import rank_table
 
-    _check_writable(out)
+    check_writable(out, "--out", "basis.safetensors")
     with as_huggingface(model) as names:
         opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
         kinds = ("pre", "post") if basis == "both" else (basis,)
@@ -149,14 +149,6 @@ def _open(
     for window in windows:
         checked_ids(model, window)
     return model, text, windows
-
-
-def _check_writable(file: Path) -> None:
-    """Raise ``UserError`` before hours of work if a file cannot be written."""
-    if file.is_dir():
-        raise UserError(f"--out {file} is a folder; add a file name, such as --out {file / 'basis.safetensors'}")
-    if not os.access(file.parent, os.W_OK):
-        raise UserError(f"--out {file}: there is no folder {file.parent}, or it is read-only; choose another")
 
 
 def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

@@ -9,7 +9,7 @@ import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
 from fourfold.cli.working import working
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 
 def tune_matmul(
@@ -33,13 +33,15 @@ def tune_matmul(
     transposed operands and with padded rows. A layout that is faster than the operands as stored, by more than the
     noise, is saved to a table in your cache directory. Runs with training.tuned_products read this table.
     """
-    from fourfold.data.files import write_output
+    from fourfold.data.files import check_writable, write_output
     from fourfold.planning.machines.machine import load_machine
     from fourfold.planning.machines.write import machine_toml, machine_with_matmul_rates
     from fourfold.run_file.load import load_run
 
     if (machine is None) != (out is None):
         raise UserError(f"--machine {machine} and --out {out}: one is read and one is written; give both, or neither")
+    if out is not None:
+        check_writable(out, "--out", "tuned.toml")
     run = load_run(run_file, overrides)
     # Import torch late, so that a mistake is reported without waiting for it.
     from fourfold.matmul_tuning.matmul_report import tune_matmuls
@@ -49,7 +51,8 @@ def tune_matmul(
         record = tune_matmuls(run, again)
     if base is not None and out is not None:
         tuned = machine_with_matmul_rates(base, out.stem, record["rates"], record["precision"])
-        write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the matmuls of {run.name}", base))
+        with given_as("--out"):
+            write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the matmuls of {run.name}", base))
     show(record, as_json, _print_tables)
 
 

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.config.data_section import DataConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Samples, SourceMixture, TokenWindows
@@ -17,7 +18,7 @@ from fourfold.data.shuffled_documents import ShuffledDocuments
 from fourfold.data.sources import PYTHON_STDLIB
 from fourfold.data.stream import DocumentStream, StreamedWindows
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 _VALIDATION_FRACTION = 0.02
 
@@ -64,7 +65,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         UserError: The dataset cannot be loaded or has too few files for `data.streams`.
     """
     data, training = run.data, run.training
-    assert data.source is not None and data.tokenizer is not None, "config/run.py checks it"
+    assert data.source is not None, "config/run.py checks it"
     dataset = HubDataset.parse(data.source)
 
     def order(documents: DocumentStream) -> DocumentStream:
@@ -74,7 +75,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
     return StreamedWindows(
         str(dataset),
         dataset.streams(data.streams, data.text_key),
-        load_tokenizer(data.tokenizer, data.eos_token, data.bos_token),
+        _load_named(data),
         training.seq_length,
         training.global_batch_size,
         look_back,
@@ -108,7 +109,8 @@ def ensure_builtin(
     """
     if name != PYTHON_STDLIB:
         raise UserError(f'there is no built-in corpus "{name}"; "{PYTHON_STDLIB}" is the only one')
-    label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
+    with given_as("data.tokenizer"):
+        label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
     stem = f"{name}-{platform.python_version()}-{label}"
     cache = Path(cache_dir)
     prefix = cache / stem
@@ -117,6 +119,13 @@ def ensure_builtin(
             if read_manifest(prefix) is None:
                 _prepare_into(prefix, name, tokenizer, vocab_size)
     return str(prefix)
+
+
+def _load_named(data: DataConfig) -> Tokenizer:
+    """Open the tokenizer that the run file names."""
+    assert data.tokenizer is not None, "config/run.py checks it"
+    with given_as("data.tokenizer"):
+        return load_tokenizer(data.tokenizer, data.eos_token, data.bos_token)
 
 
 def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
@@ -130,16 +139,16 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
     """
     data = run.data
     if data.is_streamed:
-        assert data.tokenizer is not None, "config/run.py checks it"
-        return load_tokenizer(data.tokenizer, data.eos_token, data.bos_token)
+        return _load_named(data)
     if data.source is not None:
         return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     prefix = data.train[0].path
     manifest = read_manifest(prefix)
     if manifest is None:
-        return None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+        return None if data.tokenizer is None else _load_named(data)
     made_with = corpus_tokenizer(prefix)
-    tokenizer = made_with if data.tokenizer is None else open_as_made(data.tokenizer, manifest)
+    with given_as("data.tokenizer"):
+        tokenizer = made_with if data.tokenizer is None else open_as_made(data.tokenizer, manifest)
     if tokenizer is None:
         raise UserError(
             f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; "
@@ -172,4 +181,6 @@ def check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
     known = {str(prefix): manifest for prefix in prefixes if (manifest := read_manifest(prefix)) is not None}
     if len({manifest.fingerprint for manifest in known.values()}) > 1:
         made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())
-        raise UserError(f"the corpora were made with different tokenizers ({made_with}); prepare them with one")
+        raise UserError(
+            f"the corpora of [data] were made with different tokenizers ({made_with}); prepare them with one"
+        )

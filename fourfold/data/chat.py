@@ -16,6 +16,7 @@ from fourfold.data.tokenizer import check_encodable
 from fourfold.data.transformers_tokenizer import open_tokenizer
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
+from fourfold.untrusted_files import read_text_file
 
 Message = Mapping[str, Any]
 
@@ -55,10 +56,9 @@ class ChatTemplate:
         self.ignored = ignored
         self._tokenizer = open_tokenizer(str(self.folder))
         if template is not None:
-            try:
-                self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise UserError(f"the chat template {template} cannot be read: {error}") from error
+            self._tokenizer.chat_template = read_text_file(
+                Path(template), "--chat-template", "give a file with a Jinja template"
+            )
         found = self._tokenizer.chat_template
         if isinstance(found, dict) and "default" not in found:
             raise UserError(

@@ -75,7 +75,8 @@ class PackedConversations:
         kept = np.flatnonzero(first < np.minimum(lengths, room))
         if len(kept) == 0:
             raise UserError(
-                f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}"
+                f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}; "
+                "raise it"
             )
         self._windows = pack(np.minimum(lengths[kept], room), room)
         self._windows = [kept[window] for window in self._windows]

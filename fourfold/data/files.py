@@ -17,6 +17,12 @@ from fourfold.errors import UserError
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Errors of file systems without locks. EBADF is what NFS returns for a folder."""
 
+_REMEDIES = {
+    errno.ENOENT: "make its folder first, or choose another path",
+    errno.EISDIR: "add a file name",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another path"),
+}
+
 
 def temporary_name(path: Path) -> Path:
     """Return the temporary name next to `path`. This process writes there and then renames."""
@@ -54,7 +60,25 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WriteFailed(f"cannot write {path}: {error.strerror or error}") from error
+        remedy = _REMEDIES.get(error.errno or 0, "choose another path")
+        raise WriteFailed(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
+
+
+def check_writable(path: Path, option: str, name: str) -> None:
+    """Check, before hours of work, that the file that an option names can be written.
+
+    Args:
+        path: The file.
+        option: The option, for messages.
+        name: A file name that would work.
+
+    Raises:
+        UserError: The file is a folder, or its folder is missing or read-only.
+    """
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; add a file name, such as {option} {path / name}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: there is no folder {path.parent}, or it is read-only; choose another")
 
 
 def write_output(path: Path, content: str | bytes) -> None:

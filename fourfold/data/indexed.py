@@ -65,7 +65,7 @@ def check_exists(prefix: str | Path) -> None:
     """
     for path in (idx_path(prefix), bin_path(prefix)):
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a file, but a folder, a named pipe or a device")
+            raise UserError(f"{path} is not a file, but a folder, a named pipe or a device; prepare the corpus again")
         if not path.is_file():
             stem = Path(prefix).with_suffix("")
             if Path(prefix).suffix in (".bin", ".idx") and bin_path(stem).is_file():

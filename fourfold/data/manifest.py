@@ -167,7 +167,9 @@ def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
     """
     manifest = read_manifest(prefix)
     if manifest is None:
-        raise UserError(f"{manifest_path(prefix)} does not exist, so the tokenizer of this corpus is unknown")
+        raise UserError(
+            f"{manifest_path(prefix)} does not exist, so its tokenizer is unknown; prepare the corpus again"
+        )
     name = "bytes" if manifest.tokenizer == "bytes" else Path(prefix).parent / manifest.tokenizer
     tokenizer = open_as_made(name, manifest)
     if tokenizer is None:

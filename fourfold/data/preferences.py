@@ -48,7 +48,7 @@ class PreferencePairs:
         self._pairs = np.flatnonzero(fits)
         if len(self._pairs) == 0:
             raise UserError(
-                f"no pair of {corpus.prefix}.bin has both answers within training.seq_length = {seq_length}"
+                f"no pair of {corpus.prefix}.bin has both answers within training.seq_length = {seq_length}; raise it"
             )
         self.left_out = len(fits) - len(self._pairs)
         self.cut = int((lengths.reshape(-1, 2)[fits] > seq_length + 1).any(1).sum())

@@ -27,7 +27,7 @@ from fourfold.data.sources import TEXT_SUFFIXES, InputFile, list_inputs, list_le
 from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles, describe_files, resolve_encoding
 from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
 
 _TRAINING_BYTES = 1 << 30  # Train a tokenizer on at most this much input. More takes hours and changes little.
@@ -195,7 +195,8 @@ def _check_options(
                 "--bos-token and --canaries cannot be combined, because canaries are plain text; leave one out"
             )
     if tokenizer is not None:
-        return load_tokenizer(tokenizer, eos_token, bos_token).fingerprint
+        with given_as("--tokenizer"):
+            return load_tokenizer(tokenizer, eos_token, bos_token).fingerprint
     if (eos_token, bos_token) != (None, None):
         raise UserError(
             "--eos-token and --bos-token need --tokenizer; a trained tokenizer ends documents with <|endoftext|>"
@@ -242,7 +243,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
-    with _append_to_errors("choose another output prefix"), writing(parts):
+    with writing(parts):
         parts.mkdir(parents=True, exist_ok=True)
     with writing(parts), locked(parts / "lock", wait=False):
         try:
@@ -297,7 +298,7 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
 def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
     documents = sum(split.documents for split in splits.values())
     if documents == 0:
-        raise UserError(f"{', '.join(request.inputs)}: no document has text, so there is nothing to prepare")
+        raise UserError(f"{', '.join(request.inputs)}: no document has text; give other inputs, or --text-key")
     for name, split in splits.items():
         if split.documents == 0:
             raise UserError(

@@ -18,7 +18,7 @@ from fourfold.data.prepare import PrepareSummary, check_fraction, collect_notes,
 from fourfold.data.shards import digest
 from fourfold.data.sources import InputFile, list_inputs, read_rows
 from fourfold.data.tokenizer import Tokenizer, encode_completion, load_tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 
 _FLAG_VALUES = 2
 """Size of the flags' vocabulary."""
@@ -62,7 +62,8 @@ def prepare_conversations(
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
     check_fraction(validation_fraction)
     files = list_inputs(names)
-    loaded = load_tokenizer(tokenizer, eos_token, bos_token)
+    with given_as("--tokenizer"):
+        loaded = load_tokenizer(tokenizer, eos_token, bos_token)
     reader = RowReader(tokenizer, loaded, chat_template, format, ignored_keys)
     with unfinished(prefix):
         splits = _write_splits(reader, files, names, prefix, validation_fraction, seed)
@@ -98,7 +99,7 @@ def _write_splits(
                 splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
         for name, split in splits.items():
             if split.documents == 0:
-                raise UserError(f"{', '.join(names)}: no conversation is left for {name}")
+                raise UserError(f"{', '.join(names)}: no conversation is left for {name}; change --validation-fraction")
         # Keep an earlier corpus of that name until every row has been read.
         for target in (prefix, validation_prefix(prefix)):
             manifest_path(target).unlink(missing_ok=True)

@@ -137,7 +137,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
         UserError: A line cannot be read.
     """
     with _name_file_in_errors(path):
-        yield from _parse_lines(path, _parse_row)
+        yield from _parse_lines(check_regular(path), _parse_row)
 
 
 @contextmanager
@@ -146,7 +146,8 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise UnreadableFile(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UnreadableFile(f"{path} cannot be read: {reason}; give another file, or leave it out") from error
     except MemoryError as error:
         raise UnreadableFile(f"{path} does not fit in memory; {_SPLIT}") from error
 

@@ -13,6 +13,9 @@ from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.untrusted_files import check_model_folder
 
+FOREIGN_ERRORS = (OSError, ValueError, ImportError, RuntimeError, AttributeError, LookupError, TypeError)
+"""Errors that transformers raises for damaged files."""
+
 REMOTE_CODE = "trust_remote_code"
 """Argument that lets transformers run code that comes with a model. Its error messages name the argument."""
 
@@ -111,7 +114,7 @@ def open_tokenizer(name: str) -> Any:
     transformers = import_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+    except FOREIGN_ERRORS as error:
         other = None if (Path(name) / "tokenizer.json").is_file() else describe_other_tokenizer(Path(name))
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error

@@ -16,7 +16,7 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.huggingface.model_folder import TOKENIZER_FILE, source_of
-from fourfold.inference.text import read_text
+from fourfold.inference.text import TEXT_FILE
 from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.scored_model import (
     LONGEST_UNKNOWN,
@@ -27,6 +27,7 @@ from fourfold.memorization.scored_model import (
     open_scorer,
 )
 from fourfold.memorization.scorers import Scorer
+from fourfold.untrusted_files import read_text_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class EvaluationRequest(ScoringRequest):
             raise UserError("there is nothing to evaluate on; give --text FILE, or --tasks NAMES")
         for text in self.texts:
             if not text.is_file():
-                raise UserError(f"--text {text} does not exist")
+                raise UserError(f"--text {text} is not a file; {TEXT_FILE}")
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
@@ -126,10 +127,10 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
 def _perplexity(
     model: Scorer, tokenizer: AnyTokenizer, prefix: int, path: Path, context: int, overlap: int
 ) -> dict[str, float] | None:
-    text = read_text(path, "--text")
+    text = read_text_file(path, "--text", TEXT_FILE)
     tokens = np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
     if len(tokens) == 0:
-        raise UserError(f"--text {path} is empty")
+        raise UserError(f"--text {path} is empty; {TEXT_FILE}")
     if tokens.max() >= model.vocab_size:
         raise UserError(
             f"the tokenizer gives token {tokens.max()}, and the model's vocabulary has {model.vocab_size}; name "

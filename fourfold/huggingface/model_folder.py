@@ -74,7 +74,7 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
                 try:
                     parse_json(content)
                 except ValueError as error:
-                    raise UserError(f"{folder / name} is not JSON: {error}") from None
+                    raise UserError(f"{folder / name} is not JSON: {error}; fix the file, or remove it") from None
             (out / name).write_bytes(content)
 
 

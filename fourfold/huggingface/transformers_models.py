@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from fourfold.data.transformers_tokenizer import import_transformers, needs_its_code
+from fourfold.data.transformers_tokenizer import FOREIGN_ERRORS, import_transformers, needs_its_code
 from fourfold.errors import UserError, first_line
 from fourfold.huggingface.model_folder import GENERATION_FILE
 from fourfold.huggingface.weight_names import BUFFERS, FORMATS
@@ -55,7 +55,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         if getattr(model.config, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa ignores the cap before transformers 5.21
         model = model.to(device).eval()
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except (*FOREIGN_ERRORS, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)

@@ -229,10 +229,12 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8: {error.reason} at character {error.start}") from None
+        raise UserError(f"the prompt is not UTF-8: {error.reason} at character {error.start}; use iconv") from None
     ids = checked_ids(model, tokenizer.encode_batch([prompt])[0])
     if not ids:
-        raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
+        raise UserError(
+            "the prompt is empty, and this model has no token to begin with; write some, such as --prompt Once"
+        )
     return ids
 
 

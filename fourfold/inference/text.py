@@ -7,16 +7,12 @@ from pathlib import Path
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
+from fourfold.untrusted_files import read_text_file
 
 MIN_WINDOW = 16
 
-
-def read_text(file: Path, option: str) -> str:
-    """Read a UTF-8 file. Raise a ``UserError`` with its ``option`` if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {option} {file} as UTF-8: {getattr(error, 'strerror', error)}") from None
+TEXT_FILE = "give a text file in UTF-8"
+"""What `--text` takes, for messages."""
 
 
 def token_windows(
@@ -35,11 +31,14 @@ def token_windows(
     step = length - len(prefix)
     windows: list[list[int]] = []
     for file in files:
-        ids = tokenizer.encode_batch([read_text(file, "--text")])[0][len(prefix) :]
+        ids = tokenizer.encode_batch([read_text_file(file, "--text", TEXT_FILE)])[0][len(prefix) :]
         windows += [prefix + ids[begin : begin + step] for begin in range(0, len(ids) - step + 1, step)]
         if max_tokens is not None and len(windows) * length >= max_tokens:
             windows = windows[: max(1, max_tokens // length)]
             break
     if not windows:
-        raise UserError(f"the text is shorter than one window of {length} tokens; give more, or a smaller --seq-len")
+        raise UserError(
+            f"--text {' '.join(map(str, files))} is shorter than one window of --seq-len {length} tokens; give "
+            "more text, or a smaller --seq-len"
+        )
     return windows

@@ -126,7 +126,8 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        sys.stdout.reconfigure(line_buffering=True)  # This worker may be killed when another one fails.
+        # This worker may be killed when another one fails, and a terminal's encoding may lack a character.
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     else:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)

@@ -107,7 +107,7 @@ def read_table(machine: str) -> MatmulTable:
     except FileNotFoundError:
         return MatmulTable(machine=machine, layers={})
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+        raise UserError(f"{file} cannot be read: {error.strerror}; remove it, and measure again") from None
     try:
         table = MatmulTable.model_validate_json(text)
     except ValueError:

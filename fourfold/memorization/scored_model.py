@@ -14,7 +14,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.build import open_run_tokenizer
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, given_as
 from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, Scorer
@@ -83,7 +83,8 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
     if checkpoint is None:
         check_no_adapter(path)
         raise UserError(
-            f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json)"
+            f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json); "
+            "give the folder of one"
         )
     run_file = checkpoint.parent.parent / "run.toml"
     return ScoredModel(name, checkpoint, _forward_run(checkpoint, run_file, request), run_file.is_file())
@@ -131,7 +132,8 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
         special_tokens: Whether a Hugging Face tokenizer adds its usual tokens to a text. Our tokenizers never do.
     """
     if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
-        return load_tokenizer(request.tokenizer)
+        with given_as("--tokenizer"):
+            return load_tokenizer(request.tokenizer)
     if model.run is None or model.checkpoint is None:
         return TransformersTokenizer(request.tokenizer or model.name, special_tokens)
     if not model.knows_data:

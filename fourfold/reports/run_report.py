@@ -38,7 +38,7 @@ def write_run_report(run_dir: Path) -> Path:
         UserError: run.toml or metrics.jsonl is missing, no step is recorded, or a record or summary.json cannot be
             read.
     """
-    run = read_run(Path(run_dir), Path(run_dir).resolve().name)
+    run = read_run(Path(run_dir), os.path.basename(os.path.realpath(run_dir)))
     facts = {label: value for label, value in run.headline().items() if value is not None}
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
@@ -64,7 +64,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     Raises:
         UserError: As in ``write_run_report``.
     """
-    folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
+    folders = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in run_dirs))
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
         shared = os.path.commonpath([folder.parent for folder in folders])

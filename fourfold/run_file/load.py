@@ -17,6 +17,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import check_length, from_huggingface
 from fourfold.parsing import parse_toml
+from fourfold.untrusted_files import read_text_file
 
 ELSEWHERE = {
     "tensor_parallel_size": "parallel.x (and y)",
@@ -87,11 +88,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def read_table(path: Path) -> dict[str, Any]:
     """Return the unchecked tables of a run file. Raise ``UserError`` if it is not TOML."""
+    text = read_text_file(path, "the run file", "give a TOML file")
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the run file {path}: {error.strerror}; give a TOML file") from None
-    except ValueError as error:  # The file is not UTF-8 or not TOML.
+        return parse_toml(text)
+    except ValueError as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 

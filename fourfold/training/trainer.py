@@ -106,7 +106,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
         UserError: The run cannot start, cannot save, or diverges.
     """
     if run.lora.rank and run.model.from_hf is None:
-        raise UserError("lora trains adapters for a frozen model; name that model in model.from_hf")
+        raise UserError(f"lora.rank = {run.lora.rank} needs a model to adapt; name one in model.from_hf")
     with supervised(place, run) as stop, ExitStack() as stack:
         trainer = prepare(place, run, callbacks, stop, stack)
         while trainer.has_next_step():

@@ -187,9 +187,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown key": (change_state(color="blue"), "state.json is damaged"),
     "newer format": (change_state(format=4, anything=1), "has checkpoint format 4; this version of fourfold reads 3"),
     "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
-    "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, but the run file has 64"),
-    "other depth": (change_model(num_hidden_layers=3), "another model: its num_hidden_layers is 3"),
-    "other base": (change_model(rope_theta=5e5), "another model: its rope_theta is 500000.0"),
+    "other width": (
+        change_model(hidden_size=128),
+        "its model.hidden_size is 128, but the run file has 64",
+    ),
+    "other depth": (change_model(num_hidden_layers=3), "another model: its model.num_hidden_layers is 3"),
+    "other base": (change_model(rope_theta=5e5), "another model: its model.rope_theta is 500000.0"),
 }
 
 
@@ -338,9 +341,9 @@ def test_a_checkpoint_older_than_a_key_can_be_resumed(saved: Path, tmp_path: Pat
     change_state(model=state["model"])(path)
     model = tiny_run(LLAMA).model
     check_same_model(path, read_state(path), model)
-    with pytest.raises(UserError, match="its parallel_residual is False"):
+    with pytest.raises(UserError, match=r"its model\.parallel_residual is False"):
         check_same_model(path, read_state(path), model.model_copy(update={"parallel_residual": True}))
-    with pytest.raises(UserError, match=f"its query_pre_attn_scalar is {model.head_dim}, but the run file has 3"):
+    with pytest.raises(UserError, match=rf"query_pre_attn_scalar is {model.head_dim}, but the run file has 3"):
         check_same_model(path, read_state(path), model.model_copy(update={"query_pre_attn_scalar": 3}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_prepare(cli: Cli, tmp_path: Path) -> None:
         (b'{"text": "a"}\n{"txt": "b"}\n', ("--tokenizer", "bytes"), "line 2"),
         (b'{"text": "a"}\nnot json\n', ("--tokenizer", "bytes"), "line 2"),
         (b'{"text": 5}\n', ("--tokenizer", "bytes"), "line 1"),
-        (b"", ("--tokenizer", "bytes"), "nothing to prepare"),
+        (b"", ("--tokenizer", "bytes"), "no document has text; give other inputs"),
         (b'{"text": "a"}\n', (), "tokenizer"),
         (b'{"text": "a"}\n', ("--tokenizer", "none.json"), "none.json does not exist"),
         (b'{"text": "a"}\n', ("--train-tokenizer", "10"), "it must be at least 257"),
@@ -222,7 +223,7 @@ def test_report_refuses(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read the run file"),
+        (None, "cannot be read: No such file"),
         ("[model\n", "is not valid TOML"),
         ("[model]\npreset = 'llama-tiny'\n", "'data' is missing"),
         ("[modle]\n", "unknown key 'modle'; did you mean 'model'?"),
@@ -247,3 +248,34 @@ def test_exit_code_of_a_run_that_differs(cli: Cli, tmp_path: Path, monkeypatch: 
     norm = record["grad_norm"]
     assert norm["ratio"] == pytest.approx(norm["grid"] / norm["one_process"])
     assert norm["ratio"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        ("plan --model gpt2 --gpus 2", ">&-"),
+        ("plan --model gpt2 --gpus 2", "1</dev/null"),
+        ("plan --model gpt2 --gpus 0", "2>&-"),
+        ("plan --model gpt2 --gpus 0", "2>/dev/full"),
+        ("plan --model gpt2 --gpus 0", "2</dev/null"),
+    ],
+)
+def test_closed_and_full_outputs_change_no_exit_code(words: str, closed: str) -> None:
+    command = f"{sys.executable} -m fourfold {words} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == (2 if "--gpus 0" in words else 0), done.stderr
+    assert done.stderr == "" and (done.stdout == "" or "--gpus 0" not in words)
+
+
+def test_a_terminal_without_unicode_gets_question_marks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fourfold", "plan", "--model", "gpt2", "--gpus", "2"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0 and done.stderr == b"" and b"?" in done.stdout
+
+
+def test_a_report_of_a_link_to_itself_is_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert "loop does not exist" in one_sentence(cli("report", tmp_path / "loop"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli, one_sentence
+from tiny_corpus import run_file
 from typer.main import get_command
 
 from fourfold.cli.app import PANELS, app
@@ -61,6 +64,18 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
         ("plan --model gpt2 --gpus 2 --machine a-100", "--machine a-100 is unknown; did you mean '"),
         ("plan --model gpt3 --gpus 2", "--model 'gpt3' is not a preset; did you mean 'gpt2'?"),
         ("plan --model gpt2 --gpus 2 --write no/such/file", "--write: cannot write no/such/file: No such"),
+        ("machine calibrate --out no/x.toml", "--out no/x.toml: there is no folder no, or it is read-only; choose"),
+        ("machine tune-matmul x --machine m --out no/x", "--out no/x: there is no folder no, or it is read-only"),
+        (
+            "machine calibrate --out x.toml --machine no.toml",
+            "--machine no.toml cannot be read: No such file",
+        ),
+        ("evaluate --model . --text no.txt", "--text no.txt is not a file; give a text file in UTF-8"),
+        (
+            "plan validate no.csv",
+            "no.csv cannot be read: No such file or directory; give a CSV file",
+        ),
+        ("loki evaluate --model x --basis . --text t", "--basis: the basis . is a folder; give the file that"),
         ("plan --model gpt2 --gpus 2 --report no/such/file", "--report: cannot write no/such/file: No such"),
         ("plan --model gpt2", "--gpus is missing; give the number of GPUs to plan for, such as --gpus 8"),
         ("plan --model gpt2 --gpus 2 --limit x=3", "--limit x=3: no layout of 2 GPUs is within these limits; leave"),
@@ -83,7 +98,10 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "generate --model no --prompt a",
             "--model: there is no folder no; give a model's folder, or its id on the Hub",
         ),
-        ("generate --model x --prompt-file no.txt", "cannot read --prompt-file no.txt as UTF-8: No such file"),
+        (
+            "generate --model x --prompt-file no.txt",
+            "--prompt-file no.txt cannot be read: No such file or directory; give a text file, or --prompt",
+        ),
         ("generate --model x", "give --prompt or --prompt-file, such as --prompt Once, and not both"),
         ("loki evaluate --model x --basis no --text t", "--basis: cannot read no: No such file or directory"),
         ("loki evaluate --model x --basis no --text t --loki k=a", "--loki k=a: 'a' must be a number, such as 8"),
@@ -99,14 +117,14 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "prepare t --out c --tokenizer zz --chat-template u",
             "--format text takes no --chat-template and no --ignore",
         ),
-        ("prepare t --out c --tokenizer zz", "the tokenizer zz does not exist; give the path of a tokenizer.json, or"),
+        ("prepare t --out c --tokenizer zz", "--tokenizer: the tokenizer zz does not exist; give the path of a"),
         (
             "tune run.toml --time 1:00",
             "--nodes, --time, --sbatch, and --setup need --slurm SITE, such as --slurm generic",
         ),
         ("machine calibrate --machine laptop --out mine", "--out mine must end in .toml, such as mine.toml"),
         ("checkpoint verify no", "no is not a checkpoint (a folder with state.json), nor has one; give a run's folder"),
-        ("train no.toml", "cannot read the run file no.toml: No such file or directory; give a TOML file"),
+        ("train no.toml", "the run file no.toml cannot be read: No such file or directory; give a TOML file"),
         ("plan --model gpt2 --gpus 2 --set parallel.x=2", "--set parallel.x=2 changes a run file, and --model gpt2 is"),
         (
             "plan --model ./Qwen3 --gpus 2",
@@ -142,6 +160,35 @@ def test_a_refusal_names_the_option(cli: Cli, line: str, sentence: str) -> None:
 )
 def test_a_mistyped_command_line_is_refused_in_one_sentence(cli: Cli, line: str, message: str) -> None:
     assert message in one_sentence(cli(*line.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("train {}", "the run file"),
+        ("plan --model gpt2 --gpus 2 --machine {}.toml", "--machine"),
+        ("plan validate {}", ""),
+        ("generate --model . --prompt-file {}", "--prompt-file"),
+        ("launch slurm run.toml --site {}.toml --nodes 1", "--site"),
+    ],
+)
+def test_a_named_pipe_as_a_file_is_refused_instead_of_waited_for(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_file(tmp_path, "corpus", training__device="cpu")
+    for name in ("pipe", "pipe.toml"):
+        os.mkfifo(name)
+    sentence = one_sentence(cli(*line.format("pipe").split()))
+    assert (
+        f"{option} pipe".lstrip() in sentence and "cannot be read: it is not a file, but a folder, a named" in sentence
+    )
+
+
+def test_the_output_of_a_launch_is_named_by_its_option(cli: Cli, tmp_path: Path) -> None:
+    path, script = run_file(tmp_path, "corpus", checkpoint__interval=1), tmp_path / "no" / "job.sh"
+    sentence = one_sentence(cli("launch", "slurm", path, "--site", "generic", "--nodes", 1, "--output", script))
+    assert f"--output: cannot write {script}: No such file or directory; make its folder first" in sentence
 
 
 def test_every_command_refuses_an_unknown_option_alike(cli: Cli) -> None:

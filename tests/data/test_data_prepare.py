@@ -183,7 +183,7 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
     (inputs / "b0.txt").write_text("")
     refused("no document has text", tokenizer="bytes")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*: Not a directory; choose another output prefix"):
+    with pytest.raises(UserError, match=r"cannot write .*: Not a directory; choose another path"):
         prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")
     for folder in (".", "..", "/"):
         with pytest.raises(UserError, match="is a folder; name the corpus in it"):

@@ -196,7 +196,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         (("generate", "--model", tmp_path / "none", "--prompt", "a"), "there is no folder"),
         (("generate", "--model", gpt2, "--prompt", "a"), "--tokenizer"),
         ((*calibrate, "--seq-len", 300), "--seq-len 256 works"),
-        (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "cannot read --text"),
+        (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "--text"),
         (evaluate, "--text and --tasks are missing"),
         ((*generate, "--attention", "loki", "--basis", tmp_path), "is a folder"),
         ((*generate, "--temperature", "nan"), "must be finite and at least 1e-06, such as 1"),

@@ -19,6 +19,7 @@ from fourfold.models.tensor_files import opened_tensors
 from fourfold.parsing import parse_json
 
 FORMAT = "1"
+AGAIN = "make it again with: fourfold loki calibrate"
 KINDS = ("pre", "post")
 """Kinds of components: of the keys before and after their rotary embedding."""
 
@@ -158,7 +159,7 @@ class LokiBasis:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
-            raise UserError(f"{path} is not a basis of this version; make one with: fourfold loki calibrate")
+            raise UserError(f"{path} is not a basis of this version; {AGAIN}")
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
         try:
             basis = cls(
@@ -173,11 +174,11 @@ class LokiBasis:
                 parse_json(about["recall"]),
             )
         except (KeyError, ValueError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error}); make it again with: fourfold loki calibrate") from None
+            raise UserError(f"{path} is damaged ({error}); {AGAIN}") from None
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
         if not kinds or not set(basis.best) <= set(kinds):
-            raise UserError(f"{path} is damaged: components of {kinds}, and layers that rank by {set(basis.best)}")
+            raise UserError(f"{path} is damaged: components of {kinds}, and layers by {set(basis.best)}; {AGAIN}")
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
@@ -199,7 +200,7 @@ class LokiBasis:
             if shape != wanted or tuple(each.variances_LKD.shape) != wanted[:3] or self.layers != layers:
                 raise UserError(
                     f"the basis has {kind}-rotary directions of shape {shape} and a choice for {self.layers} layers, "
-                    f"where this model needs {wanted}; make it again with: fourfold loki calibrate"
+                    f"where this model needs {wanted}; {AGAIN}"
                 )
 
     def record(self) -> dict[str, Any]:
@@ -226,9 +227,9 @@ def _check(components: Components, where: str) -> None:
     """Raise ``UserError`` for numbers that are not a basis. A wrong one would silently choose random keys."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
-        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis")
+        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")
     if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
-        raise UserError(f"{where}: the basis has NaN or infinite numbers; make it again with: fourfold loki calibrate")
+        raise UserError(f"{where}: the basis has NaN or infinite numbers; {AGAIN}")
     products = vectors_LKDD.transpose(-1, -2) @ vectors_LKDD
     if (products - torch.eye(vectors_LKDD.shape[-1], dtype=torch.float64)).abs().max() > 1e-3:
-        raise UserError(f"{where}: the directions are not orthonormal; make it again with: fourfold loki calibrate")
+        raise UserError(f"{where}: the directions are not orthonormal; {AGAIN}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.untrusted_files import read_text_file
 
 FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
@@ -56,12 +57,8 @@ def load_site(name: str, given_as: str = "--site") -> Site:
         UserError: The site is unknown or invalid.
     """
     if name.endswith(".toml"):
-        try:
-            return parse_site(Path(name).read_text(encoding="utf-8"), where=name)
-        except OSError as error:
-            raise UserError(f"{given_as} {name} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{given_as} {name} is not UTF-8 text: {error}") from None
+        text = read_text_file(Path(name), given_as, "give a site's file, or a built-in site such as generic")
+        return parse_site(text, where=name)
     if name not in site_names():
         near = difflib.get_close_matches(name.lower(), site_names(), n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(site_names())}."

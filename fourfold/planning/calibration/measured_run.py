@@ -17,6 +17,7 @@ from fourfold.planning.machines.machine import Machine, check_positive
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import load_run
+from fourfold.untrusted_files import read_text_file
 
 WARM_UP = 3
 """Number of steps left out at the start of a run, while compilers and allocators warm up."""
@@ -65,11 +66,10 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     run_file = path.with_name("run.toml")
     if not run_file.is_file():
         raise UserError(f"{path} has no run.toml in its folder; give a metrics.jsonl of a run, or rows (.csv)")
+    text = read_text_file(path, "", "give the metrics.jsonl of a run")
     try:
-        records = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # The line is not UTF-8 or not JSON.
+        records = [parse_json(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
         raise UserError(f"{path} is not JSON, one object a line: {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):

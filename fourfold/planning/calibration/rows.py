@@ -19,6 +19,7 @@ from fourfold.planning.calibration.programs import PROGRAMS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.program_flags import Program
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Workload
+from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200
 """GPT-2's padded vocabulary, assumed if a row names none."""
@@ -79,13 +80,13 @@ def measured_table() -> Path:
 def read_table(path: Path) -> list[MeasuredRow]:
     """Read and check every row of a table."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with check_regular(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             if mistake := check_header(list(reader.fieldnames or ())):
                 raise UserError(f"{path} {mistake}")
             return [_checked(path, reader.line_num, record) for record in reader]
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; give a CSV file with measured rows") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not a CSV file in UTF-8: {error}") from None
 

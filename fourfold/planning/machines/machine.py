@@ -15,6 +15,7 @@ from fourfold.parsing import parse_toml
 from fourfold.planning.array_fields import ArrayFields, Number
 from fourfold.planning.machines.constants import NAMES
 from fourfold.planning.machines.names import FOLDER, machine_names, similar_machines
+from fourfold.untrusted_files import read_text_file
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,6 @@ _OPTIONAL = {
 }
 
 
-@cache
 def load_machine(name: str, given_as: str = "--machine") -> Machine:
     """Return the constants of a built-in machine or of a machine file.
 
@@ -118,12 +118,7 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
         UserError: The name is unknown, or the file cannot be read or has a wrong key or value.
     """
     if name.endswith(".toml"):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{given_as} {name} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{given_as} {name} is not text in UTF-8: {error}") from None
+        text = read_text_file(Path(name), given_as, "give a machine file, or a built-in machine such as dgx-h100")
         return parse_machine(text, where=name)
     if name not in machine_names():
         near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
@@ -132,6 +127,7 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
     return parse_machine((FOLDER / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
+@cache
 def parse_machine(text: str, where: str) -> Machine:
     """Return a machine from the text of its file."""
     try:
@@ -163,7 +159,8 @@ def parse_machine(text: str, where: str) -> Machine:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
     if values["achieved"] > values["peak"]:
         raise UserError(
-            f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}"
+            f"{where}: device.achieved = {values['achieved']:g} must be at most device.peak = {values['peak']:g}; "
+            f"device.achieved = {values['peak'] / 2:g} works"
         )
     return Machine(**values, efficiency=efficiency, calibrated_range=extent)
 
