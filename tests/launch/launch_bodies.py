@@ -87,8 +87,19 @@ def have_started(place: Place, argument: object) -> str:
 
 
 def save_at_sigterm(place: Place, folder: str) -> str:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     write_process_id(place, folder)
+    return saved_at_sigterm(place, folder)
+
+
+class StoppedStart:
+    """An argument that sends a SIGTERM when it is pickled, which happens while the workers start."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return (StoppedStart, ())
+
+
+def saved_at_sigterm(place: Place, argument: object) -> str:
     signal.sigwait({signal.SIGTERM})
     return "saved"
 

@@ -31,11 +31,14 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def start_parent(body: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start a process that runs the body in two workers. Return it and the workers' ids once they exist."""
+def start_parent(body: str, folder: Path, saves: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a process that runs the body in two workers. Return it and the workers' ids once they exist.
+
+    The parent may not have the ids yet. A signal ends it then, unless the workers save when they are stopped.
+    """
     code = (
         "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
-        f"print(run_workers(launch_bodies.{body}, [{str(folder)!r}], 2))"
+        f"print(run_workers(launch_bodies.{body}, [{str(folder)!r}], 2, {saves}))"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -175,7 +178,7 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 def test_sigterm_reaches_the_workers_so_that_they_can_save(tmp_path: Path) -> None:
-    parent, workers = start_parent("save_at_sigterm", tmp_path)
+    parent, workers = start_parent("save_at_sigterm", tmp_path, saves=True)
     parent.send_signal(signal.SIGTERM)
     assert parent.communicate(timeout=PATIENCE) == ("saved\n", "")
     assert parent.returncode == 0
@@ -204,6 +207,11 @@ def test_an_interrupt_while_workers_start_ends_the_job() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_workers(launch_bodies.have_started, [launch_bodies.InterruptedStart()], 2)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_sigterm_while_workers_start_reaches_them_later() -> None:
+    task = (launch_bodies.saved_at_sigterm, [launch_bodies.StoppedStart()])
+    assert run_workers(*task, 2, heeds_stop_signals=True) == "saved"
 
 
 def test_parent_of_workers_does_not_import_torch() -> None:
