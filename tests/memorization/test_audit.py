@@ -14,16 +14,20 @@ from command_line import Cli, exit_code
 from pool import Pool
 from report_pages import check_page, without_scripts
 from tiny_corpus import line, make_corpus, run_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from fourfold.data.build import open_run_tokenizer
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.memorization.audit import AuditRequest, run_audit
-from fourfold.memorization.documents import AuditDocument, with_others_before
+from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
 from fourfold.memorization.scored_model import find_model
 from fourfold.memorization.scores import AttackSampling
 from fourfold.reports.audit_report import write_audit_report
+from fourfold.run_file.load import load_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -346,3 +350,17 @@ def test_refusals(trained: Path, tmp_path: Path, cli: Cli, lines: str, options: 
     assert errors.startswith("fourfold: ")
     assert errors.count("\n") == 1
     assert message in errors
+
+
+def test_a_document_as_text_ends_as_the_corpus_of_the_run_does(tmp_path: Path) -> None:
+    """`prepare --eos-token` named another token than the tokenizer's own."""
+    whole = Tokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<end>"]
+    whole.train_from_iterator(["a b"], trainers.BpeTrainer(special_tokens=special, initial_alphabet=sorted(alphabet)))
+    whole.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(line(text="grid axis"))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "corpus", tokenizer=tmp_path / "tokenizer.json", eos_token="<end>")
+    tokenizer = open_run_tokenizer(load_run(run_file(tmp_path, str(tmp_path / "corpus"))))
+    (document,) = read_documents(tmp_path / "a.jsonl", tokenizer, vocab_size=300, shortest=1)
+    assert (load_tokenizer(tmp_path / "tokenizer.json").eod_id, document.eod_id) == (0, 1)
