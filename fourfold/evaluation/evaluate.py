@@ -35,7 +35,7 @@ class EvaluationRequest(ScoringRequest):
     """A model, and the texts and tasks to evaluate it on."""
 
     texts: tuple[Path, ...] = ()
-    """Text files."""
+    """Text files to predict."""
     overlap: int = 1
     """Number of tokens that each window repeats from the window before."""
     context: int | None = None

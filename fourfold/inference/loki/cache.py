@@ -136,7 +136,7 @@ class RotatedLayer(GrowingLayer):
         self.expected, self.proxy_BKSd = False, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate and append. Raise ``UserError`` if the attention does not rotate its queries."""
+        """Rotate the keys and append them. Raise ``UserError`` if the attention does not rotate its queries."""
         if not self.expected:
             raise UserError(
                 "this cache holds keys rotated for Loki, and the model now has another attention; enable Loki again "

@@ -62,7 +62,8 @@ class GatherInLevels(Allocation):
 
 
 class SumInLevels(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``. A node's sums replace this rank's part of the input."""
+    """A reduce-scatter for ``set_custom_reduce_scatter``. It overwrites this rank's part of the input with the sums
+    inside the node."""
 
     def __call__(
         self,

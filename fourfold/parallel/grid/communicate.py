@@ -286,7 +286,7 @@ def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Join the ranks' rows, ``sizes[i]`` of rank i. In the backward, sum and scatter the gradients of all ranks."""
+    """Join ``sizes[i]`` rows of each rank i. In the backward, sum and scatter the gradients of all ranks."""
     if axis.size == 1:
         return rows
     return differentiable(

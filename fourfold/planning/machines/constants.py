@@ -24,7 +24,7 @@ class Constants(ArrayFields):
     - launch: factor on the host time of a kernel.
     - intra, inter: fraction of the link's bandwidth.
     - latency: factor on the latency of a collective.
-    - exposed: fraction of hideable communication that does not hide.
+    - exposed: fraction of the communication that could be hidden but stays exposed.
     - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
     - step: seconds that a step takes at any size.
     """
