@@ -83,7 +83,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
     wait_until(in_step_4.exists, process)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
-    assert any("Ctrl-C once more" in line for line in process.stderr)
+    assert any("press Ctrl-C again" in line for line in process.stderr)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors
