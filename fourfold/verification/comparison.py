@@ -71,10 +71,8 @@ class Comparison:
         validation = self._validated(job, micro_batches) if step == 0 else []
         loss = job.forward_backward(micro_batches, kept)
         scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
-        with_gradients = [shard for shard in job.trained if shard.grad is not None]
-        gradients = self.gather(
-            with_gradients, [shard.grad / scale for shard in with_gradients if shard.grad is not None]
-        )
+        graded = [shard for shard in job.trained if shard.grad is not None]
+        gradients = self.gather(graded, [shard.grad / scale for shard in graded if shard.grad is not None])
         norm = job.clip()
         job.update(step, norm)
         weights = self.gather(job.shards, [shard.local for shard in job.shards])
@@ -109,10 +107,7 @@ class Comparison:
         micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
         job.forward_backward(micro_batches, job.count_kept(micro_batches))
         job.clip()
-        if job.loss_scale is None:
-            job.skip_update()
-        else:
-            job.update(step, math.inf)
+        _ = job.skip_update() if job.loss_scale is None else job.update(step, math.inf)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
         """Compare the first step's samples the way validation computes them."""

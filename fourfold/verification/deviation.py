@@ -55,9 +55,8 @@ def deviations(
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
-    found = [
-        deviation(name, grid[name], one_process[name], exact[name], amplification) for name in exact if name in grid
-    ]
+    common = [name for name in exact if name in grid]
+    found = [deviation(name, grid[name], one_process[name], exact[name], amplification) for name in common]
     return missing + [each._replace(one_process=max(each.one_process, least.get(each.tensor, 0.0))) for each in found]
 
 

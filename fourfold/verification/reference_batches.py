@@ -59,12 +59,7 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     tokens = torch.from_numpy(windows.tokens).to(device)
     documents_BS = torch.from_numpy(windows.documents[:, :-1]).to(device)
     positions_BS = positions(documents_BS if apart else torch.zeros_like(documents_BS))
-    return Sequences(
-        tokens[:, :-1],
-        tokens[:, 1:],
-        kept_BS.to(device),
-        positions_BS,
-        documents_BS if apart else None,
-        None if windows.reference is None else torch.from_numpy(windows.reference).to(device),
-        None if windows.is_data is None else torch.from_numpy(windows.is_data[:, :-1]).to(device),
-    )
+    optional = (windows.reference, None if windows.is_data is None else windows.is_data[:, :-1])
+    reference_B, is_data_BS = (None if each is None else torch.from_numpy(each).to(device) for each in optional)
+    within_BS, kept_BS = documents_BS if apart else None, kept_BS.to(device)
+    return Sequences(tokens[:, :-1], tokens[:, 1:], kept_BS, positions_BS, within_BS, reference_B, is_data_BS)
