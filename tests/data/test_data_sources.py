@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_all_files_of_unknown_encoding_are_named(tmp_path: Path, tokenizer: dict
     with pytest.raises(UserError) as error:
         prepare([tmp_path], tmp_path / "out" / "c", workers=1, **tokenizer)
     message = str(error.value)
-    named = [f"bad{number:02}.txt is not utf-8 text (byte 1)" in message for number in range(13)]
+    named = [f'bad{number:02}.txt is not utf-8 text (byte 1: "für" in cp1252' in message for number in range(13)]
     assert named == [True] * 10 + [False] * 3
     assert "; 3 more files cannot be read; name the encoding of files that are not UTF-8 with --encoding" in message
     assert not (tmp_path / "out" / "c.json").exists()
@@ -232,7 +233,7 @@ def run_advice(message: str, command: str, file: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
-def test_the_advice_for_damaged_files_works(tmp_path: Path) -> None:
+def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: Path) -> None:
     damaged = {"a.txt": "größer".encode("utf-16") + b"x", "b.txt": codecs.BOM_UTF8 + "größer".encode("latin-1")}
     for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
@@ -241,6 +242,16 @@ def test_the_advice_for_damaged_files_works(tmp_path: Path) -> None:
     run_advice(message, "iconv -c -f utf-16 -t utf-8 FILE > NEW.txt", tmp_path / "a.txt")
     run_advice(message, "tail -c +4 FILE > NEW.txt", tmp_path / "b.txt")
     assert texts_of(tmp_path, encoding="latin-1")[0] == ["größer", "größer"]
+
+    texts = {"cp1252": "Das wäre größer.", "cp932": "こんにちは世界", "iso-2022-jp-2": "日本"}
+    for number, (name, text) in enumerate(texts.items()):
+        (tmp_path / f"{'abc'[number]}.txt").write_bytes(text.encode(name))
+    message = refusal(tmp_path)
+    for name, file in zip(texts, "abc", strict=True):
+        assert re.search(rf'{file}\.txt [^;]*" in {name}\b', message), message
+        command = f"iconv -f {name} -t UTF-8 FILE > NEW.txt"
+        run_advice(message.replace("ENCODING", name), command, tmp_path / f"{file}.txt")
+    assert texts_of(tmp_path)[0] == list(texts.values())
 
 
 @pytest.mark.parametrize(
@@ -253,8 +264,9 @@ def test_the_advice_for_damaged_files_works(tmp_path: Path) -> None:
         ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
         ("für".encode("latin-1"), "utf-16-le", r"is neither utf-8 nor utf-16-le text \(byte \d"),
         ("日本".encode("utf-16-be"), "utf-16", "has no byte-order mark, so --encoding utf-16 .* name utf-16-le or"),
-        ("日本".encode("iso2022_jp"), None, r"has the control character ESC \(byte 0\); if it is ISO-2022 text, name"),
-        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); if it is .*; remove such .* out$"),
+        ("日本".encode("iso2022_jp"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-jp-2\)'),
+        ("日本".encode("iso2022_kr"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-kr\)'),
+        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); remove such characters, or leave .* out$"),
         ("\x1b[31mred".encode("utf-16"), "latin-1", r"has the control character ESC \(byte 2\); remove such"),
         (b"\x1b[31mred", "iso2022_jp", r"is not iso2022_jp text: it would have the character '\\x1b'"),
         (b"f\xfcr \x07", "latin-1", r"is not iso8859-1 text: it would have the character '\\x07'"),
