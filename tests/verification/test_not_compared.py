@@ -36,6 +36,11 @@ def named(**sections: Any) -> dict[str, str]:
             "optimizer.stochastic_rounding",
             "false in place of true",
         ),
+        (
+            {"training": {"precision": "fp16"}, "lora": {"rank": 4}, "optimizer": {"name": "muon"}},
+            "training.precision",
+            "'fp32' in place of 'fp16'",
+        ),
         ({"training": {"compile": True}}, "training.compile", "false in place of true"),
         ({"optimizer": {"lr": 0.5}}, "optimizer.lr", "0.001 in place of 0.5"),
         ({"validation": {"interval": 5}}, "validation", "does not stop or keep the best checkpoint"),
