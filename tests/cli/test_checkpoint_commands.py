@@ -15,10 +15,10 @@ def test_checkpoint_of_another_model(cli: Cli, tmp_path: Path, prefix: str) -> N
     assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
     before = files_in(tmp_path / "runs")
     path = run_file(tmp_path, prefix, training__train_steps=1, model__num_hidden_layers=1)
-    assert "its num_hidden_layers is 2, but the run file has 1" in one_sentence(cli("train", path))
+    assert "its model.num_hidden_layers is 2, but the run file has 1" in one_sentence(cli("train", path))
     assert files_in(tmp_path / "runs") == before
     path = run_file(tmp_path, prefix, name="b", model__rope_theta=5.0, checkpoint__resume=f"{tmp_path}/runs/run")
-    assert "its rope_theta is 10000.0, but the run file has 5.0" in one_sentence(cli("train", path))
+    assert "its model.rope_theta is 10000.0, but the run file has 5.0" in one_sentence(cli("train", path))
     assert files_in(tmp_path / "runs") == before
 
 

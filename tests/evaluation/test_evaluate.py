@@ -136,7 +136,7 @@ def test_a_grid_gives_the_same(pool: Pool, trained: Path, overrides: tuple[str, 
     ("options", "says"),
     [
         ([], "nothing to evaluate on"),
-        (["--text", "missing.txt"], "missing.txt does not exist"),
+        (["--text", "missing.txt"], "missing.txt is not a file"),
         (["--text", "TEXT", "--overlap", 33], "at most 32, the context"),
         (["--text", "TEXT", "--overlap", 9, "--context", 8], "at most 8, the context"),
         (["--text", "TEXT", "--context", 33], "at most 32, the model's context"),

@@ -140,7 +140,7 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
         metrics.write_text("\n".join([*lines, broken]), encoding="utf-8")
         with pytest.raises(UserError, match=r"record 10(: step_seconds = .* must be a number| is not an object)"):
             fit_machine([metrics], load_machine("laptop"), "mine")
-    for broken, sentence in ((b'{"peak_memory_bytes": "12"}', "peak_memory_bytes = 12 must be"), (b"\xff", "not JSON")):
+    for broken, sentence in ((b'{"peak_memory_bytes": "12"}', "peak_memory_bytes = 12 must be"), (b"\xff", "not text")):
         metrics.write_bytes("\n".join([*lines, ""]).encode() + broken)
         with pytest.raises(UserError, match=sentence):
             fit_machine([metrics], load_machine("laptop"), "mine")

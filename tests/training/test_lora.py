@@ -251,7 +251,7 @@ def test_what_makes_no_sense_is_refused(cli: Cli, tmp_path: Path) -> None:
         "[lora]\nrank = 2\n[training]\nglobal_batch_size = 4\nseq_length = 32\ntrain_steps = 2\n"
     )
     code, _, err = cli("train", run_file)
-    assert code == 2 and "name that model in model.from_hf" in err
+    assert code == 2 and "name one in model.from_hf" in err
     with pytest.raises(UserError, match="this model has no gate_proj"):
         build_model(tiny_run(GPT, {}, lora=LORA | {"targets": ["gate_proj"]}))
     with pytest.raises(UserError, match="computes weight gradients separately"):

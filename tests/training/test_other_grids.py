@@ -157,7 +157,7 @@ def test_one_run_of_experts_on_several_grids(
         assert max(max(each) * 4 / sum(each) for each in rows) == pytest.approx(figures["expert_load"])
         for key in ("dropped_share", "router_entropy"):
             assert sum(ours[key]) / 2 == pytest.approx(figures[key])
-    assert "Load of the experts of layer" in write_run_report(folder).read_text()
+    assert "Load of the busiest expert" in write_run_report(folder).read_text()
 
 
 @pytest.mark.slow

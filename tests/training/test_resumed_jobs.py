@@ -159,7 +159,7 @@ def test_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path, pr
     train(run)
     before = {path: path.read_bytes() for path in tmp_path.glob("runs/**/*") if path.is_file()}
     other = make(tmp_path, prefix, training__train_steps=2, model__num_hidden_layers=3)
-    with pytest.raises(UserError, match="another model: its num_hidden_layers is 2, but the run file has 3"):
+    with pytest.raises(UserError, match=r"another model: its model\.num_hidden_layers is 2, but the run file has 3"):
         train(other)
     assert {path: path.read_bytes() for path in tmp_path.glob("runs/**/*") if path.is_file()} == before
 
