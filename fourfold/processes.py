@@ -138,10 +138,14 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
-        stream.flush()
         raw = _LossyFile(stream.fileno(), errors)
     except OSError:
         return stream
+    try:
+        stream.flush()
+    except OSError as error:  # A warning that nobody could read may still be in the buffer.
+        if errors is not None and error.errno not in errors:
+            return stream
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         stream.encoding,

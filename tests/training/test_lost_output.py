@@ -48,6 +48,19 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     assert len(attempts) == 2, "it was started again"
 
 
+def test_a_warning_that_nobody_read_does_not_end_the_job(nobody_reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(nobody_reads, "w", closefd=False)))
+    stream.write("a warning")
+    with pytest.raises(BrokenPipeError):
+        stream.flush()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with lossy_output(any_error=True):
+        print("more", flush=True)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), nobody_reads)
+        stream.close()
+
+
 def test_a_command_ends_without_a_word(nobody_reads: int) -> None:
     done = subprocess.run([*FOURFOLD, "--version"], stdout=nobody_reads, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (DONE, b"")
