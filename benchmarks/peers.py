@@ -208,7 +208,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         },
     )
-    for layer in model.num_hidden_layers:
+    for layer in model.layers:
         whole_sequence = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
         parallelize_module(
             layer,
@@ -229,7 +229,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
                 "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
             },
         )
-    for layer in model.num_hidden_layers:
+    for layer in model.layers:
         fully_shard(layer, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy())
     fully_shard([model.norm, model.lm_head], mesh=mesh["fsdp"], reshard_after_forward=False)
     fully_shard(model, mesh=mesh["fsdp"])

@@ -42,7 +42,7 @@ def torchtitan(run: RunConfig, device: torch.device, compiled: bool) -> Step:
     with torch.device("meta"):
         model = config.build()
     if compiled:
-        for block in model.num_hidden_layers.values():
+        for block in model.layers.values():
             block.compile(fullgraph=True)
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
     apply_fsdp_to_decoder(
