@@ -1,9 +1,8 @@
 """Start the processes of local workers by forking a starter that has imported the modules they need.
 
 Imports take seconds of CPU time, so they run only once. The starter is a new process without threads, because threads
-of the
-caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new processes, and
-each imports for itself.
+of the caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new
+processes, and each imports for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fourfold.processes import end_with_parent, importing, prepare_environment
+from fourfold.processes import end_with_parent, importing, lossy_output, prepare_environment
 
 Work = Callable[..., None]
 """The function that a worker runs: `work(*args, sender)`, where `sender` is the pipe for its report."""
@@ -98,6 +97,7 @@ class WorkerProcesses:
             pipe.close()
 
 
+@lossy_output(any_error=True)  # Starting a process flushes the output, which may have lost its reader.
 def _start(
     control: Connection,
     work: Work,

@@ -32,6 +32,11 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, nobody_reads: int, processes: int
 ) -> None:
     path = run_file(tmp_path, prefix, parallel__x=processes, metrics__log_interval=1)
+    # A warning that each process prints at its start stays in the buffer of standard error.
+    warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
+    (tmp_path / "sitecustomize.py").write_text(warning)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
     before = [os.dup(1), os.dup(2)]  # the output of local workers
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
