@@ -1,4 +1,4 @@
-"""Find checkpoints in a folder, in the folder of a run, or by `checkpoint.resume`."""
+"""Find checkpoints in a folder or a run, and the one that a run resumes from."""
 
 from __future__ import annotations
 

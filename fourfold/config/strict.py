@@ -1,4 +1,4 @@
-"""The base of every section of the run file."""
+"""The base of every section of the run file. It refuses unknown keys."""
 
 from __future__ import annotations
 

@@ -196,8 +196,6 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
 
     Returns:
         Document of each token [len(starts), length].
-    =>
-            # The k-th
     """
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):

@@ -1,4 +1,6 @@
-r"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx the place of each sequence.
+r"""Read and write tokens on disk, in Megatron-LM's indexed format.
+
+PREFIX.bin holds the tokens, and PREFIX.idx the place of each sequence.
 
 Layout of the .idx, little-endian throughout:
 

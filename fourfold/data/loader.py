@@ -1,4 +1,4 @@
-"""Load the micro-batches of one rank, as a pure function of the step and the rank."""
+"""Choose a rank's samples for a step, and assemble them into micro-batches."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -158,7 +158,7 @@ def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
 def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
     try:
         report: WorkerEnd = pickle.loads(workers.reports[rank].recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # It may have died while it sent its report.
         report = WorkerEnd(rank, "died", workers.exit_code(rank))
     return report
 

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
+from fourfold.exit_codes import CRASH, DONE
 from fourfold.processes import end_with_parent, importing, lossy_output, prepare_environment
 
 Work = Callable[..., None]
@@ -33,8 +34,8 @@ class WorkerProcesses:
     """The workers of one job, by rank. They end when the starter ends, and the starter ends when the caller does."""
 
     def __init__(self, world_size: int) -> None:
-        self.ids: list[int] = []
-        """Process ids of the workers. Empty before `take_ids`."""
+        self.ids: dict[int, int] = {}
+        """Process id of each worker by rank, until `exit_code` has reaped it. Empty before `take_ids`."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(world_size)]
         self.reports: list[Connection] = [receiver for receiver, _ in pipes]
         """The pipe on which each worker reports. It closes when the worker ends."""
@@ -65,11 +66,11 @@ class WorkerProcesses:
     def take_ids(self) -> None:
         """Receive the process ids of the workers, so that `send` reaches them. Call this after `wait_for_start`."""
         with contextlib.suppress(EOFError):
-            self.ids = self._control.recv()
+            self.ids = dict(enumerate(self._control.recv()))
 
     def send(self, signum: int) -> None:
-        """Send a signal to all workers. The ids stay valid, because the starter reaps no worker before the end."""
-        for process_id in self.ids:
+        """Send a signal to all workers. The ids stay valid, because the starter reaps a worker only in `exit_code`."""
+        for process_id in self.ids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signum)
 
@@ -78,6 +79,7 @@ class WorkerProcesses:
         try:
             self._control.send(rank)
             code = self._control.recv()
+            self.ids.pop(rank, None)  # The system may give the id to another process.
         except (EOFError, OSError):  # The workers ended with their starter.
             assert self._starter is not None, "it was started"
             self._starter.join()
@@ -119,14 +121,18 @@ def _start(
                 importlib.import_module(module)
         gc.freeze()  # A garbage collection in a worker would copy every shared page.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
-    processes = []
-    for rank, sender in enumerate(senders):
-        others = [control, *senders[rank + 1 :]] if forks else []
-        # A daemon could not have the children that load its data.
-        process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
-        process.start()
-        sender.close()
-        processes.append(process)
+    processes: list[BaseProcess] = []
+    try:
+        for rank, sender in enumerate(senders):
+            others = [control, *senders[rank + 1 :]] if forks else []
+            # A daemon could not have the children that load its data.
+            process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
+            process.start()
+            sender.close()
+            processes.append(process)
+    except OSError as error:
+        print(f"fourfold: cannot start process {len(processes) + 1} of {len(args)}: {error.strerror}", file=sys.stderr)
+        _end(processes, CRASH)
     try:
         control.send([process.pid for process in processes])
         while True:
@@ -134,11 +140,17 @@ def _start(
             process.join()
             control.send(process.exitcode)
     except (EOFError, OSError):
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-        os._exit(0)  # Nothing is left to do, and an interpreter with torch takes long to exit normally.
+        _end(processes, DONE)
+
+
+def _end(processes: Sequence[BaseProcess], code: int) -> NoReturn:
+    """Kill the workers and exit at once, because an interpreter with torch takes long to exit normally."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _work(work: Work, args: tuple[Any, ...], sender: Connection, others: Sequence[Connection]) -> None:

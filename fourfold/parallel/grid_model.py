@@ -1,4 +1,7 @@
-"""A model on the grid as one process holds it. Our own trainer and ``fourfold.parallelize`` both build on it."""
+"""The model on the grid in one process: finish, clip, and gather its gradients.
+
+Our own trainer and ``fourfold.parallelize`` both build on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work at the edges of the step, with knowledge of the global layout: initialize, sum, clip, and gather.
+"""Initialize the weights of the whole model, and sum, clip, and gather its gradients.
 
 Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so stock
 functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) give silently wrong results. Use these.

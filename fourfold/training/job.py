@@ -1,4 +1,4 @@
-"""A model on the grid with its optimizer: forward, backward, clip, update, and evaluate."""
+"""A model and its optimizer on the grid, with the steps forward, backward, clip, update, and evaluate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open and lock the folder of a run, and find the checkpoint that the run resumes from."""
+"""Open and lock the folder of a run, and say how a stopped run continues."""
 
 from __future__ import annotations
 

@@ -85,6 +85,8 @@ class StepChecks:
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
         """Judge a step (counted from 0) by its numbers over all ranks, before its update changes the weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
+        if verdict.action == "stop":
+            self.checkpointer.wait(required=False)  # The run ends, and a save may still be under way.
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
@@ -171,6 +173,7 @@ class StepChecks:
         return sum(line["step"] - 1 > good for line in self._left_out if line["step"] <= step)
 
     def _stop(self, complaint: str) -> Verdict:
+        self.checkpointer.wait(required=False)
         newest = self.checkpointer.newest
         where = "start again: there is no checkpoint yet" if newest is None else f"resume from {newest}"
         return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")

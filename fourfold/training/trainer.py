@@ -154,10 +154,12 @@ def prepare(
     if first_step:
         checkpointer.newest = checkpoint
     checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
-    trainer = Trainer(run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop, first_step)
-    # The signal may have come during the preparation.
-    trainer.stopped = true_on_any_rank(stop.is_set, device, "stop signal")
-    return trainer
+    return Trainer(
+        run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
+        steps=first_step,
+        # The signal may have come during the preparation.
+        stopped=true_on_any_rank(stop.is_set, device, "stop signal"),
+    )  # fmt: skip
 
 
 @dataclass
@@ -205,6 +207,7 @@ class Trainer:
         # This is the only point of the step that waits for a GPU.
         figures = figures_of_all_ranks(result, self.stop.is_set, failure is not None)
         if figures.failed:
+            self.checkpointer.wait(required=False)
             raise_together(failure)
         self.stopped = figures.stopped
         verdict = LEFT_OUT if is_left_out else self.checks.judge(step, figures)
@@ -248,12 +251,14 @@ class Trainer:
         sample = None
         if run.sample.prompt is not None and tokenizer is not None and not self.stopped:
             sample = sample_text(self.job, run.sample.prompt, tokenizer)
-        saved = find_checkpoint("auto", self.run_dir / CHECKPOINTS)
+        saved = self.checkpointer.newest
+        if saved is not None and saved.parent.resolve() != (self.run_dir / CHECKPOINTS).resolve():
+            saved = None  # It resumed from another folder, and saved nothing.
         outcome = Outcome(
             run_dir=str(self.run_dir),
             steps=self.steps,
             loss=self.last_loss,
-            checkpoint=str(saved) if saved is not None else None,
+            checkpoint=None if saved is None else str(saved),
             sample=sample,
             stopped=self.stopped,
             is_first_process=self.record is not None,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.config.run import ParallelConfig, RunConfig
@@ -88,13 +89,16 @@ class Comparison:
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place) -> None:
         """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights."""
-        job, recorded = train_and_resume(run, other, place)
+        try:
+            job, recorded = train_and_resume(run, other, place)
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(run.output_dir, ignore_errors=True)
         weights = self.gather(job.shards, [shard.local for shard in job.shards])
         if weights is not None:
             self.references = self._references(run, job.device, self.start)
             self._add("resumed", compare_records(run, recorded, self.references))
             self._compare_weights("resumed", weights)
-            shutil.rmtree(run.output_dir)
         self._compare_averages("resumed", job)
 
     def dropped_step(self, job: Job, step: int) -> None:

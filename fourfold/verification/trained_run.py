@@ -23,9 +23,11 @@ from fourfold.config.during_training import ValidationConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig
 from fourfold.data.build import build_dataset
+from fourfold.data.files import writing
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.environment import Place
 from fourfold.launch.stop_signals import StopRequest
+from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.corpora import VALIDATION_SEED
 from fourfold.training.job import Job
 from fourfold.training.metrics import METRICS_FILE
@@ -72,12 +74,12 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tup
     Returns:
         The job after the last step, and on rank 0 what the trainer recorded about each step.
     """
-    if dist.get_rank() == 0:
-        shutil.rmtree(run.output_dir, ignore_errors=True)  # of a parity that was interrupted
-        Path(run.output_dir).mkdir(parents=True)
-        for seed, corpora in enumerate((run.data.train, run.data.validation)):
-            write_corpus(Path(corpora[0].path), run, seed)
-    dist.barrier()
+    with failing_together(), writing(Path(run.output_dir)):
+        if dist.get_rank() == 0:
+            shutil.rmtree(run.output_dir, ignore_errors=True)  # of a parity that was interrupted
+            Path(run.output_dir).mkdir(parents=True)
+            for seed, corpora in enumerate((run.data.train, run.data.validation)):
+                write_corpus(Path(corpora[0].path), run, seed)
     for part, until in ((run, RESUMES_AFTER), (run.model_copy(update={"parallel": other}), STEPS)):
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), ExitStack() as stack:
             trainer = prepare(place, part, (), StopRequest(announce=False, launched=False), stack)

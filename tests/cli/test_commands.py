@@ -174,6 +174,12 @@ def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     assert files_in(tmp_path) == before
 
 
+def test_parity_without_room_for_its_data_is_refused_on_every_process(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    path = run_file(tmp_path, "/nowhere/corpus", parallel__x=2, output_dir=str(tmp_path / "taken"))
+    assert "cannot write" in one_sentence(cli("parity", path, "--steps", "1"))
+
+
 def test_prepare(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     code, output, errors = cli(

@@ -86,6 +86,33 @@ def test_workers_end_with_their_starter(tmp_path: Path) -> None:
     wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
 
 
+FAILING_FORK = """
+import os
+fork, calls = os.fork, []
+
+def fail_the_second_time():
+    calls.append(None)
+    if len(calls) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = fail_the_second_time
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are not forked")
+def test_a_worker_that_cannot_be_started_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING_FORK)
+    code = "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
+    code += f"run_workers(launch_bodies.sleep, [{str(tmp_path)!r}], 3)"
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert "cannot start process 2 of 3: Resource temporarily unavailable" in done.stderr
+    assert "WorkerFailed: worker 0 of 3 exited with code 1" in done.stderr
+    wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
+
+
 def test_a_process_knows_its_start_time(capfd: pytest.CaptureFixture[str]) -> None:
     before = time.time()
     code = "import time; time.sleep(0.3); from fourfold.processes import time_of_start; print(time_of_start())"

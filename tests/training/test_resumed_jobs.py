@@ -103,6 +103,15 @@ def test_resume_never_starts_afresh_in_the_same_folder(tmp_path: Path, prefix: s
     assert checkpoints_of(run) == ["step_2"]
 
 
+def test_the_outcome_names_no_checkpoint_of_an_earlier_run(tmp_path: Path, prefix: str) -> None:
+    first = make(tmp_path, prefix, training__train_steps=4)
+    train(first)
+    unsaved = {"training__train_steps": 2, "checkpoint__interval": 0, "checkpoint__save_last": False}
+    assert train(make(tmp_path, prefix, checkpoint__resume="never", **unsaved)).checkpoint is None
+    longer = unsaved | {"training__train_steps": 5, "checkpoint__resume": f"{tmp_path}/runs/run"}
+    assert train(make(tmp_path, prefix, name="second", **longer)).checkpoint is None
+
+
 def test_resume_from_a_path_into_another_folder(tmp_path: Path, prefix: str) -> None:
     first = make(tmp_path, prefix, training__train_steps=2)
     train(first)

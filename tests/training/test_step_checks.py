@@ -32,6 +32,7 @@ from pool import Pool
 from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
+from fourfold.checkpoints.checkpoint import Checkpointer
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
@@ -316,3 +317,24 @@ def test_local_workers_say_it_once(tmp_path: Path, prefix: str, policy: str, cod
     (sentence,) = done.stderr.splitlines()
     assert "the loss is nan at step 3" in sentence
     assert [(line["step"], line["action"]) for line in bad_steps(tmp_path)] == [(3, policy)]
+
+
+def stop_before_poll(rank: int, world_size: int, run: RunConfig, fault: str) -> str:
+    """Stop in the step after a save that is still under way."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Checkpointer, "poll", lambda self: None)
+        with pytest.raises(UserError) as caught:
+            train_poisoned(rank, world_size, run, {3: fault})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fault", [NAN_LOSS, NAN_GRADIENT])
+def test_a_stop_loses_no_checkpoint_that_is_being_written(pool: Pool, tmp_path: Path, prefix: str, fault: str) -> None:
+    changes = {"parallel__z": 2, "training__micro_batch_size": 1, "checkpoint__async_mode": "async"}
+    if fault == NAN_GRADIENT:  # fp16 stops after its first overflow
+        changes |= FP16 | {"loss_scaling__max_overflows": 1}
+    run = make(tmp_path / "run", prefix, **changes)
+    sentences = pool.run(2, stop_before_poll, run, fault)
+    saved = Path(run.output_dir, run.name, "checkpoints", "step_2")
+    assert read_state(saved).step == 2
+    assert (fault == NAN_GRADIENT) or all(str(saved) in sentence for sentence in sentences)

@@ -106,9 +106,11 @@ class _State(NamedTuple):
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None
-    """The all-gather of the input in flight. None if each rank has the whole input."""
+    """In flight over the axis of the input: its all-gather, and in the backward the sum of its gradient. None if the
+    axis has one rank."""
     writing: InFlight[Tensors] | None
-    """The reduction of the outputs in flight. None if each rank has the whole output."""
+    """In flight over the axis of the outputs: their sum, and in the backward the all-gather of their gradient. None if
+    the axis has one rank."""
     schedule: Schedule
 
 

@@ -51,11 +51,6 @@ class Calibration:
     def constants(self, machine: str = "", source: str = "") -> Constants:
         return moved(prior_constants(), self.logs(machine, source))
 
-    def stacked(self, machines: Sequence[str], sources: Sequence[str]) -> Constants:
-        """Return constants as arrays with one entry per case."""
-        logs = np.array([self.logs(m, s) for m, s in zip(machines, sources, strict=True)])
-        return moved(prior_constants(), logs.reshape(-1, len(NAMES)))
-
 
 def levels_of(machine: str, source: str) -> tuple[str, str, str]:
     return ("all", f"machine {machine}", f"source {source}")

@@ -86,7 +86,7 @@ class Recording:
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """The last node in the order of the backward that reads a saved tensor."""
+        """The first node of the backward that reads a saved tensor."""
         run_batch_parts((self._through(part, blocks) for part in range(kind.batch_parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -219,8 +219,10 @@ def _wait(event: Event) -> Event:
 @lru_cache(maxsize=1024)
 def events_of(kind: Kind) -> list[Event]:
     """Return the events of a step in three consecutive blocks: the first one, one that represents all blocks between,
-    and the last one. If
-    parts do not pass from block to block, return the events of one block."""
+    and the last one.
+
+    If parts do not pass from block to block, return the events of one block.
+    """
     blocks = 3 if kind.parts_cross_blocks else 1
     recording = Recording(kind, blocks)
     events = list(recording.forward)

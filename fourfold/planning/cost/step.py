@@ -85,24 +85,24 @@ def step_parts(
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
     # The rank has an average stage: its layers, and its share of head and embedding. All other time is waiting.
-    layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
+    layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
-    z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
-    z = z_layers * traffic.of_z + z_tables * traffic.table_of_z
+    z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
+    z = z_layers * traffic.of_z + z_of_ends * traffic.table_of_z
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
     slowdown = _slowdown(work, machine, constants)
     parts = {
         "compute": layers * layer.compute * slowdown,
         "recompute": layers * (layer.recompute * slowdown + layer.offload),
-        "x": layers * layer.x + tables * block.head_x,
-        "y": layers * layer.y + tables * block.head_y,
+        "x": layers * layer.x + head_passes * block.head_x,
+        "y": layers * layer.y + head_passes * block.head_y,
         "z": z,
         "cp": layers * layer.cp,
         "ep": layers * layer.ep,
-        "dp": _gradient_sum(work, constants, block, traffic) + (z_layers + z_tables - z),
+        "dp": _gradient_sum(work, constants, block, traffic) + (z_layers + z_of_ends - z),
         "pp": exposed_pp(work, machine, constants),
         "bubble": _bubble(work, block, layer, ends),
-        "logits": tables * logits * slowdown,
+        "logits": head_passes * logits * slowdown,
         "launch": layers * layer.launch,
         "optimizer": _optimizer(work, machine, constants),
         "other": constants.step,
@@ -236,7 +236,7 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
     """Return the seconds of one micro-batch on the slowest rank: the rank with the most blocks, the last rank (head),
     or the first rank."""
     split, v_shaped = split_of(work), work.layout.v_shaped
-    at_the_end = np.where(v_shaped, 0.0, ends.head + np.where(work.layout.pp > 1, 0.0, ends.embedding))
+    at_the_end = np.where(v_shaped, 0.0, ends.head)
     at_the_start = np.where(v_shaped, ends.head, 0.0)
     slowest = np.maximum(split.most * layer.total, split.last.number * layer.total + at_the_end)
     return np.maximum(slowest, split.first.number * layer.total + at_the_start)
@@ -244,8 +244,7 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
     """Return the exposed seconds of the gradient sum over dp and cp, once per step."""
-    layers, micro_batches = work.micro_batches * _mean_layers(work), work.micro_batches
-    last_backward = layers * (block.backward + _recompute(work, block)) / micro_batches
+    last_backward = _mean_layers(work) * (block.backward + _recompute(work, block))
     return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
 
