@@ -91,14 +91,14 @@ class Comparison:
         """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights."""
         try:
             job, recorded = train_and_resume(run, other, place)
+            weights = self.gather(job.shards, [shard.local for shard in job.shards])
+            if weights is not None:
+                self.references = self._references(run, job.device, self.start)
+                self._add("resumed", compare_records(run, recorded, self.references))
+                self._compare_weights("resumed", weights)
         finally:
             if dist.get_rank() == 0:
                 shutil.rmtree(run.output_dir, ignore_errors=True)
-        weights = self.gather(job.shards, [shard.local for shard in job.shards])
-        if weights is not None:
-            self.references = self._references(run, job.device, self.start)
-            self._add("resumed", compare_records(run, recorded, self.references))
-            self._compare_weights("resumed", weights)
         self._compare_averages("resumed", job)
 
     def dropped_step(self, job: Job, step: int) -> None:
