@@ -86,9 +86,12 @@ def _signature(name: str, found: Any) -> str:
 
 def _parameter(parameter: inspect.Parameter) -> str:
     """Return the parameter with annotation and default. A function as default shows as dots."""
-    if inspect.isfunction(parameter.default):
-        parameter = parameter.replace(default=...)
-    return re.sub("['\"]", "", str(parameter)).replace("Ellipsis", "...")
+    text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+    if parameter.annotation is not parameter.empty:
+        text += ": " + re.sub("['\"]", "", inspect.formatannotation(parameter.annotation))
+    if parameter.default is not parameter.empty:
+        text += " = " + ("..." if inspect.isfunction(parameter.default) else repr(parameter.default).replace("'", '"'))
+    return text
 
 
 def _prose(found: Any) -> str:

@@ -7,7 +7,7 @@ set -euo pipefail
 host=$1 nodes=$2 gpus=$3
 shift 3
 export PYTHONUNBUFFERED=1 # lines of the log appear at once
-# After SIGTERM or Ctrl-C the processes have so many seconds to finish the step and to save.
+# After SIGTERM or Ctrl-C the processes have this many seconds to finish the step and to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 # Without this, torch 2.13 does not let a new node take the place of a lost node.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -149,7 +149,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
         raise SystemExit(3)  # A signal stopped it. The next start continues from its checkpoint.
-    # Audit the suffix after the whole text before it, in the same way for members and for documents planted 0 times.
+    # Audit the suffix, given all preceding text, in the same way for members and for documents planted 0 times.
     prefix = CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
     record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)

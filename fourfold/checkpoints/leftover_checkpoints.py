@@ -22,7 +22,7 @@ def tidy(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints that were being written or removed."""
+    """Remove checkpoints whose writing or removal was interrupted."""
     for name in (".step_*.partial", ".step_*.removed"):
         for unfinished in folder.glob(name):
             rmtree(unfinished, ignore_errors=True)

@@ -264,7 +264,7 @@ class ModelConfig(Strict):
 
     @property
     def kinds_of_layers(self) -> list[LayerType]:
-        """Return the attention types that some layer has."""
+        """Return the attention types that the layers use."""
         return list(dict.fromkeys(self.layer_types)) or ["full_attention"]
 
     @property

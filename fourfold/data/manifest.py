@@ -68,7 +68,7 @@ class CorpusSplit:
     """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
-        """Add to the counts."""
+        """Add documents, tokens, and bytes to the totals."""
         self.documents += documents
         self.tokens += tokens
         self.bytes += text_bytes

@@ -212,7 +212,8 @@ def _parse_lines(
     """Parse the lines that begin at bytes [start, stop) and are not blank. Yield each line with its value."""
     with _open(path) as file:
         if start > 0:
-            # A line across the border belongs to the part before. A line that begins at `start` belongs to this part.
+            # A line that crosses the boundary belongs to the previous part. A line that begins at `start` belongs to
+            # this part.
             file.seek(start - 1)
             file.readline()
         begin = file.tell()

@@ -22,7 +22,7 @@ minutes."""
 
 
 class Speed(NamedTuple):
-    """Bytes per second."""
+    """Disk speed in bytes per second."""
 
     written: float
     read: float
@@ -40,7 +40,7 @@ def examine_disk(folder: Path) -> Iterator[Finding]:
 
 
 def room(place: Path, free: int) -> Finding:
-    """Judge the free space."""
+    """Check that the disk has room for checkpoints."""
     text = f"{format_bytes(free)} free in {place}"
     if free < LEAST_ROOM:
         advice = "make room, choose another output_dir, or keep fewer checkpoints (checkpoint.keep_latest_k)"

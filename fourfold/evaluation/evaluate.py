@@ -94,8 +94,8 @@ def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """Return the token that the first token of a text is predicted from.
 
     It is the beginning-of-text token if there is one, and otherwise the end-of-text token. A corpus records a
-    beginning-of-text token only if
-    its documents begin with one. For an imported model, the original tokenizer can name one.
+    beginning-of-text token only if its documents begin with one. For an imported model, the original tokenizer can name
+    one.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)

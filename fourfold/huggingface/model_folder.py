@@ -40,7 +40,7 @@ class Transferred:
 
     folder: str
     kind: str
-    """The model_type."""
+    """`model_type` in config.json."""
     parameters: int
     """Number of parameters without padding."""
     files: dict[str, int]

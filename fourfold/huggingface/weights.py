@@ -1,4 +1,5 @@
-"""Read a Hugging Face model's weights by our names. Only the requested slice of a parameter is read."""
+"""Read a Hugging Face model's weights under fourfold's parameter names. Only the requested slice of a parameter is
+read."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _watch(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # Time during which this process was stopped too, for example by Ctrl-Z, does not count as silence.
+        # Time during which the watchdog itself was also stopped, for example by Ctrl-Z, does not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout

@@ -139,7 +139,7 @@ def _tune_matmul(
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
     """Return the fastest candidate for this way to store the weight.
 
-    Prefer the candidate without copies if it is hardly slower.
+    Prefer the candidate without copies if it is only slightly slower.
     """
     plain = Candidate(turned, Way())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)

@@ -21,7 +21,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AuditDocument:
-    """One document."""
+    """One document to audit."""
 
     tokens: Tokens
     text: str | None
@@ -98,8 +98,7 @@ def with_others_before(documents: Sequence[AuditDocument], offset: int) -> list[
     """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
 
     Each unrelated document ends with the token that ends it in its corpus. Recall can depend on a document's position
-    in the
-    context (arXiv 2505.13171).
+    in the context (arXiv 2505.13171).
 
     Raises:
         UserError: The unrelated documents have too few tokens.

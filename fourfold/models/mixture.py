@@ -163,7 +163,7 @@ class Order(NamedTuple):
     sizes_E: Tensor
     """The number of rows of each expert, without dropped rows."""
     chosen: int
-    """K."""
+    """Number of experts chosen per token (K)."""
     given: Tensor | None
     """The number of rows that were not dropped, [], on the device. None if no row can be dropped."""
 
@@ -251,7 +251,7 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     sorted_N = keys_N[order_N]
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
-    # The number of rows of the same expert before each row.
+    # For each row, the number of earlier rows with the same expert.
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)
     lengths_B = (experts_BSK[..., 0] < num_experts).sum(1)
     kept_BN = before_N.view(sequences, -1) < capacity(factor, lengths_B, chosen, num_experts)[:, None]

@@ -187,7 +187,7 @@ class Written(NamedTuple):
     """A file that was written."""
 
     size: int
-    """In bytes."""
+    """Size of the file in bytes."""
     xxh3: str
     """The 128-bit XXH3 checksum of its content, in hexadecimal."""
 

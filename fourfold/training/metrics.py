@@ -29,7 +29,7 @@ class StepMetrics:
     not finite are written as null.
     """
 
-    step: int  # The step, counted from 1.
+    step: int  # Counted from 1.
     loss: float  # Mean over the trained tokens, in nats per token.
     grad_norm: float | None  # Global gradient norm before clipping.
     lr: float

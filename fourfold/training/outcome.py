@@ -13,13 +13,13 @@ class Outcome:
     run_dir: str
     """The run's folder."""
     steps: int
-    """Number of optimizer steps that the weights have had, including steps before this job."""
+    """Number of optimizer steps taken, including steps before this job."""
     loss: float | None
     """Loss of the last good step. None if no step was taken."""
     checkpoint: str | None
     """The newest checkpoint in the run's folder."""
     sample: str | None
-    """Text that the model has continued. None without [sample]."""
+    """Sample text that the model generated. None without [sample]."""
     stopped: bool
     """Whether a signal or the time limit ended the job before its last step."""
     is_first_process: bool

@@ -24,7 +24,7 @@ PROCESS_OF_FLIGHTS = 1 << 30
 
 
 class NamedSpan(NamedTuple):
-    """A collective in flight."""
+    """Axis, name, and time span of one collective."""
 
     axis: str
     name: str

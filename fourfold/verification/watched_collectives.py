@@ -23,7 +23,7 @@ OPERATIONS = {
     "all_gather_single": "all_gather",  # These names exist since torch 2.13.
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    # The operations with which gloo implements them (see parallel.communicate.by_all_to_all).
+    # gloo implements reduce-scatter with these operations (see parallel.communicate.by_all_to_all).
     "alltoall_base": "reduce_scatter",
     "all_to_all_single": "reduce_scatter",
     "send": "send",

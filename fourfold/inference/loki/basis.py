@@ -76,7 +76,7 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """By kind and layer, the fraction of the best quarter of the keys that a quarter of the dims found. Empty if
+    """By kind and layer, the recall of the best quarter of the keys if a quarter of the dims ranks them. Empty if
     nothing was held out."""
 
     @property
@@ -184,7 +184,7 @@ class LokiBasis:
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Check that each layer and head has its own directions.
 
-        The directions of a single head must not broadcast to the others of its layer.
+        The directions of a single head must not broadcast to the other heads of its layer.
 
         Args:
             layers: Number of the model's layers.

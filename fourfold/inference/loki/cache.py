@@ -126,8 +126,7 @@ class RotatedLayer(GrowingLayer):
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
-        """Whether the attention of the current pass rotates its queries. An update by any other attention is
-        refused."""
+        """Whether the attention of the current pass rotates its queries. If False, the cache refuses the update."""
 
         self.proxy_BKSd: Tensor | None = None
         """The proxy during an attention pass, as in ``LokiLayer``."""

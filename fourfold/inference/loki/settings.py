@@ -50,8 +50,8 @@ class LokiConfig:
     min_seq: int = 512
     """Attention to shorter contexts is dense."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
-    """How the scores of one KV head's query heads are combined into a key's worth: the sum of their softmaxes, or the
-    maximum or mean of the scores."""
+    """How the scores of one KV head's query heads are combined into one score per key: the sum of their softmaxes,
+    or the maximum or mean of the scores."""
     prefill: Literal["dense", "simulate"] = "dense"
     """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"
@@ -65,7 +65,7 @@ class LokiConfig:
     several times faster."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
-    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and apply. If autograd records,
+    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and apply. While autograd records,
     torch's operations are used."""
 
     def __post_init__(self) -> None:

@@ -50,8 +50,8 @@ class SharedAttentionCore(AttentionCore):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # torch's grouped attention needs the same number of consecutive query heads for each key-value head. If this is
-        # not so, repeat the key-value heads.
+        # torch's grouped attention needs the same number of consecutive query heads for each key-value head. Otherwise,
+        # repeat the key-value heads.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed

@@ -211,7 +211,11 @@ def _differentiate_capped(
     mask: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tensors: the output's gradient, q, and the output."""
+    """Return the gradients of q, k, and v, one block of rows at a time.
+
+    Args:
+        tensors: The output's gradient, q, and the output.
+    """
     of_all = tensors[1]
     precise = _precise(of_all)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)

@@ -107,7 +107,14 @@ def attend_at_once(
 
 
 def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
-    """tensors: the output's gradient, q, k, v and the output."""
+    """Return the gradients of q, k, and v, with one call of the kernel for all documents.
+
+    Args:
+        tensors: The output's gradient, q, k, v, and the output.
+        lse_NT: The log-sum-exp of each query.
+        limits: The keys that each query attends to.
+        scores: How scores are computed.
+    """
     batch, length = tensors[0].shape[:2]
     begins, tokens = begins_of(limits, tensors[0]), [t.flatten(0, 1) for t in padded(*tensors)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse_NT.device), lse_NT.new_empty(0)
@@ -137,7 +144,10 @@ def attend_in_turn(
 
 
 def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
-    """tensors: the output's gradient, q, k, v and the output."""
+    """Return the gradients of q, k, and v, document by document.
+
+    Args: See ``differentiate_at_once``.
+    """
     grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND = tensors
     dq, dk, dv = (torch.zeros_like(t, dtype=lse_NT.dtype) for t in tensors[1:4])
     lse_BNS = _by_row(lse_NT, q_BSND)

@@ -77,7 +77,7 @@ class TwoLevels:
 
 
 class Grid:
-    """The positions (pp, dp, cp, z, y, x), always all six, of all processes of the job.
+    """The position of every process of the job on the six axes (pp, dp, cp, z, y, x).
 
     x, y, z, cp, and pp are single axes. dp is always combined with another axis:
 
@@ -172,7 +172,7 @@ class Grid:
 
         Args:
             name: The axis, ``z`` or ``dp_cp_z``.
-            per_node: Number of its ranks in a node. If there are more ranks, it divides their number.
+            per_node: Number of its ranks in a node. It divides the number of ranks if the axis spans nodes.
         """
         whole = self._axes[name]
         if not 1 < per_node < whole.size:

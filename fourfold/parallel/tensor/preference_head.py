@@ -82,7 +82,7 @@ class PreferenceHead(ParallelHead):
         return found_B
 
     def note(self, margins_P: Tensor, rewards_P: Tensor) -> None:
-        """Add pairs to the figures."""
+        """Add a batch's margins and rewards to the running metrics."""
         seen = margins_P.new_full((), len(margins_P))
         sums = torch.stack([seen, margins_P.sum(), (margins_P > 0).sum().to(seen), rewards_P.sum()]).double()
         self.figures = sums if self.figures is None else self.figures + sums

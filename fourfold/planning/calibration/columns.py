@@ -51,7 +51,7 @@ class MeasuredRow(BaseModel):
     where: str = ""
     """File and line, or table, of the source."""
     system: str = ""
-    """The cluster."""
+    """Name of the cluster."""
     notes: str = ""
     """Text that no program reads."""
     derived: str = ""

@@ -175,7 +175,7 @@ def attention_backward(work: Workload) -> Number:
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # The norm of attention's output has freed what it kept, too. Separate weight gradients free nothing yet.
+    # The norm after attention has also freed its saved tensors. Separate weight gradients free nothing yet.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed

@@ -69,7 +69,8 @@ def fourfold_ring(work: Workload) -> Flag:
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
-    # fourfold's windows, and its rings of wide heads, take FlashAttention-2 (``parallel.attention.block_attention``).
+    # fourfold runs sliding windows, and ring attention with wide heads, on FlashAttention-2
+    # (``parallel.attention.block_attention``).
     window = np.asarray(model.sliding_window)
     slides = np.equal(model.sliding, 1) & (window > 0) & (window < work.step.seq_length)
     own = work.program.is_fourfold & np.where(fourfold_ring(work), np.greater(model.head_dim, WIDEST_CUDNN), slides)

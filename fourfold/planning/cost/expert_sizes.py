@@ -74,10 +74,10 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload whose only weights are the experts', on a grid whose y is the ranks that divide them.
+    """Return a workload that holds only the expert weights, with y·ep in place of y.
 
-    Formulas for weights that x · y splits, z shards, and dp · cp copies then apply to experts too. Ranks of z that have
-    the same experts shard them, and all other ranks that have the same experts hold copies.
+    The formulas for dense weights (split over x · y, sharded over z, copied over dp · cp) then also give the sizes of
+    the experts. z counts the ranks that shard the same experts, and dp counts their replicas.
     """
     model, layout, step = work.model, work.layout, work.step
     over_x = np.asarray(work.program.experts_over_x, bool)

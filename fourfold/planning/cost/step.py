@@ -119,7 +119,7 @@ def step_seconds(work: Workload, machine: Machine, constants: Constants, block: 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Return the slowest device's time relative to the mean. All devices wait for the slowest one.
 
-    If the spread of devices was not measured, the slowest node decides.
+    If the variation between devices was not measured, the slowest node determines the result.
     """
     gpus = work.layout.gpus
     of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)

@@ -160,7 +160,7 @@ def ranking(scores: SearchScores) -> np.ndarray:
 
     Starting at the fastest, times within a factor of ``TIED`` form a band and count as equal.
 
-    Within a band, the layout with the lower P(OOM), in whole percent, comes first, and then the faster one.
+    Within a band, layouts are sorted by P(OOM), rounded to whole percent, and then by time.
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
     bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))

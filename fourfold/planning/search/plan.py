@@ -25,7 +25,7 @@ GRID = ("pp", "dp", "cp", "z", "y", "x")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout: seconds by part, and bytes of the fullest rank and by stage."""
+    """One layout, with its predicted seconds by part and its memory by stage and on the fullest rank."""
 
     work: Workload
     """The layout, with its model, step, and program."""
@@ -38,7 +38,7 @@ class Prediction:
     stages: list[dict[str, float]]
     """Peak bytes by category on each pipeline stage, in the order of the stages shown."""
     machine: Machine
-    """The machine."""
+    """Machine that the prediction is for."""
 
     @property
     def gpus(self) -> int:
@@ -47,7 +47,7 @@ class Prediction:
 
     @property
     def stage_numbers(self) -> list[int]:
-        """Return the numbers of the pipeline stages in ``stages``."""
+        """Return the indices of the pipeline stages in ``stages``."""
         return _stages_shown(int(self.work.layout.pp))
 
     @property
@@ -61,7 +61,7 @@ class Prediction:
         return float(self.work.step.global_batch_size * self.work.step.seq_length / self.seconds)
 
     def utilization(self, flops: Number) -> float:
-        """Return FLOPs relative to the GPUs' bf16 peak, in every precision.
+        """Return the utilization: FLOP/s divided by the GPUs' bf16 peak, even for other precisions.
 
         Args:
             flops: FLOPs of one step on all GPUs. Model FLOPs give the MFU.

@@ -17,7 +17,7 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
-"""Sizes that limits may bound. ep adds no ranks."""
+"""Axes whose size the search can limit. ep adds no ranks of its own."""
 MOST_GPUS = 1 << 24
 """Largest number of GPUs. The sizes of larger layouts do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -29,8 +29,7 @@ their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
 """Number of passes in the backward divided by the number in the forward: 3 / 2. The backward of a norm reads the
-gradient and the input and
-writes one tensor. The backward of a sum moves nothing."""
+gradient and the input and writes one tensor. The backward of a sum moves nothing."""
 
 # The numbers below are for fourfold's own operations in 16 bits, forward and backward. tests/planning/test_traffic.py
 # counts them, except fused operations and the kernels of norms, which only a GPU or a compiler has.
