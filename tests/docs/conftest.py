@@ -16,7 +16,8 @@ CALIBRATION = REPOSITORY / "fourfold" / "planning" / "calibration"
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A folder with everything that the pages' commands name."""
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    for name in ("examples", "fourfold"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a copy: some commands write there
     shutil.copy(REPOSITORY / "docs" / "slingshot_runs.csv", tmp_path / "rows.csv")
     shutil.copy(CALIBRATION / "measured.csv", tmp_path / "others.csv")
