@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,13 @@ from fourfold.verification.deviation import (
     replica_difference,
 )
 from fourfold.verification.initial_weights import initial_weights_error
+from fourfold.verification.not_compared import Against
 from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity_report import Deviation
 from fourfold.verification.reference_batches import random_batch
 from fourfold.verification.trained_run import compare_records, train_and_resume
 from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
-
-Against = Literal["plain", "transformers"]
 
 
 class Comparison:

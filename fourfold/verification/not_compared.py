@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from fourfold.config.run import RunConfig
 from fourfold.verification.random_corpora import can_write
+
+Against = Literal["plain", "transformers"]
 
 COMPARED = (
     *("model", "parallel", "overlap", "activation_checkpoint", "training", "optimizer", "lr_scheduler", "lora", "moe"),
@@ -25,6 +27,7 @@ REASONS = {
     "validation": "parity validates after every step, and does not stop or keep the best checkpoint",
     "checks": "parity drops one step, but detects no bad one",
 }
+FROM_RANDOM = "parity trains from random weights; --against transformers also compares the imported model"
 SMALL_VOCABULARY = "the vocabulary is too small for parity's conversations, so the trainer does not read any"
 
 
@@ -44,12 +47,13 @@ def in_own_types(run: RunConfig) -> bool:
     return run.training.precision != "fp32" and run.training.float8 == "none" and not (chooses or is_noise)
 
 
-def not_compared(run: RunConfig, verified: RunConfig) -> dict[str, str]:
+def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain") -> dict[str, str]:
     """Name what parity does not compare.
 
     Args:
         run: The run as in the run file.
         verified: The run as parity runs it.
+        against: The reference model.
 
     Returns:
         A reason for each key whose value parity replaces, and for each key or section that has no effect in parity and
@@ -58,6 +62,8 @@ def not_compared(run: RunConfig, verified: RunConfig) -> dict[str, str]:
     found, replaced = dict(ALWAYS), dict(_leaves(verified.model_dump()))
     if not can_write(run):
         found["data.format"] = SMALL_VOCABULARY
+    if run.model.from_hf is not None and against == "plain":
+        found["model.from_hf"] = FROM_RANDOM
     own = dict(_leaves(run.model_dump()))
     for key, value in _leaves(run.model_dump(exclude_defaults=True)):
         section = key.partition(".")[0]

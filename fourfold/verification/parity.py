@@ -24,8 +24,9 @@ from fourfold.launch.job_processes import choose_device
 from fourfold.parallel.grid.grid import Grid
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import LossScale
-from fourfold.verification.comparison import Against, Comparison
-from fourfold.verification.not_compared import in_own_types, not_compared
+from fourfold.verification.comparison import Comparison
+from fourfold.verification.imported_model import compare_import
+from fourfold.verification.not_compared import Against, in_own_types, not_compared
 from fourfold.verification.own_types import compare_own_types
 from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.random_corpora import can_write
@@ -80,8 +81,11 @@ def parity(
     job = Job(run, Grid(run.parallel, device.type), device)
     if asked.training.precision == "fp16":  # a power of two adds no rounding in float32
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
+    imported = compare_import(job) if against == "transformers" and run.model.from_hf is not None else []
     job.initialize(run.training.seed)
     comparison = Comparison(job, against)
+    if imported:
+        comparison.deviations["imported"] = imported
     for step in range(steps + 1):
         if step == steps:
             comparison.dropped_step(job, step)
@@ -98,7 +102,7 @@ def parity(
         comparison.own_types = compare_own_types(shortened(asked, steps), job.grid, device, comparison.gather)
     if dist.get_rank() != 0:
         return None
-    c, left_out = comparison, not_compared(asked, run)
+    c, left_out = comparison, not_compared(asked, run, against)
     return ParityReport(c.deviations, c.replicas, c.initial, other.parallel.describe(), left_out, c.own_types)
 
 

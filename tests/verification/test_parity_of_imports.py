@@ -1,0 +1,130 @@
+"""Parity against transformers opens the imported folder twice: with our importer on the grid, and with the library."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutation import mutated
+from pool import Pool
+from tiny_huggingface import make_model
+from tuned_products import parity_on_cpu
+
+from fourfold.config.run import RunConfig
+from fourfold.data.tokenizer import train_bpe
+from fourfold.run_file.load import make_run
+from fourfold.verification.parity_report import ParityReport
+
+transformers = pytest.importorskip("transformers")
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "llama": ({"x": 2}, {}),
+    "qwen3": ({"x": 2, "z": 2}, {}),
+    "gpt2": ({"y": 2}, {}),
+    "gpt_neox": ({"pp": 2}, {}),
+    "mistral": ({"cp": 2}, {"data": {"mask_documents": True}}),
+    "gemma2": ({"dp": 2}, {}),
+    "olmo2": ({"z": 2}, {"lora": {"rank": 2}}),
+    "qwen3_moe": ({"ep": 2, "dp": 2}, {}),
+}
+"""Family, grid, and further sections of the run file."""
+
+
+def make_import(folder: Path, name: str, grid: dict[str, int], sections: dict[str, Any], **changes: Any) -> RunConfig:
+    make_model(folder / "model", name, vocab_size=288, **changes)
+    train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "model" / "tokenizer.json")
+    (folder / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    )
+    data = {"train": [{"path": "nowhere"}]} | sections.get("data", {})
+    training = {"micro_batch_size": 2, "global_batch_size": 8, "seq_length": 32, "train_steps": 4, "device": "cpu"}
+    return make_run({
+        **sections, "name": "run", "output_dir": str(folder), "data": data, "training": training, "parallel": grid,
+        "model": {"from_hf": str(folder / "model")},
+    })  # fmt: skip
+
+
+def body(rank: int, world_size: int, run: RunConfig, fault: tuple[str, str, str] | None) -> ParityReport | None:
+    with nullcontext() if fault is None else mutated(*fault):
+        return parity_on_cpu(run, steps=1, against="transformers")
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", CASES)
+def test_an_imported_model_computes_what_the_library_computes(pool: Pool, tmp_path: Path, name: str) -> None:
+    run = make_import(tmp_path, name, *CASES[name])
+    report = pool.run(run.parallel.world_size, body, run, None)[0]
+    assert [each.tensor for each in report.deviations["imported"]][-1] == "tokens"
+    assert report.ok, report.record()
+
+
+CONFIG = "fourfold.huggingface.architectures.config_json"
+CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
+    "the base of the rotary embedding is not read": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        (f"{CONFIG}:model_keys", "keys |= _rope(given, family, where)", "pass"),
+    ),
+    "the window is not read": (
+        "mistral",
+        {"sliding_window": 8},
+        (f"{CONFIG}:model_keys", "keys |= _windows(given, family, where)", "keys['sliding_window'] = 0"),
+    ),
+    "the norms' eps is not read": (
+        "llama",
+        {"rms_norm_eps": 0.1},
+        (
+            f"{CONFIG}:model_keys",
+            "given.get(theirs) is not None",
+            "given.get(theirs) is not None and 'eps' not in ours",
+        ),
+    ),
+}
+"""Family, keys of config.json, and the fault of our reader."""
+WEIGHT_FAULTS = {
+    "every rank reads the first experts": (
+        "qwen3_moe",
+        (
+            "fourfold.huggingface.weights:Pretrained.read_into",
+            "zip(out, places[slices[0]], strict=True)",
+            "zip(out, places, strict=False)",
+        ),
+    ),
+    "queries, keys, and values are read without their order by heads": (
+        "gpt_neox",
+        (
+            "fourfold.huggingface.weights:Pretrained._read_piece",
+            "piece.runs(rows)",
+            "((slice(r - rows.start, r - rows.start + 1), slice(r, r + 1)) for r in range(rows.start, rows.stop))",
+        ),
+    ),
+    "the tokenizer drops spaces": (
+        "llama",
+        (
+            "fourfold.data.tokenizer:HFTokenizer.encode_batch",
+            "self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)",
+            "self._tokenizer.encode_batch_fast([text.strip() for text in texts], add_special_tokens=False)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_a_fault_in_reading_the_configuration_is_seen(pool: Pool, tmp_path: Path, fault: str) -> None:
+    name, changes, place = CONFIG_FAULTS[fault]
+    with mutated(*place):
+        run = make_import(tmp_path, name, {"x": 2}, {}, **changes)
+    report = pool.run(2, body, run, None)[0]
+    assert report.worst("imported").ratio > 2 * report.limit
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("fault", WEIGHT_FAULTS)
+def test_a_fault_in_reading_weights_or_texts_is_seen(pool: Pool, tmp_path: Path, fault: str) -> None:
+    name, place = WEIGHT_FAULTS[fault]
+    run = make_import(tmp_path, name, *CASES[name])
+    report = pool.run(run.parallel.world_size, body, run, place)[0]
+    assert report.worst("imported").ratio > 2 * report.limit
