@@ -346,6 +346,55 @@ def test_no_module_uses_private_names_of_another() -> None:
     assert {path: names for path, names in used.items() if names} == {}
 
 
+PRIVATE_TORCH = {
+    "huggingface/parallelize.py": {"_buffers", "_non_persistent_buffers_set"},
+    "huggingface/parallelized.py": {"torch.utils._pytree"},
+    "inference/loki/traffic.py": {"torch.utils._pytree"},
+    "models/lora.py": {"_modules"},
+    "parallel/data/fully_sharded.py": {
+        "torch.distributed.fsdp._fully_shard._fsdp_common", "_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups",
+        "_get_fsdp_state", "_init_sharded_post_forward_param_metadata", "_orig_dtype", "_orig_size",
+        "_partial_reduce_output", "_root_post_backward_final_callback", "_unsharded_param",
+    },
+    "parallel/grid/checksums.py": {"torch.utils._python_dispatch", "_overloadpacket"},
+    "parallel/grid/process_group.py": {"_get_backend", "_set_default_timeout"},
+    "parallel/other_models/tensor_plan.py": {"_DropoutNd"},
+    "parallel/overlap/batch_parts.py": {
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    },
+    "parallel/pipeline/schedule.py": {"torch.distributed.pipelining._schedule_visualizer"},
+    "training/optimizer.py": {"_cdata"},
+    "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
+    "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
+}  # fmt: skip
+"""Private names of torch by file, apart from its operators. A new version of torch may change them: whoever adds one
+looks for a public name first. FSDP2's are all in one file, the adapter."""
+
+
+def private_torch(path: Path) -> set[str]:
+    """Private modules of torch that a file imports, and private attributes of objects that are not its own."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "os", "ATEN") and not node.attr.startswith("_foreach"):
+                found.add(node.attr)
+    return found - {
+        "_replace",
+        "_asdict",
+        "_fields",
+        "_attn_implementation",
+    }  # named tuples and transformers have these
+
+
+def test_private_names_of_torch_are_listed() -> None:
+    own = set().union(*(private_definitions(path) for path in MODULES.values()))
+    used = {str(path.relative_to(REPOSITORY / "fourfold")): private_torch(path) - own for path in MODULES.values()}
+    assert {file: names for file, names in used.items() if names} == PRIVATE_TORCH
+
+
 def test_base_names_are_unique() -> None:
     names = defaultdict(list)
     for module, path in MODULES.items():
