@@ -109,7 +109,10 @@ class Comparison:
         micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
         job.forward_backward(micro_batches, job.count_kept(micro_batches))
         job.clip()
-        _ = job.skip_update() if job.loss_scale is None else job.update(step, math.inf)
+        if job.loss_scale is None:
+            job.skip_update()
+        else:
+            job.update(step, math.inf)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
         """Compare the first step's samples the way validation computes them."""
