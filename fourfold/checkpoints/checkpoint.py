@@ -209,8 +209,8 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         """Remove checkpoints that the new checkpoint makes unnecessary."""
-        # Later steps exist if this run went back (`resume` = 'never' or a path). They are kept under another name, so
-        # that neither pruning nor resume = 'auto' mistakes them for steps of this run.
+        # Later steps exist if this run went back (`resume` = 'never' or a path). Rename them, so that neither pruning
+        # nor resume = 'auto' mistakes them for steps of this run.
         found = list_checkpoints(self.folder)
         ours = [path for path in found if step_of(path) <= step]
         best = best_checkpoint(self.folder)
@@ -229,7 +229,7 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
     """Rename a damaged checkpoint, and return the newest remaining one. Every process calls this.
 
     Raises:
-        DamagedCheckpoint: There is no other checkpoint. The user must decide whether to start again.
+        DamagedCheckpoint: No checkpoint remains. The user must decide whether to start again.
     """
     complaint = str(damage).removesuffix(ELSEWHERE)
 
@@ -257,7 +257,7 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
         The loaded checkpoint, and its number of finished steps.
 
     Raises:
-        DamagedCheckpoint: The checkpoint is damaged and there is nothing to fall back to.
+        DamagedCheckpoint: The checkpoint is damaged, and there is no checkpoint to fall back to.
     """
     while True:
         try:
@@ -300,7 +300,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
-    # Without this, the first update would start the average from scratch.
+    # Without this, the first update would restart the average.
     if job.average is not None and job.optimizer.steps_taken():
         _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
@@ -312,7 +312,7 @@ def _begin_average(trained: Sequence[LocalShard], average: AveragedWeights, is_l
     if is_loaded:
         fill_second_copies(trained, lambda index: {"average": average.averages[index]})
         average.has_begun = True
-    else:  # An older checkpoint of a run without averages has none.
+    else:  # The checkpoint was saved before the run kept averages.
         average.restart()
 
 

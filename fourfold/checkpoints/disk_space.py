@@ -14,7 +14,7 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 
 HEADER_BYTES = 512
-"""Upper limit of the bytes that one tensor's entry takes in a file's header."""
+"""Upper limit, in bytes, of one tensor's entry in a file's header."""
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -36,10 +36,11 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_room(folder: Path, run: RunConfig) -> None:
-    """Check that one more checkpoint fits on the disk. Older ones are removed only once it is complete.
+    """Check that one more checkpoint fits on the disk. Older checkpoints are removed only after the new one is
+    complete.
 
     Raises:
-        WriteFailed: It does not fit.
+        WriteFailed: The checkpoint does not fit.
     """
     needed, free = checkpoint_bytes(run), free_bytes(folder)
     if free < needed:

@@ -1,8 +1,8 @@
-"""`layout.json`: says which part of which tensor is in which file of a checkpoint.
+"""Read and write `layout.json`, which tells which part of which tensor is in which file of a checkpoint.
 
-Each process writes at most one file. Its content follows from the sizes of the grid and from the axes that cut each
-tensor. So no process gathers, writes, or reads a list of all parts, and every process can compute which few files it
-needs.
+Each process writes at most one file. The content of this file follows from the sizes of the grid and from the axes that
+cut each tensor. So no process gathers, writes, or reads a list of all parts, and every process can compute which few
+files it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUTTING = ("ep", "x", "y")
 """Axes that can cut a tensor into tiles, outermost first."""
 
 Box = tuple[slice, ...]
-"""A part of a tensor: its range in every dim."""
+"""A part of a tensor, given as a range in every dim."""
 
 Cuts = tuple[bool, ...]
 
@@ -38,7 +38,7 @@ class SavedTensor(Strict):
     """One tensor, and how it is cut."""
 
     dtype: str
-    """Type, by its name in safetensors."""
+    """Dtype, as safetensors names it."""
     shape: tuple[int, ...] = Field(strict=False)
     x: int | None = None
     """Dim that axis x cuts. None if the ranks of x hold copies."""
@@ -49,11 +49,11 @@ class SavedTensor(Strict):
     sharded: bool = True
     """Whether `sharded_over` cuts the tensor."""
     sharded_dim: int = 0
-    """Dim in which `sharded_over` cuts the tiles of x and y."""
+    """Dim along which `sharded_over` cuts the tiles of x and y."""
     pp: int = 0
     """Pipeline rank that writes the tensor."""
     copy_number: int = 0
-    """Index of the copy that is written, among the processes that hold copies."""
+    """Index of the copy that is written, if several processes hold copies."""
 
     @property
     def cuts(self) -> Cuts:
@@ -69,9 +69,9 @@ class CheckpointTensors(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Ranks of a shard group on one node. Above 1, `parallel.sharding.shard_number` numbers the shards."""
+    """Number of ranks of a shard group on one node. Above 1, `parallel.sharding.shard_number` numbers the shards."""
     ep: int = Field(1, ge=1)
-    """Ranks that share the experts."""
+    """Number of ranks that share the experts."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -119,14 +119,14 @@ class CheckpointTensors(Strict):
         return self.token_copies(tensor) * math.prod(self.sizes[axis] for axis in self._copied_over(tensor))
 
     def token_copies(self, tensor: SavedTensor) -> int:
-        """Return the number of processes that hold the same part of a tensor and differ in dp, cp, or z."""
+        """Return the number of processes that hold the same part of a tensor and differ only in dp, cp, or z."""
         return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
     def part_of(self, name: str, rank: int) -> Box:
         """Return the part of a tensor that a process holds, even if another process writes it.
 
-        If the tensor belongs to another pipeline stage, return the part that the process would hold of such a tensor in
-        its own stage.
+        If the tensor belongs to another pipeline stage, return the part that the process would hold if the tensor were
+        in its own stage.
         """
         tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
         ep, piece, _ = self._held_of(tensor, place)
@@ -181,7 +181,8 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds: its ep rank, its piece, and the index of its copy."""
+        """Return which part of a tensor a process holds, as its ep rank, the index of its piece, and the index of its
+        copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -190,7 +191,7 @@ class CheckpointTensors(Strict):
         return ep, shard_number(rank, pieces, self._per_node(tensor)), copy_number
 
     def _copied_over(self, tensor: SavedTensor) -> list[str]:
-        """Return which of the axes y and x hold copies, outermost first."""
+        """Return which of the axes y and x have ranks that hold copies, outermost first."""
         return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
@@ -243,7 +244,7 @@ def read_layout(folder: Path) -> CheckpointTensors:
     """Read `layout.json`.
 
     Raises:
-        DamagedCheckpoint: It is not a valid layout.
+        DamagedCheckpoint: The file is not a valid layout.
     """
     file = folder / LAYOUT_FILE
     check_small_file(file)
@@ -259,7 +260,7 @@ def intersection(some: Box, other: Box) -> Box:
 
 
 def inside(part: Box, whole: Box) -> Box:
-    """Return a part in the coordinates of the box around it."""
+    """Return a part in the coordinates of its enclosing box."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 

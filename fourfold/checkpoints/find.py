@@ -10,7 +10,7 @@ STATE_FILE = "state.json"
 FOLDER = "checkpoints"
 """Subfolder of a run's folder that holds its checkpoints."""
 BEST = "best"
-"""Link next to the checkpoints that points to the one with the lowest validation loss."""
+"""Name of a link next to the checkpoints. It points to the checkpoint with the lowest validation loss."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -29,16 +29,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """List the checkpoint at `path`, or the checkpoints in the folder of checkpoints or of a run, oldest first."""
+    """List the checkpoint at `path`, or all checkpoints if `path` is a run's folder or a folder of checkpoints. The
+    oldest comes first."""
     if (path / STATE_FILE).exists() or (is_step_name(path.name) and path.is_dir()):
         return [path]
     return list_checkpoints(path / FOLDER) or list_checkpoints(path)
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the newest in the folder of checkpoints or of a run.
+    """Return the checkpoint at `path`, or the newest one if `path` is a run's folder or a folder of checkpoints.
 
-    None if there is none.
+    Returns None if there is none.
     """
     found = checkpoints_at(path)
     return found[-1] if found else None

@@ -1,4 +1,4 @@
-"""A job's weights and optimizer moments as parts of global tensors, which checkpoints save and load."""
+"""Describe a job's weights and optimizer moments as parts of global tensors, which checkpoints save and load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AveragedWeights(Protocol):
 
 
 class TrainingState(GridModel):
-    """A model on the grid with everything that a checkpoint saves and loads. `training.job.Job` is one."""
+    """A model on the grid, with everything that a checkpoint saves and loads. `training.job.Job` implements it."""
 
     run: RunConfig
     trained: list[LocalShard]
@@ -63,7 +63,7 @@ class TrainingState(GridModel):
     recent: RecentSteps
     best: BestValidation
     copies: CopyStream | None
-    """Copies of an asynchronous save. The optimizer waits for them."""
+    """Copies that an asynchronous save is making. The optimizer waits for them."""
 
 
 class SavedPart(NamedTuple):
@@ -111,10 +111,10 @@ def weight_parts(job: TrainingState) -> Parts:
 
 
 def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
-    """Return the layout of a checkpoint of these tensors. A collective of the pipeline ranks.
+    """Return the layout of a checkpoint of these tensors. Every pipeline rank calls this.
 
     If several stages have a tensor, the first one writes it. Replicas over dp and cp take turns. Tensors that x or y do
-    not cut are small. The first rank of the axis writes all of them, so that loading has to open few files.
+    not cut are small. The first rank of the axis writes all these tensors, so that loading opens only a few files.
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:
@@ -168,7 +168,7 @@ def check_finite(parts: Parts, step: int, folder: Path) -> None:
 
 @torch.no_grad()
 def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Copy `tensors(index)` of a tied weight's first shard to the tensors of its second shard."""
+    """Copy `tensors(index)` of the first shard of each tied weight to the tensors of its second shard."""
     first = _first_copies(shards)
     for index, shard in enumerate(shards):
         if index != first[shard.name]:

@@ -23,18 +23,18 @@ from fourfold.untrusted_files import check_regular
 
 TENSORS = ".safetensors"
 PIECE = 2**24
-"""Bytes of a file that are mapped at a time, to keep memory small. A multiple of the page size."""
+"""Number of bytes of a file that are mapped at a time, to keep memory use small. A multiple of the page size."""
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""End of a message about damage if no other checkpoint has been found yet."""
+"""End of an error message about damage, used before another checkpoint has been found."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model. It holds small files for the export and is not checked."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint has changed since it was written."""
 
 
 def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
@@ -87,7 +87,7 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         ranks: Number of shares.
 
     Raises:
-        DamagedCheckpoint: A file is not as it was written.
+        DamagedCheckpoint: A file has changed since it was written.
     """
     for name, entry in list(_read_manifest(folder).items())[rank::ranks]:
         file = folder / name

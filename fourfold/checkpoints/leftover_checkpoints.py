@@ -10,7 +10,7 @@ from shutil import rmtree
 def tidy(folder: Path) -> None:
     """Remove half-written checkpoints. Restore a replaced checkpoint if its successor is not complete.
 
-    No other job may use the run's folder.
+    Call this only while no other job uses the run's folder.
     """
     remove_unfinished(folder)
     for replaced in folder.glob(".step_*.replaced"):
@@ -29,7 +29,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. A kill midway leaves nothing under its name, and a failure is only a warning."""
+    """Remove a checkpoint. If the process is killed midway, nothing is left under its name. A failure is only a
+    warning."""
     try:
         if checkpoint.is_symlink():
             checkpoint.unlink()

@@ -1,4 +1,5 @@
-"""The tensor files of a checkpoint. Each process writes at most one, and reads the files that overlap its parts."""
+"""Write and read the tensor files of a checkpoint. Each process writes at most one file, and reads the files that
+overlap its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def entries_of(parts: Parts, layout: CheckpointTensors, copies: CopyStream | Non
         parts: This process's parts.
         layout: The layout of the checkpoint.
         copies: If given, copy the tensors to host memory now (pinned if they are on a GPU). Call `copies.finish` before
-            they are written, and `copies.join` before they change.
+            the copies are written, and `copies.join` before the tensors change.
     """
     entries = []
     for name, box in layout.held_by(dist.get_rank()).items():
@@ -69,7 +70,7 @@ def write_file(
 
 
 def gather_written(written: Written | None, device: str) -> dict[str, Written]:
-    """Return the files that all processes have written. A collective of a few bytes per process."""
+    """Return the files that all processes have written. Every process calls this, and sends only a few bytes."""
     digest = bytes.fromhex(written.xxh3) if written else bytes(16)
     words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
     mine = torch.tensor([written.size if written else 0, *words], device=device)
@@ -100,7 +101,7 @@ def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[
     Args:
         folder: The checkpoint.
         layout: Its layout.
-        wanted: Tensor to fill and its box, by name.
+        wanted: The tensor to fill and its box, by name.
 
     Raises:
         UserError: A file cannot be read.
@@ -124,7 +125,7 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
     """Check that a process's file holds the parts that the layout lists for it.
 
     Raises:
-        DamagedCheckpoint: It does not.
+        DamagedCheckpoint: The file does not match the layout.
     """
     held, file = layout.held_by(rank), folder / file_of(rank)
     if not held:

@@ -1,4 +1,4 @@
-"""`state.json`: everything in a checkpoint except its tensors."""
+"""Read and write `state.json`, which holds everything in a checkpoint except its tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _OPTIMIZATION: dict[str, Any] = {
     "data": {"mask_documents"},
     **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
 }
-"""Sections and keys of the run file. A resumed run warns if one of them has changed."""
+"""Sections and keys of the run file whose changes cause a warning when a run resumes."""
 
 
 class RecentSteps(Strict):
-    """Figures of recent steps that [checks] compares later steps with."""
+    """Losses and gradient norms of recent steps, which [checks] compares with later steps."""
 
     losses: list[float] = Field([])
     """Losses of the last good steps, as many as [checks] needs."""
@@ -45,16 +45,16 @@ class RecentSteps(Strict):
 
 
 class StreamPosition(Strict):
-    """Where a streamed dataset continues."""
+    """The position where a streamed dataset continues."""
 
     source: str
     """Name of the dataset."""
     text_key: str
-    """Column of the text."""
+    """Name of the column that holds the text."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     shuffle_buffer: int = 0
-    """Number of documents that are shuffled together."""
+    """Number of documents that are shuffled at a time."""
     positions: list[dict[str, Any]]
     """Position of each of its streams (see `data/stream.py`)."""
 
@@ -66,7 +66,7 @@ class BestValidation(Strict):
     step: int = 0
     """Number of finished steps when the model reached this loss."""
     since: int = 0
-    """Number of validations since then."""
+    """Number of validations since the model reached this loss."""
 
 
 class CheckpointState(Strict):
@@ -78,7 +78,7 @@ class CheckpointState(Strict):
     model: dict[str, Any]
     """The section [model] without `LAYOUT_FREE_KEYS`."""
     training: dict[str, int]
-    """Settings that decide, together with the step, which samples come next."""
+    """Settings that determine, together with the step, which samples come next."""
     rng: str
     """State of torch's default generator, in base64."""
     optimizer_steps: int | None = Field(None, ge=0)
@@ -92,9 +92,9 @@ class CheckpointState(Strict):
     expert_rows: list[list[int]] | None = None
     """Tokens per expert in the last step's batch, layer by layer. None for dense models."""
     stream: StreamPosition | None = None
-    """Where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
+    """Position where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """The section [masks], which decides which tokens the loss counts. None in older checkpoints."""
+    """The section [masks], which selects the tokens that count in the loss. None in older checkpoints."""
     optimization: dict[str, Any] | None = None
     """The result of `optimization_settings`. None in older checkpoints and for imported models."""
     first_samples: str | None = None
@@ -106,7 +106,7 @@ class CheckpointState(Strict):
     base: str | None = None
     """The model that the adapters belong to."""
     optimizer: Rule = "adamw"
-    """The run's optimizer.name, which decides which optimizer states exist."""
+    """The run's optimizer.name, which determines which optimizer states exist."""
 
     @model_validator(mode="after")
     def _check_possible(self) -> CheckpointState:
@@ -122,7 +122,7 @@ class CheckpointState(Strict):
         return self
 
     def generator(self, path: Path) -> torch.Generator:
-        """Make a generator in the saved random state.
+        """Create a generator in the saved random state.
 
         Raises:
             DamagedCheckpoint: The saved state is invalid.
@@ -138,7 +138,7 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after `step` steps. The caller fills in the optimizer's steps."""
+    """Describe a run after `step` steps. The caller fills in `optimizer_steps`."""
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -154,7 +154,8 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def optimization_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the run-file keys that decide, together with the samples, how the weights change, such as `optimizer.lr`.
+    """Return the run-file keys that determine, together with the samples, how the weights change, such as
+    `optimizer.lr`.
 
     A checkpoint keeps them as plain JSON, so that a later version can still read it after a key was renamed.
     """
@@ -178,7 +179,7 @@ def read_state(path: Path) -> CheckpointState:
     """Read `state.json`.
 
     Raises:
-        DamagedCheckpoint: It is not as it was written.
+        DamagedCheckpoint: The file has changed since it was written.
         UserError: The checkpoint has another format.
     """
     file = path / STATE_FILE
@@ -214,7 +215,7 @@ def saved_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def sample_order(run: RunConfig) -> dict[str, int]:
-    """Return the settings that decide, together with the step, which samples come next."""
+    """Return the settings that determine, together with the step, which samples come next."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
 
 

@@ -50,7 +50,7 @@ class SavedWeights:
         return whole if expert is None else whole[0]
 
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Fill whole parameters, by name.
+        """Fill whole parameters in place, by name.
 
         Raises:
             UserError: The checkpoint has no such parameter in this shape.

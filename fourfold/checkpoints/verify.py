@@ -1,4 +1,5 @@
-"""Verify a checkpoint: every file is as it was written, and every tensor is there with all its parts."""
+"""Verify a checkpoint: its files are unchanged since they were written, and every tensor is there with all its
+parts."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
 
 @contextmanager
 def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
-    """Check a checkpoint, each process a share of it, and yield its layout to the block that loads it.
+    """Check a checkpoint, with each process checking a share of it, and yield its layout to the block that loads it.
 
-    The structure is checked before the block, and the contents while it runs. The block must not call collectives.
-    After an error, the tensors that the block has loaded are unusable.
+    The structure is checked before the block starts, and the contents while it runs. The block must not call
+    collectives. After an error, the tensors that the block has loaded are unusable.
 
     Args:
         path: The checkpoint.

@@ -1,1 +1,1 @@
-"""One thin file per command: parse, call one function, print."""
+"""One small file per command. It parses the arguments, calls one function, and prints the result."""

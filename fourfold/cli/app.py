@@ -1,4 +1,4 @@
-"""The command line: one file per command. A user's mistake is printed as one sentence."""
+"""Define the command line, with one file per command. A user's mistake is printed as one sentence."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def main() -> None:
     try:
         try:
             with lossy_output():
-                # Shells without a terminal set 0, and no line would fit.
+                # Without a terminal, some shells set COLUMNS to 0, and then no line would fit.
                 if not os.environ.get("COLUMNS", "").strip(" 0"):
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
-                sys.stdout.flush()  # A full disk is still an error here.
+                sys.stdout.flush()  # A full disk must still be reported as an error here.
             sys.exit(code)
         except NoArgsIsHelpError as error:
             error.show()

@@ -100,7 +100,7 @@ def audit(
     show(record, as_json, audit_tables)
     if record is None:
         return
-    if out is not None:  # Write the report last, so that it is shown even if it cannot be written.
+    if out is not None:  # Write the report last: even if this fails, the results have been shown.
         page = write_audit_report(record, out)
         if not as_json:
             print(f"Report: {page}")

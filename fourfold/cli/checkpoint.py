@@ -35,7 +35,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
                 verify(path)
             files, size = size_of(path)
         except UserError as damage:
-            if not path.exists():  # The run has removed this checkpoint in the meantime.
+            if not path.exists():  # The run has removed this checkpoint since it was listed.
                 continue
             damaged += 1
             typer.echo(sentence(damage))

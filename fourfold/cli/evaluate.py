@@ -23,7 +23,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples in a task's prompt. Default: the task's.")
     ] = None,
     limit: TaskLimit = None,
-    overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the one before.")] = 1,
+    overlap: Annotated[int, typer.Option(min=1, help="Tokens that each window repeats from the previous one.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(

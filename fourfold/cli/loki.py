@@ -134,7 +134,7 @@ def _open(
     length: int | None,
     max_tokens: int | None,
 ) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
-    """A loaded model, its tokenizer, and the files cut into windows."""
+    """Return a loaded model, its tokenizer, and the files, cut into windows."""
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows

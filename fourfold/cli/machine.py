@@ -1,4 +1,4 @@
-"""fourfold machine: what a machine can do, before a run"""
+"""fourfold machine: find out what a machine can do before you start a run"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they print a record."""
+"""Define the options that several commands share, and print a record."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ KNOBS = (
     "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Limits of a search and their values, in the form that ``planning.search.limits`` reads."""
+"""Limits of a search, and their values. ``planning.search.limits`` parses this text."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of a model's weights. auto keeps the stored type."""
+"""Dtype of a model's weights. auto keeps the stored dtype."""
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:
     """Print a record as JSON or as tables.
 
-    Print nothing for None, which all processes of a launcher except the first return.
+    Print nothing if the record is None. Under a launcher, every process except the first has None.
     """
     if record is not None:
         if as_json:

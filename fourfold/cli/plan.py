@@ -58,7 +58,7 @@ Batch = Annotated[
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
-    """An option whose value the run file may give. Its names are separated by ``|``."""
+    """Return an option whose value the run file may set instead. Its names are separated by ``|``."""
     option: OptionInfo = typer.Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 
@@ -114,7 +114,7 @@ def layout(
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     _print_note(request)
-    with working("Searching layouts") as watch:  # The search takes seconds, and longer for 100,000 GPUs.
+    with working("Searching layouts") as watch:  # The search takes a few seconds, or more for 100,000 GPUs.
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:

@@ -1,4 +1,4 @@
-"""`fourfold prepare`: text to a corpus on disk."""
+"""`fourfold prepare`: turn text into a tokenized corpus on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _of_text = partial(typer.Option, rich_help_panel="Options of --format text")
-"""An option of one format. The remaining formats refuse it."""
+"""Define an option of --format text only. The other formats refuse it."""
 
 
 def prepare(

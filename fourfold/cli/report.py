@@ -1,4 +1,4 @@
-"""`fourfold report`: the page of one run, or a comparison of several."""
+"""`fourfold report`: write a page about one run, or a page that compares several."""
 
 from pathlib import Path
 from typing import Annotated

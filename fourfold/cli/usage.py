@@ -37,7 +37,7 @@ def usage_sentence(error: ClickException) -> str:
     context = error.ctx if isinstance(error, UsageError) else None
     path = "fourfold" if context is None else context.command_path
     name = path.removeprefix("fourfold").strip()
-    name = "plan" if name == "plan layout" else name  # Spell the option as users write it.
+    name = "plan" if name == "plan layout" else name  # Name the command the way users type it.
     where = f" for `{name}`" if name else ""
     more = f"`fourfold {name} --help`".replace("  ", " ")
     message = error.format_message().rstrip(".")

@@ -1,4 +1,4 @@
-"""A progress bar for commands that may take seconds, on standard error if it is a terminal."""
+"""Show a progress bar on standard error for commands that may take seconds. It is shown only in a terminal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fourfold.environment import read_environment
 def working(name: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar until the block ends. Yield a function that takes the work done and the total work.
 
-    Until the first call, the bar only shows that work continues, and for how long.
+    Until the first call, the bar only shows that the command is working, and the elapsed time.
     """
     place = read_environment(os.environ)
     if not sys.stderr.isatty() or (place is not None and place.rank > 0):
         yield lambda done, total: None
         return
-    from rich import progress  # rich is slow to import, and only a terminal needs it.
+    from rich import progress  # rich is slow to import and needed only in a terminal.
     from rich.console import Console
 
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     task = bar.add_task(name, total=None)
-    # The drawing thread blocks all signals. Only this thread handles a job's signals, and it may delay them.
+    # The thread that draws the bar blocks all signals. Only this thread handles a job's signals, and it may delay them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         bar.start()

@@ -1,4 +1,4 @@
-"""The section of the run file that says what is recomputed in the backward or kept on the CPU."""
+"""The section of the run file that sets what the backward recomputes and what is offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ActivationCheckpointConfig(Strict):
     """Recompute whole blocks in the backward (full), or only the listed modules (selective). full saves the most memory
     and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
-    """selective: what to recompute. Choose the attention core, the MLP's activation (mlp), and the norms. With gathers,
-    linear layers keep only their own shard of an input that x or y splits, and gather the input again. Every choice
-    except attention costs next to nothing."""
+    """selective: the modules to recompute. These are the attention core (attention), the MLP's activation (mlp), and
+    the norms (norms). With gathers, linear layers keep only their own shard of an input that is split over x or
+    y, and gather the full input again in the backward. Every choice except attention costs next to nothing."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. The remaining blocks keep everything."""
     offload: bool = False
-    """full: move the inputs of blocks to the CPU's memory until the backward."""
+    """full: keep the inputs of blocks in CPU memory until the backward needs them."""
 
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:

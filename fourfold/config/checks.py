@@ -10,12 +10,13 @@ from fourfold.config.strict import Strict
 
 
 class ChecksConfig(Strict):
-    """Checks of every step before its update is applied ([reliability.md](reliability.md#bad-numbers))."""
+    """Checks of each step's loss and gradients before the update is applied
+    ([reliability.md](reliability.md#bad-numbers))."""
 
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What to do if a loss or gradient norm is not finite. stop ends the run, skip leaves out the step's update, and
-    roll_back returns to the newest checkpoint and skips the batch when it comes again. Gradients that overflow in
-    fp16 belong to [loss_scaling](#loss_scaling)."""
+    roll_back returns to the newest checkpoint and skips the bad batch this time. Gradients that overflow in fp16 are
+    handled by [loss_scaling](#loss_scaling) instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
     """What to do if a loss or gradient norm is far above the previous steps. off ignores it."""
     spike_sigma: float = Field(6.0, gt=0)
@@ -23,9 +24,9 @@ class ChecksConfig(Strict):
     spike_window: int = Field(128, ge=2)
     """Number of recent good steps in the window. Nothing is a spike until the window is full."""
     roll_back_batches: int = Field(1, ge=1)
-    """Number of batches to skip after a roll-back: the bad batch and the ones right before it."""
+    """Number of batches to skip after a roll-back: the bad batch and the batches right before it."""
     max_in_a_row: int = Field(10, ge=1)
-    """Number of consecutive bad steps that are skipped or rolled back. One more ends the run."""
+    """Number of consecutive bad steps that may be skipped or rolled back. One more ends the run."""
     replay_interval: int = Field(0, ge=0)
     """Compute the gradients of every n-th step twice, and compare them and all copies of weights bit for bit ([silent
     corruption](reliability.md#silent-corruption)). 0 disables this."""

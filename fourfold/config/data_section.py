@@ -43,7 +43,7 @@ class DataConfig(Strict):
     """Keep attention inside each document of a packed sequence, and restart positions there."""
 
     text_key: str = "text"
-    """hf: the column with the text."""
+    """hf: name of the column that holds the text."""
     eos_token: str | None = None
     """hf: the special token that ends every document. By default it is the tokenizer's own."""
     bos_token: str | None = None
@@ -56,7 +56,7 @@ class DataConfig(Strict):
     read_ahead: int = Field(2, ge=1)
     """hf: largest number of global batches to read and tokenize ahead."""
     read_timeout: float = Field(300.0, gt=0)
-    """hf: the run ends after this many seconds without any text."""
+    """hf: number of seconds without any new text after which the run ends."""
 
     @property
     def is_streamed(self) -> bool:

@@ -1,4 +1,5 @@
-"""The sections of the run file for work that accompanies training and for ending a run early."""
+"""The sections of the run file for validation, averaging, audits, and evaluation during training, and for ending a run
+early."""
 
 from __future__ import annotations
 
@@ -86,9 +87,9 @@ class EvaluationConfig(Strict):
     interval: int = Field(0, ge=0)
     """Number of steps between evaluations. 0 disables them. The last step is evaluated too."""
     tasks: list[str] = Field([])
-    """Tasks by lm-eval's names."""
+    """Names of lm-eval tasks."""
     include_path: PathText | None = None
-    """A folder with your own tasks."""
+    """A folder with your own lm-eval tasks."""
     limit: int | None = Field(None, gt=0)
     """Number of documents per task. Default: all."""
     num_fewshot: int | None = Field(None, ge=0)

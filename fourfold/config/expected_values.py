@@ -1,4 +1,4 @@
-"""Say what each key of a schema accepts, and turn pydantic's errors into sentences."""
+"""Describe the values that each key of a schema accepts, and turn pydantic's errors into sentences."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 SIMPLE: tuple[Any, ...] = (1, 0.5, 2.0, "name", ["name"], [1], [])
 """Values to suggest for keys that have neither an example nor a default."""
 PATTERN = "string_pattern_mismatch"
-"""The error of a name that is unsuitable for a folder. Only names of runs have a pattern."""
+"""pydantic's error for a name that cannot be a folder name. Only run names have a pattern."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a schema, or an item of its list."""
+    """A key of a schema, or an item of a key's list."""
 
     place: str
     """Dotted name of the key."""
     annotation: Any
     metadata: list[Any]
     samples: list[Any]
-    """Examples, which the schema accepts, then the default. A default that the schema refuses means "unset"."""
+    """Example values, which the schema accepts, followed by the default. A default that the schema refuses means
+    "unset"."""
 
     def example(self, given: Any) -> Any:
         """Return a value that the schema accepts, as close to the given one as possible, or None if none is known."""
@@ -42,7 +43,7 @@ class Key:
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
             if isinstance(candidate, dict) and candidate in self.samples:
-                return candidate  # A preset fills in the missing keys.
+                return candidate  # If keys are missing, a preset fills them in.
             if isinstance(candidate, BaseModel):
                 return {name: value for name, value in candidate if value is not None and type(value) in NAMES}
             if candidate is not None and (type(candidate), candidate) != (type(given), given):
@@ -103,7 +104,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML, shortened if it is long."""
+    """Return a value as TOML text, shortened if it is long."""
     return _TOML.repr(value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value)
 
 
@@ -138,7 +139,7 @@ def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
 
 
 def type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return the words for a type and its limits."""
+    """Describe a type and its limits in words."""
     limits, lengths = [], []
     for bound in (bound for given in metadata for bound in getattr(given, "metadata", [given])):
         if type(bound) in SIGNS:

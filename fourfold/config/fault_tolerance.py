@@ -16,14 +16,14 @@ class FaultToleranceConfig(Strict):
     timeout: float = Field(600, ge=0)
     """A job without a sign of life for this many seconds counts as hung and is ended. 0 disables this."""
     startup_timeout: float = Field(1800, gt=0)
-    """The same timeout in seconds for the time until the first step is done, which may include compilation."""
+    """Like `timeout`, in seconds, but for the time until the first step is done, which may include compilation."""
     grace_period: float = Field(0, ge=0)
-    """Number of seconds after a stop signal until the job must have saved. 0 sets no limit."""
+    """Number of seconds that the job has to save after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
     """How often a job that keeps failing at the same step is restarted from its newest checkpoint. torchrun and SLURM
     restart jobs themselves. For them, this limits the attempts at one step."""
     failing_step: Literal["stop", "skip"] = "stop"
-    """What to do with a step that has failed more often: stop ends the job and names the step, skip leaves out its
+    """What to do if a step fails more often than that: stop ends the job and names the step, skip leaves out its
     batch and continues."""
     max_wall_time: float = Field(0, ge=0)
     """Number of minutes after which the job saves and stops, as after a stop signal. 0 sets no limit."""

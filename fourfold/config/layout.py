@@ -1,4 +1,4 @@
-"""Check a run's layout, and determine how it divides the attention."""
+"""Check a run's layout, and determine how the ranks share attention."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Number of logits that one rank computes at once: few enough for a CPU's cache, and enough rows for a GPU's tensor
-cores."""
+"""Number of logits that one rank computes at once. It is small enough for a CPU's cache, and large enough to fill a
+GPU's tensor cores."""
 
 
 class MatmulSizes(NamedTuple):
     """Sizes of one linear layer's matmuls on one rank."""
 
     tokens: int
-    """Rows of the input in one matmul."""
+    """Number of input rows in one matmul."""
     outputs: int
     inputs: int
 
 
 def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
-    """Return the sizes of a block's linear layers by name."""
+    """Return the matmul sizes of a block's linear layers by name."""
     model, grid, training = run.model, run.parallel, run.training
     parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
     tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
@@ -70,13 +70,14 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """Return the dimension along which the y ranks share attention: heads if they divide, else batch, else queries."""
+    """Return the dimension along which the y ranks share attention: heads if they divide evenly, else the batch, else
+    queries."""
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """Return how the cp ranks share the attention. auto is "ulysses" if the heads divide."""
+    """Return how the cp ranks share attention. "auto" becomes "ulysses" if the heads divide evenly."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

@@ -1,4 +1,4 @@
-"""The numbers that decide whether a layout is legal."""
+"""Compute the sizes that determine whether a layout is legal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that decides whether a layout is legal."""
+    """Every size that determines whether a layout is legal."""
 
     layers: int
     hidden: int
@@ -104,8 +104,8 @@ class Sizes:
 
     @cached_property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one matmul of a rank: a micro-batch, or a part of it if parts are
-        sequences."""
+        """Return the number of sequences in one matmul of a rank: the whole micro-batch, or one part if a
+        micro-batch is split into parts by sequences."""
         parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
         return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 
@@ -121,33 +121,36 @@ class Sizes:
 
     @property
     def rounds(self) -> Number:
-        """Return the number of rounds (at least one) of schedules ``IN_ROUNDS``. Each has at least pp micro-batches."""
+        """Return the number of rounds (at least one) in the schedules ``IN_ROUNDS``. Each round has at least pp
+        micro-batches."""
         whole = self.micro_batches // self.pp
         return whole + (whole == 0)
 
     @cached_property
     def whole_heads(self) -> Number:
-        """Return whether the heads divide over x and y."""
+        """Return whether the number of heads is divisible over x and y."""
         return self.heads % (self.x * self.y) == 0
 
     @cached_property
     def splits_queries(self) -> Number:
-        """Return whether y shares the attention by queries, because it divides neither the heads nor the sequences."""
+        """Return whether the y ranks share attention by queries, because neither the heads nor the sequences divide
+        evenly over y."""
         return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
-        """Return the features of keys and values that x and y divide together: all if the heads divide, else none."""
+        """Return how many features of keys and values are split over x and y: all of them if the heads divide
+        evenly, else none."""
         return self.keys * self.whole_heads
 
     @cached_property
     def head_ranks(self) -> Number:
-        """Return the number of ranks that share the heads if cp exchanges heads for tokens."""
+        """Return the number of ranks that share the heads when cp exchanges heads for tokens."""
         return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
 
     @property
     def uneven_heads(self) -> Number:
-        """Return whether these ranks cannot all have the same number of whole query heads and key heads."""
+        """Return whether these ranks cannot all get the same number of whole query heads and whole key heads."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property
@@ -161,12 +164,13 @@ class Sizes:
 
     @cached_property
     def token_ranks(self) -> Number:
-        """Return the number of ranks that split the tokens. ``ep`` neighbors among them share a copy of the experts."""
+        """Return the number of ranks that split the tokens. Each group of ``ep`` neighbors among them shares one
+        copy of the experts."""
         return self.dp * self.cp * self.z
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
-        """Return the sizes of a rank's matmuls."""
+        """Return the sizes of one rank's matmuls by name."""
         return {
             "model.hidden_size / y": self.hidden // self.y,
             "model.num_attention_heads × head_dim / x": self.heads * self.head_dim // self.x,

@@ -1,6 +1,6 @@
 """Decide which layouts are legal, with one table of rules for the run file and for the planner's search.
 
-Conditions are arithmetic on ``Sizes``. For one layout they are ints, for many layouts NumPy arrays.
+Each condition is arithmetic on ``Sizes``, which holds ints for one layout and NumPy arrays for many layouts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Rule(NamedTuple):
     """A reason that makes a layout illegal."""
 
     reason: str
-    """The reason for refusing many layouts, without numbers."""
+    """The reason without numbers, for refusing many layouts."""
     broken: Callable[[Sizes], Number]
     sentence: Callable[[RunConfig, Sizes], str]
-    """The refusal of one run: the keys with their values, and the nearest values that work."""
+    """Returns a sentence that refuses one run, with the keys, their values, and the nearest values that work."""
 
 
 @dataclass(frozen=True)
 class Divides:
-    """The rule that axes together divide a number. It has the attributes of a ``Rule``."""
+    """The rule that the product of some axes divides a number. It has the attributes of a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
@@ -40,10 +40,9 @@ class Divides:
     key: str
     """The run-file key for which to propose another value."""
     product: str = ""
-    """Keys whose product is the number, and their values by names in ``Sizes``, if the number is not the key's own
-    value."""
+    """Keys whose product is the number, with their names in ``Sizes``. Empty if the number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of a unit that always divides the number."""
+    """Name in ``Sizes`` of a unit. The number is always a multiple of it."""
 
     @property
     def reason(self) -> str:
@@ -51,7 +50,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # This is quick for many layouts.
+        if isinstance(number, int) and number == 0:  # Exit early for speed with many layouts.
             return False
         return number % self._ranks(sizes) != 0
 
@@ -67,7 +66,7 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis that satisfies this rule, if the run breaks further rules too."""
+        """Suggest a size of the axis that satisfies this rule, in case the run breaks other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
@@ -298,8 +297,8 @@ RULES: tuple[Divides | Rule, ...] = (
 
 
 def accepts(run: RunConfig, key: str, value: int) -> bool:
-    """Return whether a run is legal with another value of one key, whether or not its file gives the sizes that
-    follow."""
+    """Return whether a run is legal with another value of one key, with sizes that follow from it kept or derived
+    again."""
     section, _, name = key.partition(".")
     table = run.model_dump()
     table[section][name] = value

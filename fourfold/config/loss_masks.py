@@ -1,4 +1,4 @@
-"""The sections of the run file that say which tokens the loss leaves out."""
+"""The sections of the run file that choose which tokens the loss leaves out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GoldfishConfig(Strict):
     h: int = Field(13, ge=1, le=2**20)
     """Number of preceding tokens that decide whether a token is masked (hash, hash-table)."""
     start_step: int = Field(0, ge=0)
-    """The first optimizer step that is masked."""
+    """First optimizer step with the mask."""
     include_target: bool = True
     """hash-table: whether the h tokens include the target, as published. With false they precede it."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -68,7 +68,8 @@ class ResponsesConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """A token is trained on if every mask keeps it. The first token of a document never is."""
+    """Masks on the loss. A token is trained on if every mask keeps it. The first token of a document is never
+    trained on."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, under Hugging Face's names."""
+"""The sizes of a decoder, with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PARAMETERS = 2**58
 """Largest number of parameters. With more, sizes in bytes overflow 64 bits."""
 
 UNSET = 0
-"""Default of a size that ``ModelConfig`` derives from other sizes."""
+"""Default of a size, which means that ``ModelConfig`` derives it from other sizes."""
 
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
 """Sizes that ``ModelConfig`` derives from other sizes."""
@@ -35,7 +35,7 @@ OF_EXPERTS = {
     "shared_expert_gate": False,
     "first_k_dense_replace": 0,
 }
-"""Keys that need experts, with their defaults."""
+"""Keys that need experts, with their default values."""
 
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -140,7 +140,7 @@ class ModelConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """Drop null for a size that follows from other sizes, as Hugging Face's files write it."""
+        """Drop null for a size that follows from other sizes. Hugging Face's files write null for such sizes."""
         if not isinstance(table, dict):
             return table
         return {key: value for key, value in table.items() if value is not None or key not in DERIVED}
@@ -208,7 +208,8 @@ class ModelConfig(Strict):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Keep the shortest list that gives each layer its kind, and drop a local base that equals the global one."""
+        """Shorten the list of layer types to its repeating pattern, and drop a local rotary base that equals the global
+        base."""
         if self.rope_local_base_freq == self.rope_theta and self.rope_scaling is None:
             self.rope_local_base_freq = 0.0
         if not self.sliding_window:
@@ -284,7 +285,7 @@ class ModelConfig(Strict):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the rows of embedding and head, which do not depend on the grid. So checkpoints do not either."""
+        """Return the number of rows of embedding and head. It is the same on every grid, so checkpoints are too."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 

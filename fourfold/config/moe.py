@@ -1,4 +1,4 @@
-"""The section [moe] of the run file: how a mixture of experts is trained."""
+"""The section [moe] of the run file, which sets how a mixture of experts is trained."""
 
 from __future__ import annotations
 

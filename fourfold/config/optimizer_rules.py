@@ -1,4 +1,5 @@
-"""[optimizer]: a run's optimizer, the rule that each parameter follows, and the states that a rule keeps."""
+"""The section [optimizer] of the run file, the rule that updates each parameter, and the states that each rule
+keeps."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ STATES: dict[Rule, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),
     "lion": ("exp_avg",),
 }
-"""The states of a rule by their names in a checkpoint. Each has its weight's shape."""
+"""The states of each rule, by their names in a checkpoint. Each state has the shape of its weight."""
 
 
 class ParameterGroup(Strict):
-    """Parameters that are trained differently. The first group that matches a parameter applies.
+    """A group of parameters with its own settings. The first group that matches a parameter applies.
 
     `[[optimizer.groups]]` begins a group. Names look like `layers.0.mlp.down_proj.weight`, as in `fourfold parity`.
     """
@@ -27,10 +28,10 @@ class ParameterGroup(Strict):
     parameters: list[str] = Field(min_length=1)
     """Names of parameters. * matches anything: 'embed_tokens.*', 'layers.*.mlp.*'."""
     lr_ratio: float = Field(1.0, ge=0)
-    """Factor on their learning rate. 0 freezes them."""
+    """Factor on the learning rate of these parameters. 0 freezes them."""
     weight_decay: float | None = Field(None, ge=0)
-    """Their weight decay, which also applies to norms and biases that the group names. Default: as without the
-    group."""
+    """Weight decay of these parameters. It also applies to norms and biases that the group names. Default: as
+    without the group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:

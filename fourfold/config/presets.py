@@ -1,4 +1,4 @@
-"""Named models: published sizes under the keys of ``ModelConfig``."""
+"""Named models, with their published sizes under the keys of ``ModelConfig``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _QWEN3: dict[str, Any] = {
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Small enough for tests and laptops.
+    # These are small enough for tests and laptops.
     "gpt-tiny": _gpt(2, 64, 4, 256),
     "gpt-demo": _gpt(4, 256, 8, 1024),
     "llama-tiny": _llama(2, 64, 8, 4, 176, vocab_size=257),
@@ -162,8 +162,8 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``[model]`` table with defaults for its missing keys, including keys of ``rope_scaling`` of the same
-    type."""
+    """Return a ``[model]`` table with its missing keys filled from defaults. Missing keys of ``rope_scaling`` are
+    filled too if the type is the same."""
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

@@ -1,4 +1,4 @@
-"""Rotary embeddings for contexts longer than a model was trained on."""
+"""Settings of rotary embeddings for contexts longer than the model was trained on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class RopeScaling(Strict):
     original_max_position_embeddings: int | None = Field(None, gt=0)
     """Context length before the stretch. llama3 and yarn need it."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """llama3: channels with fewer turns in the original context are stretched fully."""
+    """llama3: channels that turn fewer times than this in the original context are stretched fully."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """llama3: channels with more turns in the original context stay as they are."""
+    """llama3: channels that turn more times than this in the original context stay unchanged."""
     beta_fast: float = Field(32.0, gt=0)
-    """yarn: channels with more turns in the original context stay as they are."""
+    """yarn: channels that turn more times than this in the original context stay unchanged."""
     beta_slow: float = Field(1.0, gt=0)
-    """yarn: channels with fewer turns in the original context are stretched fully."""
+    """yarn: channels that turn fewer times than this in the original context are stretched fully."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."""
 

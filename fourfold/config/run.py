@@ -41,7 +41,7 @@ class ParallelConfig(Strict):
 
     x: AxisSize = 1
     """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between linear
-    layers. It communicates most, so keep it inside a node."""
+    layers. This axis communicates the most, so keep it inside a node."""
     y: AxisSize = 1
     """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the residual's hidden size. Use
     it if x alone would be large."""
@@ -62,7 +62,7 @@ class ParallelConfig(Strict):
     """How cp shares the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto is
     ulysses if the heads divide."""
     schedule: Schedule = "1F1B"
-    """Order in which pp runs the micro-batches, by torch's names."""
+    """Order of the micro-batches in the pipeline, by torch's schedule names."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, and the remaining
     schedules have 1. More stages shrink the bubble and add transfers."""
@@ -121,7 +121,7 @@ class TrainingConfig(Strict):
     """Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, or the same as
     `precision`, which halves memory and traffic but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Run the blocks' matmuls in float8, by torchao's recipe of that name. Needs precision = 'bf16' and such a GPU."""
+    """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine tune-matmul` found faster
     on this machine. measured also measures missing sizes at the start."""
@@ -130,7 +130,7 @@ class TrainingConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses GPUs if there are any."""
+    """auto uses GPUs if the machine has any."""
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -153,7 +153,7 @@ class TrainingConfig(Strict):
 
 
 class LossScalingConfig(Strict):
-    """Loss scaling of training.precision = 'fp16'."""
+    """Loss scaling for training.precision = 'fp16'."""
 
     initial: float = Field(65536.0, gt=0)
     """Initial loss scale."""
@@ -189,7 +189,7 @@ class CheckpointConfig(Strict):
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If it is the run's last checkpoint, the run always ends with an error."""
     resume: PathText = "auto"
-    """'auto' resumes from the run's newest checkpoint, 'never' starts afresh, and a path resumes from that one."""
+    """'auto' resumes from the run's newest checkpoint, 'never' starts from scratch, and a path resumes from there."""
 
 
 class MetricsConfig(Strict):

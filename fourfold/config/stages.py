@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and which stages each rank has."""
+"""Compute which layers each pipeline stage has, and which stages each rank has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that run micro-batches in rounds of pp (Narayanan et al. 2021, arXiv 2104.04473)."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules that give rank r of p the stages r and 2p − 1 − r, so the first and last stage meet on rank 0."""
+"""Schedules that give rank r of p the stages r and 2p − 1 − r, so that rank 0 has both the first and the last stage."""
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute weight gradients separately from input gradients (Qi et al. 2024, arXiv 2401.10241)."""
@@ -38,7 +38,7 @@ def splits_backward(grid: ParallelConfig) -> bool:
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
     """Return the pp rank that has a stage.
 
-    Stages are dealt to the ranks in turn, or from the first rank to the last and back.
+    Stages are assigned to the ranks in turn, or, in V-shaped schedules, from the first rank to the last and back.
     """
     if grid.schedule in V_SHAPED:
         return min(stage, 2 * grid.pp - 1 - stage)
@@ -62,16 +62,16 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
     """Balance the layers over the stages.
 
-    The first stage has extra work of ``first`` layers, and the last stage of ``last`` layers. A head's weight costs one
-    multiplication per token, like a layer's weight. An embedding's weight costs none, but it and its optimizer states
-    fill the memory of the first stage, which also holds the most micro-batches.
+    The first stage has extra work equal to ``first`` layers, and the last stage has extra work equal to ``last``
+    layers. A head's weight costs one multiplication per token, like a layer's weight. An embedding's weight costs none,
+    but it and its optimizer states fill the memory of the first stage, which also holds the most micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
     for _ in range(layers - stages):
-        # Take the least loaded stage, and among equals the middle one, because the ends hold the embedding and the
-        # head.
+        # Take the stage with the least work. In a tie, take the one nearest the middle, because the end stages also
+        # hold the embedding and the head.
         at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
         counts[at] += 1
         work[at] += 1.0

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Size = Annotated[int, Field(gt=0, le=2**31)]
-"""The size of a tensor's dim. Matmuls of two stay below 2^63."""
+"""The size of one tensor dimension. The product of two such sizes stays below 2^63."""
 LARGEST = 2**63 - 1
 """The largest integer that torch and NumPy hold."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Longest name and path in bytes, with room for what the program appends."""
+"""Longest name and longest path in bytes, which leave room for what the program appends."""
 
 
 class Strict(BaseModel):
@@ -29,7 +29,7 @@ class Strict(BaseModel):
 
 
 def _possible_path(path: str) -> str:
-    """Raise ``ValueError`` for a path that no file system can hold."""
+    """Return the path. Raise ``ValueError`` if no file system can hold it."""
     if "\0" in path:
         raise ValueError("a path has no zero bytes")
     encoded = os.fsencode(path)

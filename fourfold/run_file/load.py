@@ -56,7 +56,7 @@ ELSEWHERE = {
     "rms_norm_eps": "model.norm_eps",
     "layer_norm_epsilon": "model.norm_eps",
 }
-"""Names of the same keys in other frameworks."""
+"""Names that other frameworks use for the same keys."""
 
 REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set metrics.wandb or metrics.trackio"}
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
@@ -87,7 +87,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return the unchecked tables of a run file. Raise ``UserError`` if it is not TOML."""
+    """Return the tables of a run file without validating them. Raise ``UserError`` if the file is not valid TOML."""
     text = read_text_file(path, "the run file", "give a TOML file")
     try:
         return parse_toml(text)
@@ -122,7 +122,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
 
 def _without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table without the keys of removed features that are off, which older run folders have."""
+    """Return the table without keys of removed features that are turned off. Older run folders have such keys."""
     kept = dict(table)
     for section, key in REMOVED:
         if isinstance(kept.get(section), dict) and kept[section].get(key) is False:
@@ -148,7 +148,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _place(error: ErrorDetails) -> str:
-    """Return the dotted name of a mistaken key, which may be unknown to the schema."""
+    """Return the dotted name of the key in a validation error. The schema may not know this key."""
     location = error["loc"]
     return ".".join(map(str, location)) if error["type"] == UNKNOWN else key_at(RunConfig, location).place
 
@@ -160,7 +160,8 @@ def _sets(override: str, place: str, unknown: bool) -> bool:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """Suggest a key for an unknown one: its name here, the sections that have it, a close spelling, or all keys."""
+    """Suggest what an unknown key may have meant: its name in fourfold, the sections that have such a key, a key with a
+    similar spelling, or all keys."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if (removed := REMOVED.get((".".join(sections), name))) is not None:
         return removed

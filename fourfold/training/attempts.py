@@ -30,7 +30,7 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
         first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
 
     Raises:
-        UserError: The next step keeps failing, and its batch may not be left out or was already left out.
+        UserError: The next step keeps failing, and its batch either must not be left out or was already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -54,7 +54,7 @@ def resumed_at(run_dir: Path) -> list[int]:
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        if isinstance(first, int):  # This attempt has trained later steps again.
+        if isinstance(first, int):  # This attempt repeated later steps.
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
 

@@ -19,7 +19,7 @@ def read_bad_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
-    """Append a line. It is safely on disk before the run acts on the bad step."""
+    """Append a line to the file. The line is safely on disk before the run acts on the bad step."""
     path = run_dir / BAD_STEPS_FILE
     with writing(path):
         before = path.read_bytes() if path.exists() else b""
@@ -27,7 +27,7 @@ def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
 
 
 def set_bad_steps_aside(run_dir: Path) -> None:
-    """Rename the file, because the run starts again from scratch."""
+    """Rename the file of an earlier run, because the run starts again from scratch."""
     path = run_dir / BAD_STEPS_FILE
     if path.is_file():
         with writing(path):

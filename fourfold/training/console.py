@@ -16,9 +16,9 @@ from fourfold.training.metrics import StepMetrics
 
 Fact = str | int | float | None
 Facts = Mapping[str, Fact]
-"""Lines to print, as labels and their values."""
+"""Lines to print, each with a label and a value."""
 
-_ETA_WINDOW = 50  # Number of steps, enough to include an evaluation or a checkpoint, and few enough to follow a change.
+_ETA_WINDOW = 50  # This many steps include an evaluation or a checkpoint, but still follow a change quickly.
 _BAR_COLUMNS = 24
 
 
@@ -33,12 +33,12 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
-        """Start with the first step that `update` gets.
+        """Create the display. Its first step is the first one passed to `update`.
 
         Args:
             total_steps: Number of steps of the whole run.
             total_tokens: Number of tokens of the whole run.
-            is_tty: Whether standard output is a terminal. None: find out.
+            is_tty: Whether standard output is a terminal. None detects it.
             log_interval: Number of steps between two lines in a log file.
         """
         self._total_steps = total_steps
@@ -84,7 +84,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 0.9995:  # Do not round up to 100.0%.
+        if metrics.trained_token_share < 0.9995:  # Never round up to 100.0%.
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if "expert_load" in metrics.more:
             fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
@@ -162,7 +162,7 @@ def _or_na(value: float | None, spec: str) -> str:
 
 
 def byte_unit(size: float) -> tuple[str, int]:
-    """Return the name and the bytes of the largest unit that is at most ``size``: GiB, MiB, KiB, or B."""
+    """Return the name and size in bytes of the largest unit that is at most ``size``: GiB, MiB, KiB, or B."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((unit for unit in units if size >= unit[1]), ("B", 1))
 
@@ -188,7 +188,7 @@ def _compact(count: int) -> str:
 
 
 def _fitting(parts: Sequence[str], columns: int, separator: str) -> str:
-    """Join as many parts as fit into the columns, and always the first one."""
+    """Join as many parts as fit into the given number of columns, and always at least the first part."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + len(separator) + len(part) > columns:

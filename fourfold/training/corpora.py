@@ -37,10 +37,10 @@ VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
 """Number of training tokens on which a goldfish mask is measured before training. This takes milliseconds."""
 FIRST_SAMPLES = 16
-"""Number of samples of each corpus in the digest that tells whether the data has changed."""
+"""Number of samples of each corpus in the digest that detects changed data."""
 
 Source = tuple[str, float]
-"""Prefix and weight of a corpus."""
+"""Path prefix and weight of a corpus."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Corpora:
     def close(self) -> None:
         """Stop the threads that read ahead."""
         if self.stream is not None:
-            self.stream.close()  # Close the stream first, because the loader may be waiting for it.
+            self.stream.close()  # Close the stream first, because the loader may be waiting for its next document.
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
-        """Return how full the sequences of each corpus of conversations are."""
+        """Return how full the training sequences are, for each corpus of conversations."""
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
@@ -84,7 +84,8 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> str | None:
-        """A digest of the first samples of each corpus on disk and of their mixture. None if the data is streamed."""
+        """A digest of the first samples of each corpus on disk and of the order in which they are mixed. None if the
+        data is streamed."""
         if self.stream is not None:
             return None
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
@@ -107,7 +108,7 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open the corpora. The corpus of a built-in source is made first if it does not exist.
+    """Open the corpora. If the run uses a built-in source without a corpus, create its corpus first.
 
     Args:
         run: The run.
@@ -181,7 +182,7 @@ def micro_batches(
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        # From pinned memory the copy is asynchronous.
+        # A copy from pinned memory is asynchronous.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -196,7 +197,7 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. The embedding would silently treat it as belonging to another rank."""
+    """Refuse a token outside the vocabulary. The embedding would silently treat it as a token of another rank."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -212,7 +213,7 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     data = run.data
     if data.source is None or data.is_streamed:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
-    # Rank 0 makes the corpus first. Then all other ranks find it.
+    # Rank 0 creates the corpus first, and the other ranks then find it.
     if dist.is_initialized() and dist.get_rank() > 0:
         dist.barrier()
     prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size)

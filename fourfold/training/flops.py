@@ -19,7 +19,7 @@ mixture of experts, these are the router and the experts that a token is routed 
 
 
 class FlopCount(NamedTuple):
-    """FLOPs per token, averaged over a sequence, without recomputation."""
+    """Number of FLOPs per token, averaged over a sequence, without recomputation."""
 
     matmul_parameters: int
     forward: int
@@ -72,7 +72,7 @@ class _Device(NamedTuple):
     source: str
 
 
-# The first match counts, so more specific names come first.
+# The first match wins, so more specific names come first.
 _DEVICES = (
     _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 67e12, "NVIDIA GH200 data sheet"),
     _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 60e12, "NVIDIA H200 data sheet"),

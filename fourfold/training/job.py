@@ -1,4 +1,4 @@
-"""A model and its optimizer on the grid, with the steps forward, backward, clip, update, and evaluate."""
+"""Run a model and its optimizer on the grid: forward, backward, clip, update, and evaluate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fourfold.training.weight_average import WeightAverage
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one step, over all ranks."""
+    """The results of one step, over all ranks."""
 
     loss: Tensor
     """The mean loss over the kept tokens. With [dpo], the mean over pairs."""
@@ -48,7 +48,7 @@ class StepResult:
     """The global gradient norm before clipping."""
 
     kept_tokens: Tensor
-    """The number of tokens that the loss counts. With [dpo], of pairs."""
+    """The number of tokens that count in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
     """True if the weights did not change: fp16 gradients overflowed, or the step was bad."""
@@ -125,7 +125,7 @@ class Job(TrainingState):
 
         Args:
             micro_batches: This rank's micro-batches.
-            kept: Number of tokens that the loss counts, over all ranks (``count_kept``).
+            kept: Number of tokens that count in the loss, over all ranks (``count_kept``).
         """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
@@ -150,7 +150,7 @@ class Job(TrainingState):
 
         Args:
             micro_batch: Tokens [B, S] and, for a loss, labels [B, S].
-            loss_scale: Factor that the gradient of the loss will get.
+            loss_scale: Factor that the gradient of the loss will be multiplied by.
 
         Returns:
             The sum of the token losses, or the logits if the micro-batch has no labels.
@@ -175,7 +175,7 @@ class Job(TrainingState):
             self.copies.join()
             self.copies = None
         if self.loss_scale is not None:
-            # This waits for the device, unless grad_norm is already a number.
+            # This check waits for the device unless grad_norm is already a Python number.
             overflowed = not math.isfinite(grad_norm)
             self.loss_scale.update(overflowed)
             if overflowed:
@@ -269,7 +269,7 @@ class Job(TrainingState):
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
 
     def count_kept(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Count the tokens of a step that the loss counts, over all ranks. With [dpo], count the pairs."""
+        """Count the tokens in a step's loss over all ranks. With [dpo], count the pairs."""
         labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
         if self.run.dpo.beta:
             pairs = torch.tensor(sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)

@@ -16,8 +16,8 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def check_machine_memory(run: RunConfig) -> None:
     """Refuse a model that is too large for this machine's memory, if its processes run on the CPU.
 
-    However the model is split, all processes together hold its weights, gradients, and moments. With LoRA they hold
-    little more than the weights.
+    On every grid, the processes together hold the model's weights, gradients, and moments. With LoRA they hold little
+    more than the weights.
 
     Raises:
         UserError: The machine does not have enough memory.

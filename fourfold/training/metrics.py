@@ -23,26 +23,26 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """The numbers of one optimizer step. The fields are the keys of metrics.jsonl.
+    """The metrics of one optimizer step. The fields are the keys of metrics.jsonl.
 
     They are global over all ranks unless the name says otherwise. JSON has no infinity and no NaN, so numbers that are
     not finite are written as null.
     """
 
-    step: int  # Counted from 1.
+    step: int  # Step number, counted from 1.
     loss: float  # Mean over the trained tokens, in nats per token.
     grad_norm: float | None  # Global gradient norm before clipping.
     lr: float
-    tokens: int  # Tokens since the beginning of the run, including masked ones.
+    tokens: int  # Number of tokens since the beginning of the run, including masked ones.
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
     peak_memory_bytes: int  # Peak memory of the fullest device, or of the process on a CPU.
     step_seconds: float
     trained_token_share: float  # Tokens in the loss divided by all tokens of the step (with [dpo], pairs).
-    validation_loss: float | None = None  # Absent in steps without a validation.
+    validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.
     skipped: bool = False  # True if the update was not applied. Absent otherwise.
-    # Numbers that only some runs have. Each becomes a key of the line.
+    # Metrics that only some runs have. Each becomes a key of the line.
     more: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, int | float | None]:
@@ -79,7 +79,7 @@ class MetricsWriter:
             run_dir.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 _drop_after(path, resume_step)
-            # Unbuffered: after a failed write, closing the file would try to write the buffer again and fail too.
+            # Unbuffered, so closing the file after a failed write does not retry the write and fail again.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:  # In Python, True is an int too.
+        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True would pass as an int.
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         try:
             if check is not None:
@@ -131,9 +131,9 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
 
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to a short record of some steps, such as evaluations.
+    """Append a line to a short record that covers only some steps, such as evaluations.
 
-    Lines of the same step and of later steps are removed. They are from before the run resumed or went back.
+    Existing lines of the same step and of later steps are removed, because the run has resumed or rolled back since.
 
     Raises:
         UserError: The file cannot be read or written.
@@ -158,7 +158,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
     import resource  # Imported here because resource is POSIX only, and reports import this file.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # The number is in bytes on macOS and in KiB elsewhere.
+    return peak if sys.platform == "darwin" else peak * 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere.
 
 
 def _to_line(record: Mapping[str, Any]) -> str:

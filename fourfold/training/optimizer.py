@@ -31,8 +31,8 @@ class Treatment(NamedTuple):
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """Return the settings of a parameter: from the first group of the run file that names it, or from [optimizer] if no
-    group does."""
+    """Return the settings of a parameter. They come from the first group of the run file that names the parameter,
+    or from [optimizer] if no group does."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -74,8 +74,8 @@ class ShardedOptimizer:
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
         self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
-        self._steps = 0  # AdamW keeps step counts in tensors, which the trace on fake tensors cannot read.
-        # In their memory layout: fused kernels pass over weight, gradient, and moments in the same order.
+        self._steps = 0  # AdamW's own counts are tensors, which a trace with fake tensors cannot read.
+        # Keep parameters in memory order, because fused kernels visit weight, gradient, and moments in the same order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
             for shard in shards
@@ -86,7 +86,7 @@ class ShardedOptimizer:
         matrices = {i: shard for i, shard in enumerate(self.shards) if self.rules[i] == "muon"}
         self._matrices = OwnedMatrices(matrices, grid, run.overlap.shards_per_node) if config.name == "muon" else None
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
-        """The type in which Muon orthogonalizes."""
+        """The dtype of Muon's matmuls."""
         self._momentum: dict[int, Tensor] = {}
         """The running mean of the gradient of each shard that Lion or Muon steps, in the layout of its parameter."""
         members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
@@ -167,13 +167,13 @@ class ShardedOptimizer:
         matrices.transform(ahead, orthogonalize, take, empty)
 
     def _gradient(self, matrix: Matrix) -> Tensor:
-        """Return the gradient of a shard or of one of its experts, in the type of the running mean."""
+        """Return the gradient of a shard or of one of its experts, in the dtype of the running mean."""
         shard = self.shards[matrix.shard]
         assert shard.grad is not None, f"{shard.name} has no gradient"
         return _matrix_of(shard.tile.as_tile(shard.grad), matrix).to(self._mean(matrix.shard).dtype)
 
     def _apply(self, matrix: Matrix, update: Tensor, lr: float, scale: float) -> None:
-        """Decay the weights of a shard or of one of its experts, and subtract lr · scale · ``update``."""
+        """Apply weight decay to a shard or to one of its experts, and subtract lr · scale · ``update``."""
         parameter, own = _matrix_of(self.parameters[matrix.shard].detach(), matrix), self.treatments[matrix.shard]
         rounds = self.config.stochastic_rounding
         wide = parameter.float() if rounds else parameter
@@ -206,7 +206,7 @@ class ShardedOptimizer:
             self._round(Matrix(index), wide)
 
     def _round(self, matrix: Matrix, wide: Tensor) -> None:
-        """Round a float32 copy of a weight stochastically, and store it."""
+        """Round a float32 copy of a weight stochastically, and store the result in the weight."""
         generator = torch.Generator(wide.device)
         # The seed depends on the name, so that both copies of a tied weight in a pipeline are rounded the same way.
         expert = "" if matrix.expert is None else f"[{matrix.expert}]"
@@ -215,7 +215,8 @@ class ShardedOptimizer:
         _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """Return the states of a shard by name, in the shape of its ``local``. They are 0 before the first step."""
+        """Return the states of a shard by name, in the shape of its ``local``. Before the first step, the states are
+        0."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}

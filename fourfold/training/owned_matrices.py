@@ -1,9 +1,9 @@
 """Gather each sharded matrix on one rank, for computations that need the whole matrix (Muon).
 
 The ranks of a pipeline stage share the ownership of its matrices as evenly as possible. In each round, a rank gathers
-the matrices that it owns, transforms them, and sends every other rank its part of the results. This takes two
-all-to-alls. If several ranks hold copies of a part, the rank nearest to the owner sends it. So each matrix is
-transformed exactly once, from the same values as on one process, on every grid.
+the matrices that it owns, transforms them, and sends every rank its part of the results. This takes two all-to-alls. If
+several ranks hold copies of a part, the rank nearest to the owner sends it. So each matrix is transformed exactly once,
+from the same values as on one process, on every grid.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fourfold.parallel.state import LocalShard
 Bounds = tuple[tuple[int, int], tuple[int, int]]
 """The part of a matrix, as (first row, last row + 1), (first column, last column + 1)."""
 Unit = Sequence["Matrix"]
-"""The matrices that one rank owns in a round. They have the same shape."""
+"""The matrices that one rank owns in a round. All of them have the same shape."""
 
 
 class Matrix(NamedTuple):
-    """A matrix: a parameter, given by the index of its shard, or one expert of a stack of experts."""
+    """One matrix: a parameter, identified by the index of its shard, or one expert of a stack of experts."""
 
     shard: int
     expert: int | None = None
@@ -40,12 +40,12 @@ class Matrix(NamedTuple):
 class Round:
     """One rank's share of a round.
 
-    Sizes are numbers of elements for each rank. Parts are (index of an owned matrix, bounds).
+    Sizes count elements for each rank. Each part is a pair (index of an owned matrix, bounds).
     """
 
     shape: tuple[int, int]
     owned: int
-    """Number of matrices that the rank owns. They all have this shape."""
+    """Number of matrices that the rank owns. Each of them has the shape ``shape``."""
     sent: list[Matrix] = field(default_factory=list)
     """The matrices of which the rank sends a part to the owner."""
     held: list[Matrix] = field(default_factory=list)
@@ -129,7 +129,7 @@ class OwnedMatrices:
             del results, back
 
     def _gathered(self, each: Round, part_of: Callable[[Matrix], Tensor], empty: Tensor) -> Tensor:
-        """Return the whole matrices that this rank owns [B, rows, columns]."""
+        """Gather the matrices that this rank owns in a round, and return them as [B, rows, columns]."""
         parts = empty.new_empty(sum(each.sent_sizes))
         for matrix, entries in zip(each.sent, parts.split(self._sizes(each.sent)), strict=True):
             part = part_of(matrix)
@@ -191,7 +191,7 @@ def part_shape(shard: LocalShard) -> tuple[int, ...]:
 
 
 class _Holders:
-    """Knows which ranks hold which part of each matrix. Matrices with the same layout share one entry."""
+    """Knows which ranks hold which parts of each matrix. Matrices with the same layout share one entry."""
 
     def __init__(self, layout: CheckpointTensors, axis: Axis) -> None:
         self.layout, self.axis = layout, axis

@@ -48,7 +48,7 @@ class PredictionCheck:
 
 
 def facts_of(compared: RunComparison) -> Facts:
-    """Return a comparison as lines to print."""
+    """Return a prediction and its measurement as lines to print."""
     facts: dict[str, Fact] = {
         "machine": compared.machine,
         "seconds a step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "

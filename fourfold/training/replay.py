@@ -78,7 +78,8 @@ class Replay:
         return loss, inputs.given()
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
-        """Raise an error for two passes that differ. If a third pass agrees with one of them, a device is at fault."""
+        """Raise an error that explains why two passes differ. If a third pass agrees with one of them, a device is at
+        fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = from_all_ranks((first, second), "replayed step")
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
@@ -131,8 +132,8 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """Yield each axis along which processes hold replicas, and a function that returns whether a shard is
-        replicated along it."""
+        """Yield each axis along which processes hold replicas, with a function that returns whether a shard is
+        replicated along that axis."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
@@ -167,8 +168,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its nondeterministic backward. Uninitialized memory is always overwritten, so
-    # filling it would only cost bandwidth.
+    # With warn_only, attention would keep its nondeterministic backward. Filling uninitialized memory is off: it is
+    # always overwritten, so filling it would only cost bandwidth.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

@@ -41,11 +41,12 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
 
 
 def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
-    """Name every key that changes how the weights are trained, and say if the learning rate jumps.
+    """Return warnings that name every changed key that affects how the weights are trained, and warn if the learning
+    rate jumps.
 
     Args:
-        was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold
-            knows are not compared.
+        was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold knows
+            are not compared.
         now: Value of each key in the steps after the checkpoint.
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.

@@ -1,4 +1,4 @@
-"""Open and lock the folder of a run, and say how a stopped run continues."""
+"""Open and lock the folder of a run, and tell the user how to continue a stopped run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.training.metrics import steps_taken
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
 PROFILE_FILE = "profile/times.json"
-"""Times of the steps that `train --profile` has recorded. The traces are in the same folder."""
+"""File with the times of the steps that `train --profile` has recorded. The traces are in the same folder."""
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -25,10 +25,10 @@ def folder_of(run: RunConfig) -> Path:
 
 @contextmanager
 def open_run_folder(run_dir: Path) -> Iterator[None]:
-    """Make the folder of a run, and keep other jobs on this machine out of it while the block runs.
+    """Create the folder of a run, and keep other jobs on this machine out of it while the block runs.
 
     Raises:
-        UserError: The folder cannot be made, or another job is training in it.
+        UserError: The folder cannot be created, or another job is training in it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,8 @@ def where_it_continues(run: RunConfig) -> str:
     """Tell the user which checkpoint a stopped run has, how many steps are lost, and which command continues it."""
     folder = folder_of(run)
     taken = steps_taken(folder)
-    # Later checkpoints are left over from before the run started again, from scratch or from an earlier checkpoint.
+    # Ignore checkpoints of later steps. They are left over from before the run started again, from scratch or from an
+    # earlier checkpoint.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:
         return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."

@@ -30,7 +30,7 @@ from fourfold.training.step_checks import SharedFigures
 from fourfold.training.tracking import Tracking, check_trackers
 
 EXPERT_RECORDS = 100
-"""Number of steps for which the load of every expert is recorded."""
+"""Number of steps in which the record includes the load of every expert."""
 
 
 class RunRecord:
@@ -47,7 +47,7 @@ class RunRecord:
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
         """Number of items that a step averages over if nothing is masked: tokens, or pairs of answers."""
         total_tokens = training.train_steps * self.tokens_per_step
-        # A frozen model (LoRA) needs no weight gradients, which is a third of the FLOPs.
+        # With a frozen model (LoRA), weight gradients are not computed, which saves a third of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
@@ -62,7 +62,7 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
-            write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps the run file that its steps used.
+            write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps its original run file.
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written. The other processes do not know it yet."""
@@ -82,12 +82,12 @@ class RunRecord:
 
         Args:
             step: Number of the step, counted from 0.
-            figures: Its numbers over all ranks.
-            seconds: Its duration.
-            more: Numbers that only some runs or steps have, such as the validation loss.
-            skipped: The weights were not updated.
+            figures: Results of the step over all ranks.
+            seconds: Duration of the step.
+            more: Metrics that only some runs or steps have, such as the validation loss.
+            skipped: Whether the weights were left unchanged.
         """
-        # A batch that is left out takes no time, so its rate has no meaning.
+        # A batch that is left out takes no time, so a rate would be meaningless.
         tokens_per_second = self.tokens_per_step / seconds if figures.kept else 0.0
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         load = self.job.expert_load if figures.kept else None

@@ -30,12 +30,12 @@ REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
 class SharedFigures(NamedTuple):
-    """The numbers of one step, identical on every process."""
+    """The results of one step, identical on every process."""
 
     loss: float
     grad_norm: float
     kept: int
-    """Number of tokens that the loss counts."""
+    """Number of tokens that count in the loss."""
 
     stopped: bool
     """Whether at least one process has been asked to stop."""
@@ -79,14 +79,16 @@ class StepChecks:
         return [line for line in read_bad_steps(self.run_dir) if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
-        """Return True if the batch of a step (counted from 0) is left out because it made the run roll back or fail."""
+        """Return True if the batch of a step (counted from 0) is left out, because it made the run roll back or fail
+        earlier."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
-        """Judge a step (counted from 0) by its numbers over all ranks, before its update changes the weights."""
+        """Judge a step (counted from 0) by its loss and gradient norm over all ranks, before its update changes the
+        weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict.action == "stop":
-            self.checkpointer.wait(required=False)  # The run ends, and a save may still be under way.
+            self.checkpointer.wait(required=False)  # The run is about to end, and a save may still be in progress.
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
@@ -146,7 +148,7 @@ class StepChecks:
         return None
 
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
-        """Return the action that the run file asks for, or a stop if that was done too often in a row."""
+        """Return the action that the run file asks for, or a stop if there were too many bad steps in a row."""
         recent = self.job.recent
         # At least one step must be good, or the run has trained nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
@@ -179,7 +181,7 @@ class StepChecks:
         return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")
 
     def _record(self, step: int, figures: SharedFigures, verdict: Verdict) -> None:
-        """Write a bad step and its sample numbers to bad_steps.jsonl, and print what the run does about it."""
+        """Write a bad step and the numbers of its samples to bad_steps.jsonl, and print what the run does about it."""
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
             "step": step + 1,
@@ -225,9 +227,10 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the numbers of a step and the flags of all ranks in one all-reduce, which waits for the device.
+    """Combine the results of a step and the flags of all ranks in one all-reduce. This waits for the device.
 
-    All ranks should have the same numbers, and then the mean is exactly that number. It is NaN if any rank has NaN.
+    All ranks should have the same loss and gradient norm, and then their mean is exactly that value. The mean is NaN if
+    any rank has NaN.
 
     Args:
         result: This rank's result of the step.

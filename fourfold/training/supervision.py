@@ -30,5 +30,5 @@ def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
 
 
 def _time_of_start() -> str:
-    """Return the time on rank 0's clock, on all ranks."""
+    """Return the time on rank 0's clock. All ranks get the same time."""
     return decided_by_rank_0(lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))

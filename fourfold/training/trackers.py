@@ -1,4 +1,4 @@
-"""Clients of experiment trackers behind one small interface: TensorBoard, Weights & Biases, and Trackio."""
+"""Clients of experiment trackers (TensorBoard, Weights & Biases, and Trackio) with one small interface."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class TrackedRun:
         return {**self.run.model_dump(mode="json"), "machine": dict(self.machine())}
 
     def id_file(self, tracker: str) -> Path:
-        """Return the file with the tracker's id of the run. A resumed run reads it to continue the tracked run."""
+        """Return the file that holds the tracker's id of the run. A resumed run reads it to continue the same
+        tracked run."""
         return self.run_dir / f"{tracker}-run-id.txt"
 
 
@@ -45,7 +46,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Record the numbers of one step, counted from 1."""
+        """Record the metrics of one step, counted from 1."""
         ...
 
     def finish(self, failed: bool) -> None:
@@ -59,7 +60,7 @@ class TensorBoard:
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides the events from purge_step on. An interrupted run wrote them.
+        # TensorBoard hides events from purge_step on, which an interrupted run wrote.
         self._writer = SummaryWriter(str(tracked.run_dir / "tensorboard"), purge_step=first_step + 1)
         machine = "\n".join(f"{key} = {value}" for key, value in tracked.machine().items())
         for name, text in (("run file", to_toml(tracked.run)), ("machine", machine)):
@@ -77,10 +78,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
-
-    The step is logged as a metric of its own (``step``), because W&B's own step cannot go back.
-    """
+    """Do not wait for a prompt, because nobody can answer it. Leave the console alone, because the run draws its own
+    display there."""
 
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         import wandb
@@ -133,9 +132,9 @@ CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
-"""The clients by key in [metrics]. Library and extra have the same name."""
+"""The client of each key in [metrics]. The library and the extra have the same name as the key."""
 
 
 def _known_id(file: Path, first_step: int) -> str | None:
-    """Return the tracker's id of a resumed run, or None for a run that starts or was not tracked before."""
+    """Return the tracker's id of a resumed run, or None for a run that is new or was not tracked before."""
     return file.read_text(errors="replace").strip() if first_step and file.is_file() else None

@@ -1,4 +1,5 @@
-"""Send metrics to experiment trackers. Each has its own thread, so a slow or failing one never holds up the run."""
+"""Send metrics to experiment trackers. Each tracker has its own thread, so a slow or failing one never holds up the
+run."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from fourfold.training.provenance import provenance
 from fourfold.training.trackers import CLIENTS, Numbers, TrackedRun, Tracker
 
 MOST_WAITING = 10_000
-"""Number of steps that a tracker may lag behind before the run gives it up."""
+"""Number of steps that a tracker may lag behind before the run gives up on it."""
 
 FINISH_SECONDS = 60.0
-"""Seconds that all trackers together have at the end of a run to deliver their last steps."""
+"""Number of seconds that all trackers together have at the end of a run to deliver their last steps."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Tracking:
         self._trackers = [InBackground(name, CLIENTS[name], tracked, first_step) for name in _wanted(run)]
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Log one line of metrics.jsonl. Numbers that are null there, because they are not finite, are left out."""
+        """Log one line of metrics.jsonl. Metrics that are null there, because they are not finite, are left out."""
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         for tracker in self._trackers:
             tracker.log(step, numbers)
@@ -97,11 +98,12 @@ class InBackground:
         self._put(_GoBack(steps))
 
     def end(self, failed: bool) -> None:
-        """Queue the end of the run."""
+        """Queue the end of the tracked run."""
         self._put(_End(failed))
 
     def wait(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the tracked run has ended, unless the tracker was given up."""
+        """Wait until the tracked run has ended, but at most ``seconds``. Do not wait for a tracker that was given up
+        on."""
         if self._given_up.is_set():
             return
         self._thread.join(max(seconds, 0))

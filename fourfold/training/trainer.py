@@ -60,7 +60,7 @@ class Callback(Protocol):
     """Work that every process does after each step, such as an evaluation."""
 
     def after_step(self, steps: int) -> None:
-        """Called after every step that is not undone. It may run collectives and forward passes.
+        """Called after every step, except steps that are rolled back. It may run collectives and forward passes.
 
         Args:
             steps: Number of steps taken, counted from the start of the run.
@@ -117,7 +117,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
 def prepare(
     place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker], stop: StopRequest, stack: ExitStack
 ) -> Trainer:
-    """Build everything that the first step needs. ``stack`` closes it at the end."""
+    """Build everything that the first step needs. ``stack`` closes these objects at the end."""
     device = choose_device(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)
@@ -157,14 +157,14 @@ def prepare(
     return Trainer(
         run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
         steps=first_step,
-        # The signal may have come during the preparation.
+        # The signal may have arrived during the preparation.
         stopped=true_on_any_rank(stop.is_set, device, "stop signal"),
     )  # fmt: skip
 
 
 @dataclass
 class Trainer:
-    """The parts of a run, and how far the run has come."""
+    """The components of a run, and the progress of the run."""
 
     run: RunConfig
     run_dir: Path
@@ -178,14 +178,14 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps that the current weights have had."""
+    """Number of steps in the history of the current weights."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
     """The loss of the last good step of this attempt."""
 
     def has_next_step(self) -> bool:
-        """Return False after the last step, and if the run is to stop earlier."""
+        """Return False after the last step, and when the run is to stop early."""
         is_done = self.steps >= self.run.training.train_steps or is_exhausted(self.job.best, self.run.validation)
         return not is_done and not self.stopped
 
@@ -199,7 +199,7 @@ class Trainer:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            kept = job.count_kept(batches)  # Count over all ranks. The summed losses are divided by it.
+            kept = job.count_kept(batches)  # The summed losses are divided by this count over all ranks.
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
             result = StepResult(loss, job.clip(), kept)
@@ -253,7 +253,7 @@ class Trainer:
             sample = sample_text(self.job, run.sample.prompt, tokenizer)
         saved = self.checkpointer.newest
         if saved is not None and saved.parent.resolve() != (self.run_dir / CHECKPOINTS).resolve():
-            saved = None  # It resumed from another folder, and saved nothing.
+            saved = None  # The run resumed from another folder and saved nothing.
         outcome = Outcome(
             run_dir=str(self.run_dir),
             steps=self.steps,

@@ -1,4 +1,4 @@
-"""Validate a model, remember the lowest loss, and decide when training ends because the loss no longer improves."""
+"""Validate a model, remember the lowest loss, and decide whether training ends because the loss no longer improves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     """Compute the mean loss of the validation batches, which are the same every time. Every process calls this.
 
     Returns:
-        ``validation_loss``, and for a run with an average of its weights ``ema_validation_loss``. [dpo] adds the
-        metrics of ``Job.take_preferences``, prefixed with ``validation_``.
+        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. [dpo] adds the metrics of
+        ``Job.take_preferences``, prefixed with ``validation_``.
     """
     assert corpora.validation is not None, "open_corpora has made one"
     batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]

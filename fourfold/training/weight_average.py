@@ -43,7 +43,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Put the averages in place of the weights while the block runs. The caller publishes them."""
+        """Put the averages in place of the weights while the block runs. The caller must call ``publish``."""
         with torch.no_grad():
             weights = [shard.local.clone() for shard in self.shards]
             try:
