@@ -117,7 +117,7 @@ def test_the_table_of_zero_says_what_the_trace_counts(zero: int, grid: dict[str,
 def test_the_table_of_states_says_what_the_trace_counts(zero: int, other: str) -> None:
     run = tiny_run(WIDE, {"x": 2, "z": 2, other: 2, "zero": zero}, training={"global_batch_size": 8})
     memory = trace(run).memory
-    rows = TABLES["`zero` | weights | gradients at the step | optimizer | besides, during the step"]
+    rows = TABLES["`zero` | weights | gradients at the optimizer step | optimizer states | also needed during the step"]
     _, weights, gradients, optimizer, _ = rows[zero]
     for formula, size in (
         (weights, memory.parameters),
