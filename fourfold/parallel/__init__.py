@@ -1,1 +1,1 @@
-"""The six-axis grid, the 4D layers on it, and how a model is laid out over it."""
+"""The grid with six axes, the 4D layers on it, and the code that lays out a model over it."""

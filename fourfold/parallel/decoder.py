@@ -49,7 +49,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        across_blocks = run.activation_checkpoint.mode != "full"  # Otherwise each block is recomputed by itself.
+        across_blocks = run.activation_checkpoint.mode != "full"  # In mode "full", each block is recomputed on its own.
         run_in_parts(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
@@ -86,7 +86,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
     }
-    if split != "sequence":  # A part of the queries needs a mask.
+    if split != "sequence":  # Sharing attention by queries needs a mask.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
@@ -96,8 +96,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     }
     if grid.x.size * grid.y.size > 1:
         return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
-    # With x = y = 1 these issue no collective, but make fewer passes over memory than autograd on the plain modules. If
-    # whole blocks are compiled, the compiler saves these passes itself.
+    # With x = y = 1, these layers issue no collective, but make fewer passes over memory than autograd on the plain
+    # modules. If whole blocks are compiled, the compiler saves these passes instead.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:
@@ -107,7 +107,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
-    """Replace every module that a rule names. A replaced module is not searched further."""
+    """Replace every module whose name matches a rule. Modules inside a replaced module are not searched."""
     for name, module in list(model.named_children()):
         full_name = prefix + name
         pattern = next((p for p in rules if fnmatch.fnmatchcase(full_name, p)), None)

@@ -1,6 +1,6 @@
-"""The model on the grid in one process: finish, clip, and gather its gradients.
+"""Hold one process's part of a model on the grid, and finish, clip, and gather its gradients.
 
-Our own trainer and ``fourfold.parallelize`` both build on it.
+Our own trainer and ``fourfold.parallelize`` both use it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def replicate_or_shard(
     per_node: int = 1,
     working_copies: bool = True,
 ) -> DataParallel:
-    """Keep whole weights on every rank if nothing splits them over z or dp. Otherwise shard them with FSDP2.
+    """Keep whole weights on every rank if they are not split over z or dp. Otherwise shard them with FSDP2.
 
     Args:
         model: This process's tiles, on the meta device.
         units: The parts of the model that are gathered together.
         grid: The grid.
-        types: The types of weights, computation, and sums of gradients.
+        types: The dtypes of weights, computation, and gradient sums.
         prefetch: Number of blocks whose weights are gathered ahead of their use.
         per_node: Number of shards of a group within one node.
-        working_copies: If the step computes in another type, whole weights may be a second copy in that type. False
-            if the optimizer steps the model's own parameters.
+        working_copies: Whether the model may hold second copies of whole weights in the dtype that the step computes
+            in. False if the optimizer updates the model's own parameters.
     """
     is_whole = grid.z.size == 1 and (grid.sizes.zero == 0 or grid.replicas.size == 1)
     if is_whole and (working_copies or types.working == types.stored):
@@ -53,13 +53,13 @@ class GridModel:
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, device: torch.device) -> None:
         """Allocate memory for the stages. The weights have no values yet."""
         self.grid, self.device, self.stages = grid, device, stages
-        """This process's pipeline stages by number. Without a pipeline, stage 0 is the whole model."""
+        """This process's pipeline stages, by index. Without a pipeline, stage 0 is the whole model."""
         for stage in stages.values():
             stage.materialize(device)
         self.shards: list[LocalShard] = [shard for stage in stages.values() for shard in stage.shards()]
         """This process's part of every parameter."""
         self.tied_ends: TiedEnds | None = None
-        """The embedding that is also the head, if a pipeline keeps it twice."""
+        """The tied embedding and head, if a pipeline keeps the weight twice."""
 
     def finish_gradients(self) -> None:
         """Complete the gradients: sum over micro-batches, over ranks with other tokens, and over tied weights."""
@@ -70,7 +70,8 @@ class GridModel:
         sum_partial_gradients(self.shards, self.grid)
 
     def clip_gradients(self, max_norm: float, loss_scale: float = 1.0) -> Tensor:
-        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before that."""
+        """Divide the gradients by ``loss_scale``, clip their norm to ``max_norm``, and return the norm before
+        clipping."""
         return clip_gradients(self.shards, max_norm, loss_scale)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
@@ -93,13 +94,13 @@ class GridModel:
             stage.publish()
 
     def free_gathered(self) -> None:
-        """Free gathered weights that no backward pass will free."""
+        """Free the gathered weights that no backward pass will free."""
         for stage in self.stages.values():
             stage.free_gathered()
 
     @contextmanager
     def replacing_weights(self) -> Iterator[None]:
-        """Let the block overwrite the stored weights. The next forward pass computes with them."""
+        """Let the block overwrite the stored weights. The next forward pass computes with the new weights."""
         with torch.no_grad():
             self.free_gathered()
             yield

@@ -1,7 +1,8 @@
 """Initialize the weights of the whole model, and sum, clip, and gather its gradients.
 
-Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so stock
-functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) give silently wrong results. Use these.
+Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
+torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give wrong results. Use the
+functions in this module instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class LocalShard:
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer steps, or a view of it in the tile's layout (``Tile.as_tile``)."""
+    """The plain tensor that the optimizer updates, or a view of it in the tile's layout (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
@@ -39,7 +40,7 @@ class LocalShard:
 
     @property
     def current(self) -> Tensor:
-        """Return the local tensor that the parameter has now. It must still be ``local``."""
+        """Return the current local tensor of the parameter. It must still be ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property
@@ -50,7 +51,7 @@ class LocalShard:
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:
-    """Return the number of ranks of one (x, y) plane that hold the same tile."""
+    """Return the number of ranks that hold the same tile, within one (x, y) plane."""
     return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
@@ -64,9 +65,10 @@ def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: i
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
     """Complete the gradients of norms and biases.
 
-    Before this, each rank of x (or y) has only the share from its own tokens or heads.
+    Before this call, each rank of x (or y) has only the part of the gradient from its own tokens or heads.
 
-    This takes one collective per set of axes, once a step, after the sums over dp, cp, and z. Sums commute.
+    This takes one collective per set of axes and step, after the sums over dp, cp, and z. The order of the sums does
+    not matter.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:
@@ -85,7 +87,7 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Parts that several processes hold count once.
+    Parts that several processes hold are counted once.
 
     Args:
         shards: This process's shards.
@@ -98,7 +100,7 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
-    # Use numbers, because a tensor of them would be copied to the device, and the host would wait.
+    # Pass Python numbers. A tensor of weights would be copied to the device, and the host would wait for the copy.
     square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
@@ -112,7 +114,7 @@ Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
 
 
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-    """Gather whole tensors by name on rank 0 (None elsewhere), from the part that every process holds.
+    """Gather whole tensors by name on rank 0, from the parts that the processes hold. Return None on other ranks.
 
     Everything passes through rank 0's memory, so use it for tests and small models.
     """
@@ -121,7 +123,7 @@ def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict
 
 
 def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
-    """Return the parts of all processes on rank 0 (None elsewhere), including replicas."""
+    """Return the parts of all processes, including replicas, on rank 0. Return None on other ranks."""
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
@@ -129,7 +131,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Join parts to whole tensors by name. Elements that no part covers are NaN."""
+    """Join parts into whole tensors by name. Elements that no part covers are NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

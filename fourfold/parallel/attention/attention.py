@@ -25,12 +25,12 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 
 
 class SharedAttentionCore(AttentionCore):
-    """The attention core on this rank's share.
+    """The attention core, for this rank's share of the work.
 
-    ``split`` says how y shares the work: by "heads" if x·y divides the heads, or otherwise by "batch" or by "sequence"
-    (of the queries), with the heads over x alone. Key-value heads that do not divide like the query heads are gathered,
-    and their gradients summed, over the ranks that share them. ``method`` says how the ranks of cp, which share the
-    sequence, attend.
+    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads, or otherwise by "batch" or by
+    "sequence" (of the queries), and then only x splits the heads. If the key-value heads do not divide like the query
+    heads, the ranks that share them gather them and sum their gradients. ``method`` sets how the cp ranks, which share
+    the sequence, attend.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SharedAttentionCore(AttentionCore):
         return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with this rank's heads. Only cp's collectives remain in here, and this part is compiled."""
+        """Attend with this rank's heads. The only collectives in here run over cp. This part is compiled."""
         return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
@@ -103,7 +103,7 @@ class SharedAttentionCore(AttentionCore):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with a part of the queries, under a mask. Capped scores are not kept for the backward."""
+        """Attend with some of the queries, under a mask. Capped scores are not kept for the backward."""
         if not self.softcap:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
@@ -112,7 +112,7 @@ class SharedAttentionCore(AttentionCore):
         return attend_masked(q, k, v, mask_B1QS, AttentionScores(self.scale, self.softcap)).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """Return the whole heads that this rank's queries read, from a slice of the key (or value) features."""
+        """Return the whole heads that this rank's queries read, from a slice of the key or value features."""
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:
@@ -122,18 +122,18 @@ class SharedAttentionCore(AttentionCore):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         needed = torch.tensor(self.kv_needed)
-        if kv.is_cuda:  # A copy from pinned memory does not make the host wait.
+        if kv.is_cuda:  # With pinned memory, the host does not wait for the copy.
             needed = needed.pin_memory().to(kv.device, non_blocking=True)
         return heads[:, :, needed].flatten(2)
 
 
 def whole_sequences(t: Tensor, ranks: int) -> Tensor:
-    """Reorder tokens of n ranks, one after the other, to whole sequences: [n · B, T, …] to [B, n · T, …]."""
+    """Convert tokens that are ordered rank by rank to whole sequences: [n · B, T, …] to [B, n · T, …]."""
     by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
     return by_sequence_BnTf.flatten(1, 2)
 
 
 def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
-    """Reverse ``whole_sequences``."""
+    """Reverse ``whole_sequences``, so that tokens are ordered rank by rank again."""
     by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
     return by_rank_nBTf.flatten(0, 1)

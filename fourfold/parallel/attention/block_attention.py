@@ -1,4 +1,5 @@
-"""Attend with some queries to some keys, return the log-sum-exp too, and run the backward from the merged result.
+"""Compute attention of some queries to some keys, with the log-sum-exp, and compute the backward from the merged
+result.
 
 torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel caps
 scores, so capped attention runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S, D], and K
@@ -19,7 +20,8 @@ from fourfold.models.softcap import softcapped
 ATEN = torch.ops.aten
 
 LSE_MULTIPLE = 32 if torch.version.hip is None else 1
-"""CUDA's kernel for masks pads the queries of its log-sum-exps to a multiple of this. AMD's kernel does not pad."""
+"""CUDA's kernel for masks pads the number of queries in its log-sum-exps to a multiple of this. AMD's kernel does
+not pad."""
 
 
 BIAS_MULTIPLE = 16
@@ -58,7 +60,8 @@ def attend_block(
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
         causal: Whether query i sees only keys up to i. Queries and keys then have the same number.
-        mask_B1QS: True if a query may see a key. None means all keys, or the causal half.
+        mask_B1QS: True if a query may see a key. None means that a query sees all keys, or if ``causal``, all keys up
+            to itself.
         scores: Scale and cap of the scores.
 
     Returns:
@@ -81,7 +84,7 @@ def attend_block(
     else:
         efficient = ATEN._scaled_dot_product_efficient_attention
         out, lse = efficient(q, k, v, bias, True, 0.0, causal, scale=scores.scale)[:2]
-        lse = lse[..., : q.shape[2]]  # The kernel has padded the queries.
+        lse = lse[..., : q.shape[2]]  # The kernel pads the queries.
     out = out[..., : q_BNQD.shape[-1]]
     if mask_B1QS is not None:
         sees_none_B1Q = ~mask_B1QS.any(-1)
@@ -178,7 +181,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad each head with zeros if CUDA's kernels do not support its width."""
+    """Pad each head with zeros if CUDA's kernels do not support its head width."""
     missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
     return tuple(torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors) if missing else tensors
 
@@ -238,7 +241,7 @@ def _rows(q: Tensor) -> list[slice]:
 
 
 def _weights(capped: Tensor, lse: Tensor) -> Tensor:
-    """Return the softmax. Rows that see no key are 0."""
+    """Return the softmax weights. Rows that see no key are 0."""
     return (capped - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
 
 
@@ -247,7 +250,7 @@ def _precise(q: Tensor) -> torch.dtype:
 
 
 def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
-    """Return a mask that is true if at least one of the queries may see a key."""
+    """Return a mask of the keys that at least one of the queries may see."""
     if mask is not None:
         return mask[:, :, rows]
     seen = torch.ones(q[:, :, rows].shape[2], k.shape[2], dtype=torch.bool, device=q.device)

@@ -1,7 +1,8 @@
-"""The context axis: each rank holds two chunks of every sequence, and attention runs as if it held all chunks.
+"""Context parallelism: each rank holds two chunks of every sequence, and attention gives the same result as with whole
+sequences.
 
 In the head-tail layout with 2n chunks, rank r of n has chunks r and 2n − 1 − r, so all ranks have equal work under a
-causal mask. Everything except attention works token by token and needs nothing from other ranks.
+causal mask. Everything except attention works token by token and needs no data from other ranks.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class DocumentContext(AttentionContext):
-    """Tables for this rank's tokens. They hold the documents of the whole sequence instead of a mask."""
+    """Attention tables for this rank's tokens. Instead of a mask, they hold the documents of the whole sequence."""
 
     document_ends_BE: Tensor | None = None
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
-    """Return the tables of some sequences of a batch. A table with a single row serves every sequence and stays."""
+    """Return the tables of some sequences of a batch. A table with only one row applies to every sequence and is
+    kept."""
 
     def rows(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[sequences]
@@ -68,7 +70,7 @@ def context_of_sequences(context: C, sequences: slice) -> C:
 
 
 class DocumentTables(AttentionTables):
-    """The tables of this rank's tokens, without a mask."""
+    """Computes the attention tables of this rank's tokens, without a mask."""
 
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)
@@ -117,6 +119,6 @@ def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
 
 
 def in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
-    """Put the tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
+    """Put the tokens of all ranks, [n, B, T, …], in the order of the whole sequence, [B, S, …]."""
     heads, tails = parts_nBT.chunk(2, dim=2)
     return torch.cat([*heads, *tails.flip(0)], dim=1)

@@ -1,10 +1,10 @@
-"""Causal attention inside the documents of packed sequences and inside a sliding window, without a mask of whole
-sequences. It needs as much memory as plain causal attention, and its time depends on the lengths of documents and
-window.
+"""Causal attention inside the documents of packed sequences and inside a sliding window, without a mask over whole
+sequences. It needs as much memory as plain causal attention. Its time depends on the lengths of the documents and of
+the window.
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
-inputs. Otherwise each document, or each piece of its queries, takes one call. The compiler treats both as opaque
-operators.
+inputs. Otherwise each document, or each piece of its queries, takes one call. torch.compile treats both variants as
+opaque operators.
 
 cuDNN's kernel is faster on Hopper, but torch's operators for it do not support windows. torch's own ``varlen_attn``
 (2.13) never calls these operators, and it refuses grouped heads on Hopper.
@@ -31,12 +31,12 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Number of queries in one piece. It is small, because every query of a piece also computes scores for keys outside its
-own window."""
+"""Smallest and largest number of queries in one piece. A piece is small, because each of its queries also computes
+scores for keys outside its own window."""
 
 
 class KeyLimits(NamedTuple):
-    """Describes which keys a query sees: the keys in its document and in its window."""
+    """Limits on the keys that a query sees: keys in its document and in its window."""
 
     document_ends_BE: Tensor | None
     window: int
@@ -52,7 +52,7 @@ def attend_documents(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
+    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
 
     Args:
         document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with
@@ -87,7 +87,7 @@ def attend_documents_backward(
 
 
 def _has_kernel(q: Tensor, softcap: float) -> bool:
-    """Return whether one kernel call can handle all documents: it needs half precision and cannot cap scores.
+    """Return whether one kernel call can handle all documents. The kernel needs half precision and cannot cap scores.
 
     On AMD, the kernel pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """
@@ -125,14 +125,14 @@ def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
 
 
 def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
-    """Return the kernel's window: the number of tokens to the left of itself that a query sees."""
+    """Return the kernel's options for the window: the number of tokens that a query sees to its left."""
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
 def attend_in_turn(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Attend with one piece of queries after another."""
+    """Attend one piece of queries at a time."""
     out_BSND, lse_NT = _outputs(q_BSND)
     lse_BNS = _by_row(lse_NT, q_BSND)
     for row, queries, keys in pieces_of(limits, q_BSND, scores):
@@ -144,7 +144,7 @@ def attend_in_turn(
 
 
 def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
-    """Return the gradients of q, k, and v, document by document.
+    """Return the gradients of q, k, and v, computed one document at a time.
 
     Args: See ``differentiate_at_once``.
     """
@@ -158,7 +158,7 @@ def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
         lse = lse_BNS[row, :, queries]
         parts = attend_block_backward(grad, q, out, lse, k, v, mask is None, mask, scores)
         for gradient, place, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-            gradient[row, place] += part.transpose(1, 2)  # Several pieces may read the same key, so add.
+            gradient[row, place] += part.transpose(1, 2)  # Add, because several pieces may read the same key.
     return tuple(gradient.to(t.dtype) for gradient, t in zip((dq, dk, dv), tensors[1:4], strict=True))
 
 
@@ -169,8 +169,8 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
 
 
 def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
-    """Return the start of each document among all tokens of the batch, then the end of the last document, int32 [B·E +
-    1]."""
+    """Return the start of each document in the batch's flattened tokens, followed by the end of the last document, as
+    int32 [B·E + 1]."""
     batch, length = q_BSND.shape[:2]
     row_begins_B1 = length * torch.arange(batch, device=q_BSND.device)[:, None]
     ends = length if limits.document_ends_BE is None else limits.document_ends_BE
@@ -178,9 +178,9 @@ def begins_of(limits: KeyLimits, q_BSND: Tensor) -> Tensor:
 
 
 def pieces_of(limits: KeyLimits, q_BSND: Tensor, scores: AttentionScores) -> Iterator[tuple[slice, slice, slice]]:
-    """One piece of work: rows of the batch, some queries of one document, and the keys that they see.
+    """Yield each piece of work as rows of the batch, some queries of one document, and the keys that these queries see.
 
-    The last query sees the last key.
+    The last query of a piece is at the same position as the last key.
     """
     length, window = q_BSND.shape[1], limits.window
     size = length
@@ -215,7 +215,7 @@ def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _outputs(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the outputs and the log-sum-exps."""
+    """Allocate memory for the outputs and the log-sum-exps."""
     batch, length, heads, _ = q_BSND.shape
     precise = torch.float64 if q_BSND.dtype == torch.float64 else torch.float32
     return q_BSND.new_empty(q_BSND.shape), q_BSND.new_empty((heads, batch * length), dtype=precise)
@@ -239,7 +239,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # Nothing reads the outputs of this pass.
+    if grad is None:  # The outputs of this pass are not used.
         return (None,) * 7
     dq, dk, dv = attend_documents_backward(grad, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, None, None, None, None

@@ -1,8 +1,8 @@
-"""Causal attention over sequences that the ranks of cp share, by passing keys and values around a ring.
+"""Causal attention over sequences that are split over the cp ranks, which pass keys and values around a ring.
 
-This is Liu et al. 2023 (arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends to the keys and
-values of each rank in turn, while the next block is in flight. Partial results are merged by their log-sum-exp. The
-backward passes the blocks around again, together with their gradients.
+This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends
+to the keys and values of each rank in turn, while the next block is in flight. Partial results are merged by their
+log-sum-exp. The backward passes the blocks around again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The unmasked part of one ring step: which queries meet which keys, and under which mask."""
+    """The visible part of one ring step: the queries and keys that take part, and their mask."""
 
     queries: slice
     keys: slice
@@ -65,7 +65,7 @@ class VisibleBlock:
 def block_of_step(
     source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
 ) -> VisibleBlock | None:
-    """Return the part of a ring step that is not masked away.
+    """Return the part of a ring step that the mask leaves visible.
 
     Args:
         source: The rank whose keys this rank has now.
@@ -73,10 +73,10 @@ def block_of_step(
         documents_BS: Document of each token of the whole sequence. None without documents.
         cp: The context axis.
         window: Number of tokens that a query sees, including itself. 0 means all.
-        device: Device of a mask.
+        device: Device of the mask.
 
     Returns:
-        The keys of ``source`` that this rank's queries see, or None if all of them are before the windows.
+        The queries and the keys of ``source`` that they see, or None if all these keys come before the windows.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
@@ -159,7 +159,7 @@ class _Ring(Function):
                     grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
                 )
                 dq[:, :, rows] += dq_part
-            # Receive the gradients that earlier ranks have summed for these keys and values.
+            # Receive the gradients of these keys and values, summed over the ranks that have already used them.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             if block is not None:
                 dkv[..., block.keys, :] += torch.stack([dk, dv])
@@ -167,12 +167,12 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients are back on the rank of their keys.
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, these belong to our own keys and values.
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into the result so far, in place. The first block has a key for every query."""
+    """Merge the result over more keys into the result so far, in place. In the first block, every query sees a key."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

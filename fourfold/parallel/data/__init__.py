@@ -1,1 +1,1 @@
-"""Data parallelism: whole or sharded weights, and the sums of their gradients."""
+"""Data parallelism: whole or sharded weights, and sums of gradients over ranks."""

@@ -18,7 +18,7 @@ from fourfold.parallel.tensor.sharding import Tile, tie_again, tied_names, tile_
 
 @dataclass(frozen=True)
 class StepTypes:
-    """The dtypes of a step's tensors."""
+    """The dtypes of the tensors in a step."""
 
     stored: torch.dtype
     """Dtype of the weights that the optimizer steps."""
@@ -41,9 +41,9 @@ class StepTypes:
 class Units:
     """A model's modules in forward order, grouped into units.
 
-    A unit's weights are gathered, and its gradients summed, together.
+    The weights of a unit are gathered together, and its gradients are summed together.
 
-    Each block is a unit, and so are the modules in ``last``, which follow the blocks. Modules in no unit belong to the
+    Each block is a unit, and so is each module in ``last``, which follow the blocks. Modules in no unit belong to the
     root.
     """
 
@@ -53,27 +53,29 @@ class Units:
 
 
 def units_of(model: Transformer) -> Units:
-    """Return the units of a decoder's stage: embeddings, blocks, and norm and head, if the stage has them."""
+    """Return the units of a decoder's pipeline stage: embeddings, blocks, and norm and head, if the stage has them."""
     embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
     last = [module for module in (model.norm, model.lm_head) if module is not None]
     return Units([*embeddings], [*model.blocks], [*last])
 
 
 class DataParallel(ABC):
-    """A model on the ranks that split the tokens: what each rank stores and gathers, and how gradients are summed."""
+    """A model on the ranks that split the tokens. It defines what each rank stores, what is gathered, and how gradients
+    are summed."""
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
-        """Wrap a model on the meta device. Its weights have the dtype ``types.stored``, or are frozen."""
+        """Wrap a model on the meta device. Its weights have the dtype ``types.stored``, except frozen weights."""
         self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
-        """Give the model uninitialized memory."""
+        """Allocate uninitialized memory for the model."""
         tied = tied_names(self.model)
         self.model.to_empty(device=device)
         tie_again(self.model, tied)  # Materializing visits every module and unties tied weights.
 
     def shards(self) -> list[LocalShard]:
-        """Return every parameter as this process stores it, in the model's order. A tied parameter appears once."""
+        """Return every parameter as this process stores it, in the order of the model. A tied parameter appears
+        once."""
         tiles = tile_table(self.model)
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
@@ -90,10 +92,11 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin_backward(self, last: bool) -> None:
-        """Prepare for the backward of a micro-batch. The ``last`` backward of a step completes the gradients."""
+        """Prepare for the backward of a micro-batch. After the ``last`` backward of a step, the gradients are
+        complete."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a weight gradient that was computed separately, after its backward."""
+        """Add a weight gradient that was computed separately after the backward."""
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.grad_dtype)
         else:
@@ -101,12 +104,12 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Finish after a step's last backward, so that the shards have the sums over all micro-batches and token
-        ranks."""
+        """Finish the gradients after a step's last backward. The shards then have the sums over all micro-batches and
+        token ranks."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Make the next forward compute with the stored weights, which have changed."""
+        """Make the next forward compute with the stored weights after they have changed."""
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -114,8 +117,8 @@ class DataParallel(ABC):
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:
-        """Return the weights that take memory now in addition to the stored ones."""
+        """Return the weights that currently take memory in addition to the stored weights."""
 
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
-        """Return the gradients that take memory now and do not belong to the shards yet."""
+        """Return the gradients that currently take memory and are not in the shards yet."""

@@ -1,9 +1,9 @@
 """Run FSDP2's collectives in two levels, inside nodes and across nodes (PCCL, arXiv 2504.18658).
 
-A ring over n ranks takes n steps, and each step costs one latency. Two levels take only as many steps as a node has
-ranks, plus as many as there are nodes. An all-gather crosses nodes first, so all ranks of a node use the network
-adapters together, each for its own shard. A reduce-scatter crosses nodes last, when each rank of a node has one partial
-sum.
+A ring over n ranks takes n steps, and each step costs one latency. With two levels, the number of steps is only the
+number of ranks per node plus the number of nodes. An all-gather crosses nodes first, so all ranks of a node use the
+network adapters together, each for its own shard. A reduce-scatter crosses nodes last, when each rank of a node has one
+partial sum.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from fourfold.parallel.grid.grid import TwoLevels
 
 
 class MeshWithGroups(DeviceMesh):
-    """A mesh that gives FSDP2 other groups for some of its dims. FSDP2 calls only what these groups have."""
+    """A mesh that gives FSDP2 other groups for some of its dims. These groups have only the methods that FSDP2
+    calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        vars(self).update(vars(mesh))  # A new mesh would create new groups.
+        vars(self).update(vars(mesh))  # A newly constructed mesh would create new groups.
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
         self._other_groups: dict[int, Any] = {**earlier, **groups}
 
@@ -36,12 +37,12 @@ class MeshWithGroups(DeviceMesh):
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """Return a mesh whose last axis is these shards, in one level or two."""
+    """Return a mesh whose last axis is ``shards``, in one level or two."""
     return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
 class Allocation:
-    """Give FSDP2 ordinary memory for its buffers."""
+    """Gives FSDP2 ordinary memory for its buffers."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

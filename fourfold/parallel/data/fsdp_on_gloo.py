@@ -1,6 +1,7 @@
-"""Run FSDP2's collectives on gloo in the background of the computation, as on a GPU's streams.
+"""Run FSDP2's collectives on gloo in the background of the computation, as streams do on a GPU.
 
-FSDP2 issues them on its own streams and continues. A CPU has no streams, so gloo's collectives would block there.
+FSDP2 issues collectives on its own streams and continues. A CPU has no streams, so gloo's collectives would block at
+that point.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fourfold.parallel.grid.communicate import all_gather_single, sum_parts
 from fourfold.parallel.grid.grid import TwoLevels
 
 IN_FLIGHT = 2
-"""Largest number of sums in flight. Each holds two copies of a unit's gradients."""
+"""Largest number of gradient sums in flight. Each sum holds two copies of a unit's gradients."""
 
 
 class GatherInBackground(Allocation):
@@ -50,7 +51,7 @@ def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 class OneAfterTheOther(dist.Work):
-    """Two collectives. The second one is issued when the first is complete."""
+    """Two collectives. The second one is issued when the first one is complete."""
 
     def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
         super().__init__()
@@ -61,14 +62,14 @@ class OneAfterTheOther(dist.Work):
 
 
 class Exchange(NamedTuple):
-    """Parts that are being exchanged, and the tensor that receives their sum."""
+    """Parts that ranks are exchanging, and the tensor that receives their sum."""
 
     work: dist.Work
     received: Tensor
     ranks: int
     sum: Tensor
     replicas: dist.ProcessGroup | None = None
-    """The ranks that hold the same shard. The sum is all-reduced over them."""
+    """The ranks that hold the same shard. If given, the sum is all-reduced over them."""
 
     @classmethod
     def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
@@ -82,7 +83,7 @@ class Exchange(NamedTuple):
 
 
 class InsideNode(NamedTuple):
-    """An exchange inside a node. Its sum, one per node, is part of the sum of all nodes."""
+    """An exchange inside a node. Its result is the sum over this node, which is then summed over all nodes."""
 
     exchange: Exchange
     nodes: dist.ProcessGroup
@@ -97,9 +98,9 @@ def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
 
 
 class SumInBackground(Allocation):
-    """A reduce-scatter for ``set_custom_reduce_scatter``: exchange parts, and sum this rank's parts later.
+    """A reduce-scatter for ``set_custom_reduce_scatter`` that exchanges parts, and sums this rank's parts later.
 
-    With two levels, nodes exchange the sums of their ranks. A sum over replicas follows in the background
+    With two levels, nodes then exchange the sums over their ranks. A sum over replicas follows in the background
     (``all_reduce``). FSDP2 only makes views of the sum, unless it casts the sum or adds to it.
     """
 
@@ -162,9 +163,9 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The replicas of a shard. FSDP2 uses them as a process group and calls these methods.
+    """The replicas of a shard, in the background. FSDP2 uses this object as a process group and calls these methods.
 
-    They equal their group, because torch looks the group up to describe an error.
+    It equals the real group, because torch looks the group up to describe an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:

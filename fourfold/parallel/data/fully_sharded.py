@@ -1,4 +1,4 @@
-"""Shard weights with torch's FSDP2. They are always sharded over z, and ``zero`` adds dp·cp."""
+"""Shard weights with torch's FSDP2. Weights are always sharded over z, and ``zero`` also shards over dp·cp."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fourfold.parallel.tensor.sharding import Tile, chunk, tile_table
 
 
 class FullySharded(DataParallel):
-    """Gather each unit's weights when it runs, and sum its gradients during the backward of the next units.
+    """Gathers each unit's weights when the unit runs, and sums its gradients during the backward of the next units.
 
-    - zero 0: replicas over dp·cp, with gradients all-reduced once a step.
-    - zero 1 and 2: one shard group (dp·cp·z). Weights are gathered over it and kept as z shards from forward to
-      backward. With z = 1 these are whole weights, and they are kept until the step ends.
+    - zero 0: there are replicas over dp·cp, and gradients are all-reduced over them once per step.
+    - zero 1 and 2: there is one shard group (dp·cp·z). Weights are gathered over it and kept as z shards from forward
+      to backward. With z = 1 these are whole weights, and they are kept until the step ends.
     - zero 3: weights are gathered from all of (dp·cp·z) in forward and backward.
     """
 
@@ -41,8 +41,8 @@ class FullySharded(DataParallel):
             grid: The grid.
             types: The dtypes of a step.
             prefetch: Number of blocks whose weights are gathered ahead.
-            per_node: Number of a group's shards in one node. If it is more than 1, groups over several nodes
-                communicate in two levels.
+            per_node: Number of a shard group's ranks in one node. Above 1, groups that span several nodes communicate
+                in two levels.
         """
         super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
@@ -73,7 +73,7 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # The head's weights are needed again as soon as the backward begins. A tied embedding stays with them.
+        # The head's weights are needed again as soon as the backward begins. Keep a tied embedding in the same unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
@@ -100,7 +100,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # Typed as Any, because FSDP2 stores sums in another type than the weight's.
+                # The variable is typed as Any, because FSDP2 stores sums in another dtype than the weight's.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -126,14 +126,14 @@ class FullySharded(DataParallel):
         groups = self.fsdp_groups()
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
-            group._orig_dtype = self.types.reduced  # FSDP2 would add up micro-batches in the type of the weights.
+            group._orig_dtype = self.types.reduced  # Otherwise micro-batches would be summed in the weights' dtype.
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
         if self.grid.sizes.zero == 0:
             model.set_requires_all_reduce(last)  # Sum over z in every backward, and over dp·cp only in the last one.
         elif self.waits_for_the_last:
-            model.set_requires_gradient_sync(last)  # Whole gradients are kept until the last backward.
+            model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward.
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
@@ -141,14 +141,14 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # The first call adds to the sum in reduce_dtype if there is one. Otherwise the second call begins that sum.
+        # The first call adds to the sum in reduce_dtype if that sum exists. Otherwise the second call starts it.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """Finish the gradients.
 
-        FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it.
+        FSDP2 does this itself at the end of the last backward, unless weight gradients were computed after that.
         """
         if not self._is_complete:
             self.begin_backward(last=True)
@@ -161,15 +161,16 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients that a backward's last unit has sent, before the head makes the logits.
+        """Free the gradients of a backward's last unit after they were sent, before the head computes the logits.
 
-        FSDP2 keeps them until it sums again, in the next micro-batch's backward. An embedding's gradients are large.
+        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward. An embedding's gradients are
+        large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
             sent = context.reduce_scatter_states
             context.reduce_scatter_states = []
-        else:  # Earlier versions than torch 2.13.
+        else:  # torch versions before 2.13.
             sent = [context.reduce_scatter_state] if context.reduce_scatter_state else []
             context.reduce_scatter_state = None
         for state in sent:
@@ -181,7 +182,7 @@ class FullySharded(DataParallel):
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
-        """Do nothing. FSDP2 gathers the stepped weights and casts them on the way."""
+        """Do nothing, because FSDP2 gathers the updated weights and casts them as it does so."""
 
     def free_gathered(self) -> None:
         for module in self._units():
@@ -205,30 +206,32 @@ class FullySharded(DataParallel):
         return found
 
     def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return a mesh of (replicas, shards) for FSDP2 that sums over replicas in the background, on gloo too."""
+        """Return a mesh of (replicas, shards) for FSDP2 that sums over replicas in the background, even on gloo."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
         """Make FSDP2 sum gradients without division.
 
-        Replace its collectives if they must run in the background on gloo or in levels.
+        Also replace FSDP2's collectives if they must run in the background on gloo, or in two levels.
         """
         grid = self.grid
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for these. It only calls the methods that they have.
+                # torch has no public base class for custom collectives. It only calls the methods that these objects
+                # have.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo has no scaled sum.
+            # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. gloo has
+            # no scaled sum.
             if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
-        """Shard experts that ep splits.
+        """Shard the experts that are split over ep.
 
-        Ranks with the same experts form a shard group, and each layer's experts are a unit inside their block.
+        Ranks with the same experts form a shard group, and each layer's experts are a separate unit inside their block.
         """
         split, zero = self.split_experts(), self.grid.sizes.zero
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
@@ -269,7 +272,7 @@ class FullySharded(DataParallel):
 
     @staticmethod
     def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
-        """Return FSDP2's parameter groups. torch 2.13 allows several per module, and earlier versions had one."""
+        """Return FSDP2's parameter groups. torch 2.13 allows several per module, and earlier versions allow one."""
         groups: list[Any] = []
         for unit in units:
             state = unit._get_fsdp_state()
@@ -289,8 +292,8 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG).
 
-    For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward.
-    That unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.
+    If a unit names nothing to prefetch in the backward, FSDP2 prefetches the unit that ran before it in the forward.
+    That unit may belong to another micro-batch. Naming the root, which has no weights of its own, prevents this.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -1,4 +1,4 @@
-"""Data parallelism with whole weights on every rank: nothing is gathered, and gradients are summed during the
+"""Data parallelism with whole weights on every rank. Weights are not gathered, and gradients are summed during the
 backward."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Replicated(DataParallel):
-    """Whole weights on every rank: z = 1, and either ``zero`` 0 or one replica.
+    """Keeps whole weights on every rank. This needs z = 1, and either ``zero`` 0 or only one replica.
 
-    If the step computes in another dtype than weights are stored in, the model holds working copies, and the optimizer
-    steps the stored weights.
+    If the step computes in another dtype than the stored weights have, the model holds working copies, and the
+    optimizer updates the stored weights.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        # LoRA's frozen weights have the step's type.
+        # LoRA's frozen weights have the step's dtype.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
         self.weights: dict[nn.Parameter, Weight] = {}
@@ -40,7 +40,7 @@ class Replicated(DataParallel):
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             summed = working if working.dtype == self.types.reduced else stored
             if summed.requires_grad:
-                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to this type.
+                summed.grad_dtype = self.types.reduced  # autograd casts each micro-batch's gradient to this dtype.
             self.weights[working] = Weight(working, stored, summed)
         of_experts = self.split_experts()
         for parameters in _in_order_of_the_backward(self.model, self.units):
@@ -83,7 +83,7 @@ class Replicated(DataParallel):
             torch._foreach_copy_([weight.working for weight in copies], [weight.stored for weight in copies])
 
     def free_gathered(self) -> None:
-        """Do nothing: nothing is gathered."""
+        """Do nothing, because nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
         return [weight.working for weight in self.weights.values() if weight.working is not weight.stored]
@@ -95,18 +95,18 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True)
 class Weight:
-    """The copy that the step computes with, and the copy that the optimizer steps.
+    """A weight's working copy, which the step computes with, and its stored copy, which the optimizer updates.
 
-    They are one parameter if dtypes match.
+    Both are the same parameter if their dtypes match.
     """
 
     working: nn.Parameter
     stored: nn.Parameter
     summed: nn.Parameter
-    """The copy whose gradient is the sum of the micro-batches so far, in the dtype of sums."""
+    """The copy whose gradient holds the sum over the micro-batches so far, in the dtype of sums."""
 
     def keep_gradient(self) -> None:
-        """Add a micro-batch's gradient to the sum. There is no gradient yet if it is computed later."""
+        """Add a micro-batch's gradient to the sum. If the gradient is computed later, do nothing yet."""
         if self.summed is self.working or self.working.grad is None:
             return
         if self.summed.grad is None:
@@ -116,17 +116,18 @@ class Weight:
         self.working.grad = None
 
     def finish_gradient(self) -> None:
-        """Give the sum to the stored weight."""
+        """Move the sum to the stored weight's gradient."""
         if self.summed is not self.stored and self.summed.grad is not None:
             self.stored.grad = self.summed.grad.to(self.stored.grad_dtype)
             self.summed.grad = None
 
 
 class Bucket:
-    """Weights whose gradients are summed over the replicas together, as soon as the last of them is computed."""
+    """Weights whose gradients are summed over the replicas together, as soon as the last of these gradients is
+    computed."""
 
     def __init__(self, weights: Sequence[Weight], replicas: Axis, dtype: torch.dtype) -> None:
-        """Group weights.
+        """Group weights into a bucket.
 
         Args:
             weights: The weights.
@@ -138,7 +139,7 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # Do not let a weight's hook hold this bucket. The garbage collector does not see hooks, so the weight would
+        # A weight's hook must not keep this bucket alive. The garbage collector does not see hooks, so the weight would
         # never be freed.
         arrived = WeakMethod(self._arrived)
 
@@ -151,7 +152,7 @@ class Bucket:
             weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
-        """Prepare for a backward. If it is the ``last``, its gradients complete the sums of the step."""
+        """Prepare for a backward. If it is the ``last`` one of a step, its gradients complete the step's sums."""
         self._missing = set(self._weight_of) if last else None
 
     def _arrived(self, working: nn.Parameter) -> None:
@@ -178,7 +179,8 @@ class Bucket:
         return summed.grad.flatten()
 
     def wait(self) -> None:
-        """Give the sums to the stored weights. A weight that no rank has used gets none, as on one process."""
+        """Wait for the sums, and move them to the stored weights. A weight that no rank has used gets no gradient,
+        as on one process."""
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])

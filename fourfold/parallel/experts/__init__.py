@@ -1,1 +1,1 @@
-"""Mixtures of experts on the grid: router, dispatch, and load."""
+"""Mixtures of experts on the grid: the router, the dispatch of tokens, and the load of experts."""

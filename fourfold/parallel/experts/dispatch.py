@@ -1,7 +1,7 @@
 """Send rows of tokens to the ranks that have their experts, and bring the results back.
 
-Each rank sends the rows of its own tokens to the ranks of ep. Only there are the rows of all ranks of x gathered, so no
-row is sent twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h
+Each rank sends the rows of its own tokens to the ranks of ep. The rows of all x ranks are gathered only after that, so
+no row is sent twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h
 channels, E experts, e of them on this rank.
 """
 
@@ -22,18 +22,18 @@ COUNTS = "experts: counts of rows"
 
 
 class Traffic(NamedTuple):
-    """The numbers of rows that each rank sends and receives, on the host, and the order of the rows that arrive."""
+    """Numbers of rows that each rank sends and receives, on the host, and the order of the received rows."""
 
     sent: list[int]
-    """Number of rows of this rank's tokens for each rank of ep."""
+    """Number of rows of this rank's tokens that go to each ep rank."""
     received: list[int]
-    """Number of rows from each rank of ep for this rank's experts."""
+    """Number of rows that come from each ep rank to this rank's experts."""
     over_x: list[int]
-    """Number of rows that each rank of x has received."""
+    """Number of rows that each x rank has received."""
     groups: Groups
-    """Rows of each of this rank's experts, from all of these ranks."""
+    """Number of rows of each of this rank's experts, summed over all sending ranks."""
     order_N: Tensor | None
-    """The order that sorts all these rows by expert. None if they are sorted."""
+    """The order that sorts all these rows by expert. None if they are already sorted."""
     inverse_N: Tensor | None
 
 
@@ -50,8 +50,8 @@ class Dispatch:
             sizes_E: Number of rows of this rank's tokens for every expert.
 
         Returns:
-            Counts for the experts of one rank each: first this rank's rows by rank of ep, then the rows that come from
-            each rank of x, and within it from each rank of ep.
+            Blocks of counts, each for the experts of one rank. First come this rank's rows, one block per ep rank. Then
+            come the rows that this rank receives, one block per x rank and ep rank, in this order.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
@@ -63,7 +63,7 @@ class Dispatch:
 
         Args:
             counts: The result of ``exchange_counts``.
-            planned: Number of rows that every rank sends to each expert, if there are no data to count.
+            planned: Number of rows to assume that every rank sends to each expert, if there is no data to count.
         """
         if planned is None:
             numbers: list[Any] = counts.read()
@@ -88,20 +88,23 @@ class Dispatch:
         )
 
     def to_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Take rows sorted by expert to the rows of this rank's experts, sorted by expert."""
+        """Send rows that are sorted by expert to their experts' ranks. Return the rows of this rank's experts,
+        sorted by expert."""
         rows_Nh = exchange_rows(rows_Nh, self.ep, traffic.sent, traffic.received, "experts: dispatch")
         rows_Nh = gather_rows(rows_Nh, self.x, traffic.over_x, "experts: tokens")
         return _permuted(rows_Nh, traffic.order_N, traffic.inverse_N)
 
     def from_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Reverse ``to_experts``. Each rank of x has a partial sum of the rows, and gets the rows of its own tokens."""
+        """Reverse ``to_experts``. Each x rank contributes a partial sum of the rows, and gets the rows of its own
+        tokens."""
         rows_Nh = _permuted(rows_Nh, traffic.inverse_N, traffic.order_N)
         rows_Nh = scatter_sum_rows(rows_Nh, self.x, traffic.over_x, "experts: outputs")
         return exchange_rows(rows_Nh, self.ep, traffic.received, traffic.sent, "experts: combine")
 
 
 def _by_expert(counts_Be: Tensor, total: int) -> Tensor:
-    """Return the order that sorts ``total`` rows by expert. They come in blocks, each of them sorted by expert."""
+    """Return the order that sorts ``total`` rows by expert. The rows come in blocks, and each block is sorted by
+    expert."""
     blocks, experts = counts_Be.shape
     experts_N = torch.arange(experts, device=counts_Be.device).repeat(blocks)
     return experts_N.repeat_interleave(counts_Be.flatten(), output_size=total).argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Count the load of the experts in every step, and balance the router by it. Padding does not count.
+"""Count the load of the experts in every step, and use it to balance the router. Padding does not count.
 
 With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
 2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
@@ -28,37 +28,38 @@ from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tiled
 
 FIGURES = ("balance", "z", "entropy", "dropped")
-"""Sums over a layer's tokens, in addition to the rows of each expert."""
+"""Names of the sums over a layer's tokens that are counted in addition to the rows of each expert."""
 
 
 class CountedRouter(Tiled):
     """A router whose choices are counted."""
 
     load: ExpertLoad | None = None
-    """The counts, if a job trains."""
+    """Counts of the router's choices. None unless a job trains."""
 
 
 class ExpertLoad:
-    """Count rows, and keep the counts of the last step that changed the weights."""
+    """Counts rows, and keeps the counts of the last step that changed the weights."""
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         model = run.model
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
         self.tokens: Tensor | int = 1
-        """Number of tokens of the step's data, on all ranks together."""
+        """Number of tokens in the step's data, over all ranks."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
-        """Rows of every expert in the last step's batch, before any is dropped. Zero before the first step."""
+        """Number of rows of each expert in the last step's batch, including rows that were dropped. Zero before the
+        first step."""
         self.counting = False
         """Whether a step's tokens are being counted and its losses have gradients."""
         self.factor: Tensor | float = 0.0
         """The factor on a loss's sum over tokens."""
         self.planned: Sequence[float] | None = None
-        """The relative load to assume for each expert if there are no data to count."""
+        """Relative load to assume for each expert if there is no data to count."""
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
-        """Count the experts that a model's routers choose."""
+        """Start to count the experts that a model's routers choose."""
         for router in model.modules():
             if isinstance(router, CountedRouter):
                 router.load = self
@@ -77,7 +78,7 @@ class ExpertLoad:
         return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
-        """Sum the counts over all ranks. The ranks of y have counted the same rows."""
+        """Sum the counts over all ranks. The y ranks have counted the same rows."""
         self.counting = False
         with purpose("load of experts"):
             dist.all_reduce(self._sums)
@@ -85,7 +86,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """After the optimizer step, keep the counted rows as the last step's, and let the biases follow them."""
+        """After the optimizer step, save the counted rows as the last step's rows, and update the biases from them."""
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:
@@ -95,12 +96,12 @@ class ExpertLoad:
                     shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
-        """Return the rows of the last step's batch for each expert, layer by layer."""
+        """Return the number of rows of each expert in the last step's batch, layer by layer."""
         rows: list[list[int]] = self.rows_LE.long().tolist()
         return rows
 
     def set_rows(self, rows: Sequence[Sequence[int]]) -> None:
-        """Continue from saved rows."""
+        """Restore the row counts from a checkpoint."""
         self.rows_LE.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def planned_rows(self, rows: int) -> list[int]:
@@ -116,7 +117,7 @@ class ExpertLoad:
         return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the step that was counted last, over all ranks. The host waits for them.
+        """Return metrics of the last counted step, over all ranks. The host waits for them.
 
         - expert_load: rows of the busiest expert of any layer, relative to the mean.
         - dropped_share: fraction of rows that no expert took.
@@ -136,9 +137,9 @@ class ExpertLoad:
         }
 
     def by_layer(self) -> dict[str, list[Any]]:
-        """Return figures of each layer with experts in the step that was counted last, over all ranks.
+        """Return metrics of each layer with experts in the last counted step, over all ranks.
 
-        - layers: their numbers.
+        - layers: indices of these layers.
         - tokens_per_expert: tokens that chose each expert, including dropped ones.
         - dropped_share and router_entropy: as in ``figures``.
         """
@@ -178,14 +179,14 @@ class ExpertLoad:
             self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
 
     def _factors_E(self, layer: int) -> Tensor:
-        """Return E · f_e in float32: 1 for an even load and before the first step."""
+        """Return E · f_e in float32. It is 1 for an even load, and before the first step."""
         rows_E = self.rows_LE[layer]
         total = rows_E.sum()
         return torch.where(total > 0, self.experts * rows_E / total.clamp(min=1), 1.0).float()
 
 
 def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
-    """Return P_te, which sum to one over the experts."""
+    """Return the router's probabilities P_te, whose sum over the experts is one."""
     if model.router_score == "softmax":
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
@@ -193,12 +194,12 @@ def router_probabilities(logits_TE: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _layer_of(name: str) -> int:
-    """Return the layer's number in a parameter's name: 3 for "layers.3.mlp.gate.weight"."""
+    """Return the index of the layer in a parameter's name, such as 3 for "layers.3.mlp.gate.weight"."""
     return int(name.split(".")[1])
 
 
 class _WithLosses(Function):
-    """The identity. The backward adds the gradients of each token's losses."""
+    """The identity function. Its backward adds the gradients of each token's losses."""
 
     @staticmethod
     def forward(

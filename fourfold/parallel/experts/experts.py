@@ -1,6 +1,7 @@
-"""A mixture of experts on the grid: experts over ep, and their widths over x and y as in the dense MLP.
+"""A mixture of experts on the grid. Experts are split over ep, and their widths over x and y as in the dense MLP.
 
-Shapes: T tokens of this rank, h = H/y channels, E experts, K per token, N rows of (token, choice), F/x of a width.
+Shapes: T tokens of this rank, h = H/y channels, E experts, K experts per token, N rows of (token, choice), and F/x as
+this rank's share of an expert's width F.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelMixture(nn.Module):
-    """The mixture of one layer. This rank's tokens [B, T, h] go in and come out. Padding goes to no expert."""
+    """The mixture of one layer. It maps this rank's tokens [B, T, h] to outputs of the same shape. Padding goes to no
+    expert."""
 
     def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
         super().__init__()
@@ -41,14 +43,14 @@ class ParallelMixture(nn.Module):
 
         Args:
             x_BTh: This rank's tokens.
-            is_data_BS: False for padding, for the tokens of all ranks of x.
+            is_data_BS: False for padding. It covers the tokens of all x ranks.
         """
         x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
         is_data_T = None
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
-        # With a limit, the score of a document would depend on its neighbors in the batch.
+        # With a capacity limit, a document's score would depend on the other documents in the batch.
         if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
@@ -107,7 +109,7 @@ class ParallelExperts(Tiled):
 
 
 class SharedExpertGate(Tiled):
-    """sigmoid(x · w) of each token, [B, T, 1], with w of shape [1, H/y]."""
+    """Computes the gate sigmoid(x · w) of each token, [B, T, 1]. The weight w has shape [1, H/y]."""
 
     weight: nn.Parameter
 

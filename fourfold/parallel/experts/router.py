@@ -1,4 +1,4 @@
-"""The router of a mixture of experts. Each rank of x has its own tokens, and each rank of y its own channels."""
+"""The router of a mixture of experts. Each x rank has its own tokens, and each y rank has its own channels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
         Args:
             x_Th: This rank's tokens.
-            is_data_T: False for padding, which gets the expert ``num_experts`` and does not count.
+            is_data_T: False for padding. Padding gets the expert number ``num_experts``, which does not exist, and is
+                not counted.
         """
         logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
         if self.load is not None:

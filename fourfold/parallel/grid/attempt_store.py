@@ -1,4 +1,5 @@
-"""The store where the processes of one attempt meet if torchrun's agents keep one server for all attempts."""
+"""Give each attempt of a job its own part of the store in which processes meet, if torchrun's agents keep one server
+for all attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     attempts, but nobody reads those answers.
 
     Raises:
-        DistStoreError: A rank did not come in time.
+        DistStoreError: A rank did not arrive in time.
     """
     if rank == 0:
         name = uuid.uuid4().hex

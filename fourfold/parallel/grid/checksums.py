@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Number of elements summed at once. Their weights take eight bytes each."""
+"""Number of elements that are summed at once. Each element needs a weight of eight bytes."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,14 +38,16 @@ class Given(NamedTuple):
     """Data that a process sent to other processes at one point of a step."""
 
     members: tuple[int, ...]
-    """The ranks of the collective, or sender and receiver of a message. Empty for data that stays here."""
+    """The ranks of the collective, or the sender and the receiver of a message. Empty for data that stays on this
+    process."""
     what: str
     checksum: int
     """Checksum of the data. 0 if this process only receives."""
 
 
 class CollectiveInputs(TorchDispatchMode):
-    """While the context is open, record the checksum of every tensor that enters a collective, including FSDP2's."""
+    """Records the checksum of every tensor that enters a collective while the context is open. This includes FSDP2's
+    collectives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
@@ -53,14 +55,14 @@ class CollectiveInputs(TorchDispatchMode):
         self._checksums: list[Tensor] = []
 
     def note(self, tensor: Tensor, what: str, members: tuple[int, ...] = ()) -> None:
-        """Record a tensor's checksum."""
+        """Record a tensor's checksum and what the tensor is for."""
         self._notes.append((members, what))
         self._checksums.append(checksum(tensor))
 
     def given(self) -> list[Given]:
         """Return all records in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
-            torch.cuda.synchronize()  # FSDP2 sends from streams of its own
+            torch.cuda.synchronize()  # FSDP2 sends from its own streams.
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 
@@ -84,7 +86,7 @@ class CollectiveInputs(TorchDispatchMode):
         elif name == "recv_":
             members = (members[args[2]], me)
         purpose = PURPOSE.get()
-        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names
+        of_fsdp = "weights" if name == "_allgather_base_" else "gradients"  # FSDP2's collectives have no names.
         why = of_fsdp if purpose is None else purpose.why
         if name == "recv_":
             tensor = tensor.new_zeros(0)  # The current content of the output does not matter.
@@ -96,7 +98,7 @@ def first_to_differ(first: Sequence[Sequence[Given]], second: Sequence[Sequence[
 
     Return the ranks whose computation differed, and the data that differed.
 
-    A rank that differs only after receiving something from a differing rank is its victim, and is not named.
+    A rank that differs only after it received data from a differing rank is not to blame, and is not returned.
     """
     differing = [_differing(one, two) for one, two in zip(first, second, strict=True)]
     tainted: dict[tuple[tuple[int, ...], int], set[int]] = {}
@@ -119,9 +121,10 @@ def _differing(one: Sequence[Given], two: Sequence[Given]) -> list[int]:
 
 
 def _instances(log: Sequence[Given]) -> list[tuple[tuple[int, ...], int]]:
-    """Return a name for each collective: its members, and the number of collectives among them before it.
+    """Return an identifier for each collective in a log: its members, and the number of earlier collectives among the
+    same members.
 
-    All members agree on it.
+    All members compute the same identifier.
     """
     counts: dict[tuple[int, ...], int] = {}
     instances = []

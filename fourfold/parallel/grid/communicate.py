@@ -1,7 +1,7 @@
-"""All of fourfold's own collectives. Each is named by its axis and purpose.
+"""All of fourfold's own collectives. Each call names its axis and purpose.
 
-The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` do the same with a gradient. ``start_*``
-returns at once, so that computation can continue until ``wait``.
+The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` also have a backward that moves gradients.
+The ``start_*`` functions return at once, so that computation can continue until ``wait``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NCCL_TYPES = frozenset(
 
 
 class Purpose(NamedTuple):
-    """The reason for a collective, and the operation's name if the library's own name would mislead."""
+    """The reason for a collective, and a name for the operation if the library's own name would mislead."""
 
     why: str
     operation: str | None
 
 
 ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
-"""Called with every result that is waited for. The trace sets it."""
+"""Called with the result of every collective that is waited for. The trace sets it."""
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 """Purpose of the collective that is being issued. The trace reads it."""
@@ -53,7 +53,7 @@ def purpose(
 
     Args:
         why: The purpose.
-        operation: The operation's name, if the library's own name would mislead.
+        operation: A name for the operation, if the library's own name would mislead.
         axis: The axis, or its name.
         sender: The rank on the axis that sends, for a message between two ranks.
     """
@@ -85,7 +85,7 @@ class Pending(NamedTuple):
 
 
 def check_for_nccl(given: Tensor, received: Tensor | None = None, ranks: tuple[int, int] = (1, 1)) -> None:
-    """Assert what NCCL demands, on every backend, so that a gloo run fails whenever a GPU run would.
+    """Assert what NCCL requires, on every backend, so that a run on gloo fails whenever a run on GPUs would.
 
     Args:
         given: The tensor that this rank contributes.
@@ -156,9 +156,9 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Exchange tensors with the second rank of a pair, which calls this too. Return its tensor.
+    """Exchange tensors with the second rank of a pair, which must call this too. Return the tensor of that rank.
 
-    It replaces an all-reduce of two ranks with the same bytes, and the trace counts it as one.
+    It sends the same bytes as an all-reduce of two ranks, and the trace counts it as one.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
@@ -228,7 +228,7 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
     """Return whether the group uses gloo.
 
-    gloo's reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop.
+    gloo's reduce-scatter is an all-reduce inside, blocks when it is issued, and rounds bf16 at every hop.
     """
     return dist.get_backend(group) == "gloo"
 
@@ -246,12 +246,12 @@ def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum over the first dim. For two parts, torch's sum is several times slower than an addition."""
+    """Sum over the first dim. For two parts, an addition is several times faster than torch's sum."""
     return torch.add(parts[0], parts[1], out=out) if len(parts) == 2 else torch.sum(parts, 0, out=out)
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:
-    """Reshape [n, …, d, …] to […, n·d, …]. This is free if ``dim`` is the first dim longer than 1."""
+    """Reshape [n, …, d, …] to […, n·d, …]. This needs no copy if ``dim`` is the first dim longer than 1."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -314,8 +314,8 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# In the functions above, gradients of copies on several ranks are partial and must still be summed. In the functions
-# below, every rank of an axis holds a copy of a tensor and its whole gradient.
+# In the functions above, each rank has a part of the gradient of a copied tensor, and the parts must still be summed.
+# In the functions below, every rank of an axis holds a copy of a tensor and its whole gradient.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
@@ -326,14 +326,14 @@ def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward, for work that every rank repeats. In the backward, take this rank's part."""
+    """All-gather in the forward, for work that every rank repeats. In the backward, keep this rank's gradient part."""
     if axis.size == 1:
         return part
     return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce in the forward. The backward does nothing, because all ranks have the gradient."""
+    """All-reduce in the forward. The backward does nothing, because all ranks already have the whole gradient."""
     if axis.size == 1:
         return partial
     return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)

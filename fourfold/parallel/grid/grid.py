@@ -1,4 +1,4 @@
-"""The grid: every process has a position on six axes, and a group with its peers along each axis."""
+"""Build the grid. Every process has a position on six axes, and belongs to one process group per axis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as one process sees it: its size, the process's position on it, and the group along it."""
+    """One axis from the point of view of one process: its size, the process's position on it, and its process group."""
 
     name: str
     size: int
@@ -50,7 +50,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The ranks of an axis on several nodes: the ranks inside this node, and the ranks at the same place in all nodes.
+    """The ranks of an axis that spans several nodes: the ranks inside this node, and the ranks at the same position in
+    all nodes.
 
     FSDP2 uses it as a process group and calls its ``size`` and ``rank``.
     """
@@ -59,7 +60,7 @@ class TwoLevels:
     inside: Axis
     across: Axis
     inside_for_sums: Axis
-    """The ranks of ``inside`` again. On gloo they have a second group, because ``gathers`` uses the group
+    """The same ranks as ``inside``, for sums. On gloo they have a second group, because ``gathers`` uses the group of
     ``inside``."""
     gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     """On gloo, a thread issues the second level of gathers. All ranks issue them in the same order."""
@@ -68,10 +69,10 @@ class TwoLevels:
         return self.whole.size
 
     def rank(self) -> int:
-        """Return the number of this process's shard.
+        """Return the index of this process's shard.
 
-        The shards of all processes at the same place in their nodes are neighbors, so both levels find their parts in
-        one piece.
+        The shards of all processes at the same position in their nodes are neighbors, so both levels find their parts
+        in one contiguous piece.
         """
         return self.inside.rank * self.across.size + self.across.rank
 
@@ -81,15 +82,16 @@ class Grid:
 
     x, y, z, cp, and pp are single axes. dp is always combined with another axis:
 
-    - ``batch``: processes that split the batch, dp and inside it z.
-    - ``replicas``: processes that may hold the same weights, dp and cp.
-    - ``tokens``: processes that split a step's tokens and sum its gradients, dp, cp, and z.
+    - ``batch``: processes that split the batch (dp and z, with z inside dp).
+    - ``replicas``: processes that may hold the same weights (dp and cp).
+    - ``tokens``: processes that split a step's tokens and sum its gradients (dp, cp, and z).
     - ``ep``: neighbors on the tokens axis that share the experts.
     - ``expert_replicas``: processes with the same experts.
 
-    Every process of the job must make the grid, with the same sizes, because this creates the groups. In a program that
-    torchrun or srun started, it also starts torch's default process group if the program has not: nccl on this
-    process's GPU for ``"cuda"``, and gloo otherwise. Several grids can live in one process.
+    Every process of the job must create the grid with the same sizes, because this creates the process groups. In a
+    program that torchrun or srun started, this also starts torch's default process group, unless the program has
+    already done so. The backend is nccl on this process's GPU for ``"cuda"``, and gloo otherwise. Several grids can
+    live in one process.
 
     Args:
         sizes: Sizes of the axes.
@@ -102,8 +104,8 @@ class Grid:
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
         """Create the groups. Every process of the job must call this with the same sizes.
 
-        In a program that torchrun or srun started, this also starts torch's default process group if the program has
-        not: nccl on this process's GPU for ``"cuda"``, and gloo otherwise.
+        In a program that torchrun or srun started, this also starts torch's default process group, unless the program
+        has already done so. The backend is nccl on this process's GPU for ``"cuda"``, and gloo otherwise.
         """
         ensure_process_group(device_type, sizes.world_size)
         if sizes.world_size != dist.get_world_size():
@@ -117,12 +119,13 @@ class Grid:
         self.ranks = torch.arange(sizes.world_size).view(shape)
         """All ranks, by their positions on the six axes."""
         self.device_type = device_type
-        # Create groups over several axes at the start too, because creating one later would be a collective in the
-        # middle of a step. On NCCL each group has its own buffers, so axes with the same ranks share a group.
+        # Also create the groups over several axes at the start, because creating a group is a collective, which must
+        # not happen in the middle of a step. On NCCL each group has its own buffers, so axes with the same ranks share
+        # a group.
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         self._axes = {"_".join(axes): self._axis(axes, groups) for axes in (*((axis,) for axis in AXES), *FLATTENED)}
         self.neighbors = self._neighbors()
-        """This process's neighbors on pp, by their pp rank. Each pair has its own group."""
+        """This process's neighbors in the pipeline, by their pp rank. Each pair has its own group."""
         self.levels: dict[tuple[str, int], TwoLevels] = {}
         """Axes that ``shards`` has divided, by name and ranks per node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
@@ -131,7 +134,7 @@ class Grid:
                 join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
-        # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).
+        # FSDP2 needs the processes that split the tokens as one axis, and as the two axes (dp·cp, z).
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)
@@ -143,12 +146,12 @@ class Grid:
         """Return an axis.
 
         Args:
-            name: Name of an axis, or of several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``.
+            name: Name of one axis, or of several axes combined: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``.
         """
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
-        """Return all axes, the single ones first."""
+        """Return all axes. The single axes come before the combined ones."""
         return list(self._axes.values())
 
     def stage(self) -> Axis:
@@ -198,20 +201,22 @@ class Grid:
         return Axis(name, group.size(), group.rank(), group)
 
     def _place_experts(self, ep: int) -> None:
-        """Create the groups of the ranks that share the experts, and of the ranks that hold the same experts.
+        """Create the groups of the ranks that share one copy of the experts, and of the ranks that hold the same
+        experts.
 
-        ``expert_replicas`` also exists as (copies, shards). If z > 1, the shards are the ranks of one z group.
+        ``expert_replicas`` also exists as the two axes (copies, shards). If z > 1, the shards are the ranks of one z
+        group.
         """
         if ep == 1:
-            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 sends nothing.
+            self.ep = Axis("ep", 1, 0, self.x.group)  # An axis of size 1 never sends anything.
             self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
             return
         ranks = self.ranks.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, nothing is divided here. Such an ep needs zero 3, which divides weights over all of
-        # these ranks.
+        # If ep does not divide z, weights of experts are not sharded here. Such an ep needs zero 3, which shards them
+        # over all of these ranks.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
@@ -225,7 +230,7 @@ class Grid:
         """Return the ranks with the same experts as a mesh for FSDP2.
 
         Args:
-            hybrid: Whether the mesh has the two axes (copies, shards). Otherwise it has one.
+            hybrid: Whether the mesh has the two axes (copies, shards). Otherwise it has one axis.
         """
         replicas, copies, shards = self.expert_replicas, self.expert_copies, self.expert_shards
         ranks = torch.tensor(dist.get_process_group_ranks(replicas.group))
@@ -235,10 +240,10 @@ class Grid:
         return DeviceMesh.from_group(groups, self.device_type, ranks.view(-1, shards.size), mesh_dim_names=names)
 
     def _neighbors(self) -> dict[int, Axis]:
-        """Create a group for each pair of neighbors on the pp ring.
+        """Create a group for each pair of neighbors on the pipeline ring.
 
-        NCCL runs the transfers of one group in the order of their issue. In a group of all stages, a tensor for one
-        neighbor would wait for tensors from the other neighbor.
+        NCCL runs the transfers of one group in the order in which they are issued. If all stages shared one group, a
+        tensor for one neighbor would wait for tensors from the other neighbor.
         """
         pp = self._axes["pp"]
         if pp.size <= 2:
@@ -246,7 +251,8 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # Sets of pairs that share no process: every second pair, and the last pair if the number of pairs is odd.
+        # Each set holds pairs that share no process: every second pair, the remaining pairs, and the last pair if the
+        # number of pairs is odd.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:
@@ -264,7 +270,8 @@ class Grid:
         others = [axis for axis in AXES if axis not in axes]
         size = math.prod(getattr(self.sizes, axis) for axis in axes)
         sets = self.ranks.permute([AXES.index(axis) for axis in (*others, *axes)]).reshape(-1, size).tolist()
-        # Rings of cp rotate keys while gradients are summed over dp and cp, so they must not wait in one queue.
+        # cp's rings rotate keys while gradients are summed over dp and cp, so the two need separate groups. In one
+        # group, they would wait for each other.
         key = str(sets), "cp" if axes == ("cp",) and size > 1 else ""
         if key not in groups:
             group = default_group() if len(sets) == 1 and not key[1] else group_among(sets)

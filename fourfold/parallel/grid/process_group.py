@@ -28,21 +28,21 @@ NVIDIA_SETTINGS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Environment variables that CUDA, NCCL, and torch read when a GPU is first used. They let collectives start before
-waiting computation, and give the streams of all axes, of pp neighbors, and of computation their own hardware queues
-(the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need, within the 32 MiB that
-torch gives it on Hopper anyway. And they keep sizes that change every step, such as experts' rows and packed documents,
-from fragmenting the memory."""
+computation that is already waiting. They give the streams of all axes, of pipeline neighbors, and of computation their
+own hardware queues (the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need,
+within the 32 MiB that torch gives it on Hopper anyway. They also prevent memory fragmentation by sizes that change
+every step, such as experts' rows and packed documents."""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
-"""Environment variables for HIP. By default, the streams of one priority have 4 queues, and streams that share a queue
-run one after another (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
+"""Environment variables for HIP, on AMD GPUs. By default, the streams of one priority have 4 queues, and streams that
+share a queue run one after another (github.com/pytorch/pytorch/pull/188316). More queues than streams cost time: in
 github.com/pytorch/torchtitan/pull/4032, 16 queues for 5 streams cost 4 to 14 % of the throughput, and 8 cost nothing.
 """
 
 GLOO_RELEASE_SECONDS = 0.2
-"""Seconds that gloo's threads have to release the tensors of the last collectives."""
+"""Number of seconds that gloo's threads have to release the tensors of the last collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
@@ -78,7 +78,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         place: This process's position in the job.
         meeting_point: torch's init_method. None for one process.
         device: The device of this process.
-        timeout: How long collectives may wait.
+        timeout: Longest time that a collective may wait.
     """
     if dist.is_initialized():
         raise UserError(
@@ -113,7 +113,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 def set_up_gpu() -> None:
     """Set the environment variables for GPUs, except those that the user has set under a current or an old name.
 
-    Warn on rank 0 if the program has used its GPU already, because the variables come too late then.
+    Warn on rank 0 if the program has already used its GPU, because the variables then have no effect.
     """
     settings = NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS
     missing = {
@@ -151,8 +151,9 @@ def default_group() -> dist.ProcessGroup:
 
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
-    """Give a group the default group's timeout. torch gives groups of a mesh its own timeout, 30 minutes for gloo."""
-    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's group never waits.
+    """Set a group's timeout to the default group's timeout. torch gives groups of a mesh its own timeout, which is 30
+    minutes for gloo."""
+    if dist.get_backend(group) not in ("gloo", "nccl"):  # The trace's fake group never waits.
         return
     device = torch.device(device_type)
     timeout = default_group()._get_backend(device).options._timeout
@@ -160,7 +161,8 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
-    """Return this process's group among disjoint sets of ranks, or None if it is in none. Every process calls this."""
+    """Return this process's group among disjoint sets of ranks, or None if the process is in no set. Every process
+    calls this."""
     world = dist.group.WORLD
     if getattr(world, "bound_device_id", None) is not None:  # On NCCL, one call creates all groups.
         return dist.split_group(split_ranks=sets)
@@ -186,7 +188,7 @@ def warn_of_slow_groups(device_type: str) -> None:
 
 
 def warn_of_other_nodes(processes: int) -> None:
-    """Warn if the launcher has not started nodes with this many processes."""
+    """Warn if the launcher did not start this many processes per node."""
     place = read_environment(os.environ)
     started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
     if dist.get_rank() == 0 and started not in (None, processes):
@@ -221,10 +223,10 @@ def _device(device_type: str, place: Place) -> torch.device:
 
 
 def end_process_group(failed: bool) -> None:
-    """Destroy all groups, or leave them to the end of the process if a job ``failed`` on several GPUs.
+    """Destroy all groups. If a job ``failed`` on several GPUs, leave them until the process ends.
 
-    NCCL would wait there for peers that may never answer. gloo's groups must always be destroyed: if one of their
-    threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process
+    In that case, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed: if one of
+    their threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process
     (github.com/pytorch/pytorch/issues/190489). torch cannot stop these threads. They stop when nothing refers to their
     group any more. If a program's own grid still refers to it, the threads get time at the program's end to release
     their tensors.
@@ -232,7 +234,7 @@ def end_process_group(failed: bool) -> None:
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    # A job has many circular references. Without a collection now, its groups would live until the next one.
+    # A job has many circular references. Without this collection, its groups would live until the next automatic one.
     gc.collect()
 
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 def failing_together() -> Iterator[None]:
     """Run a block on every process. A ``UserError`` on any process is raised on all of them at the end of the block.
 
-    Otherwise the healthy processes would wait for the failed one and report that it has left. The block has no
-    collectives of its own.
+    Otherwise the healthy processes would wait for the failed process, and then report only that it has left. The block
+    must not call collectives.
     """
     failure = None
     try:
@@ -57,7 +57,7 @@ def raise_together(failure: UserError | None) -> None:
 def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
     """Return True on every rank if the flag is true on at least one.
 
-    Every rank calls this. ``why`` names the purpose.
+    Every rank calls this. ``why`` names the purpose of the collective.
     """
     found = torch.tensor(float(flag), device=device)
     with purpose(why):
@@ -66,7 +66,8 @@ def true_on_any_rank(flag: bool, device: torch.device, why: str) -> bool:
 
 
 def from_all_ranks(value: T, why: str) -> list[T]:
-    """Return the values of all ranks, by rank. Every rank calls this. ``why`` names the purpose."""
+    """Return the values of all ranks, in rank order. Every rank calls this. ``why`` names the purpose of the
+    collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     with purpose(why):
         dist.all_gather_object(everyone, value)

@@ -1,7 +1,7 @@
 """Keep the inputs of recomputed blocks in CPU memory from their forward to their backward.
 
-On a GPU, the copies run on a stream of their own: out during the block's forward, and back during the backward of the
-block after it. A copy that is shorter than a block's computation costs no time.
+On a GPU, the copies run on a separate stream. An input is copied out during its block's forward, and copied back during
+the backward of the next block. A copy costs no time if it is shorter than a block's computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFFLOAD = "offload to the CPU"
 def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Recompute every n-th block in the backward, from an input that waits in CPU memory.
 
-    Call it after compilation. The copies stay outside the compiled code.
+    Call this after compilation, so that the copies stay outside the compiled code.
     """
     inputs = OffloadedInputs()
     for number, block in enumerate(model.blocks[:: config.every]):
@@ -33,17 +33,18 @@ def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> No
 
 
 class OffloadedInputs:
-    """The inputs of a model's blocks in CPU memory, and the stream for their copies."""
+    """The inputs of a model's blocks in CPU memory, and the stream that copies them."""
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
         self._last: weakref.ref[_OnCPU] | None = None
 
     def checkpointed(self, forward: Callable[..., Tensor], is_first: bool, x: Tensor, *others: Any) -> Tensor:
-        """Call a block's forward. In the backward, bring the first input back and call it again.
+        """Call a block's forward. In the backward, copy the first input back and call the forward again.
 
         Args:
-            is_first: the block is the first of its stage, so no offloaded block comes after it in the backward.
+            is_first: whether the block is the first of its stage, so that no offloaded block follows it in the
+                backward.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -54,11 +55,11 @@ class OffloadedInputs:
         self._last = weakref.ref(kept)
 
         def run() -> Tensor:
-            # Nothing here holds the input after the first run, so its memory is freed.
+            # After the first run, this closure no longer holds the input, so its memory can be freed.
             return forward(first.pop() if first else kept.back(), *others)
 
         out = checkpointed(run)
-        kept.wait_until_out()  # The caller holds the input until this point.
+        kept.wait_until_out()  # Until this point, the caller still holds the input.
         return out
 
 
@@ -66,7 +67,7 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy for the block before, which the backward needs next.
+        before: the copy for the previous block, which the backward needs next.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
@@ -96,7 +97,7 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between GPU and CPU memory, on a stream of their own. On a CPU they run at once."""
+    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

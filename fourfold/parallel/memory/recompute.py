@@ -17,7 +17,7 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""Maps each name in the run file to the methods of a block that it recomputes. In ``mlp.down`` only the activation is
+"""For each name in the run file, the methods of a block that are recomputed. In ``mlp.down`` only the activation is
 recomputed, because the backward does not read the result of the following matmul."""
 
 
@@ -39,7 +39,7 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
 
 
 def _methods(block: Block, name: str) -> tuple[str, ...]:
-    """Return the methods of a block that a name in the run file means."""
+    """Return the methods of a block that belong to a name in the run file."""
     if name != "mlp" or isinstance(block.mlp, MLP):
         modules = dict(block.named_modules())
         return tuple(path for path in SELECTIVE.get(name, ()) if path.rpartition(".")[0] in modules)

@@ -1,1 +1,1 @@
-"""The grid's layers in models of other libraries."""
+"""Use the grid's layers in models of other libraries."""

@@ -1,4 +1,4 @@
-"""Linear layers that store their weight as [in, out]: GPT-2's ``Conv1D`` in transformers."""
+"""Support linear layers that store their weight as [in, out], such as GPT-2's ``Conv1D`` in transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from fourfold.parallel.tensor.sharding import Tile
 
 INPUT_FIRST = "Conv1D"
-"""The class name in transformers, which need not be installed here."""
+"""The name of this class in transformers, which need not be installed."""
 
 
 class InputFirst(nn.Linear):
     """The sizes and weights of an input-first layer before it is put on the grid. It computes nothing.
 
-    The weight is [in, out] and the bias is [out]. If one layer computes several kinds of features (queries, keys,
-    values), each kind is a part. With parts, the tensors are [in, parts, out/parts] and [parts, out/parts], so cutting
-    the last dim gives each rank its heads of all parts.
+    The weight is [in, out] and the bias is [out]. If one layer computes several kinds of features (such as queries,
+    keys, and values), each kind is a part. With parts, the tensors are [in, parts, out/parts] and [parts, out/parts],
+    so cutting the last dim gives each rank its heads of all parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int = 1) -> None:
@@ -37,7 +37,7 @@ def as_linear(module: nn.Module) -> nn.Linear | None:
 
 
 def in_parts(tensor: Tensor, parts: int) -> Tensor:
-    """View the last dim as parts in a row, if there are several: [..., parts, out/parts]."""
+    """View the last dim as consecutive parts if there are several: [..., parts, out/parts]."""
     return tensor.unflatten(-1, (parts, -1)) if parts > 1 else tensor
 
 
@@ -57,8 +57,8 @@ def bias_tile(tile: Tile, parts: int) -> Tile:
 def output_first(weight: Tensor, ranks: int) -> Tensor:
     """Return a tile [in, out] or [in, parts, out/parts] as [out, in].
 
-    With parts, each of ``ranks`` equal slices of ``out`` has a slice of every part. With several ranks the result is a
-    copy that lives until the backward. With one rank it is a view.
+    With parts, each of the ``ranks`` equal slices of ``out`` has a slice of every part. With several ranks the result
+    is a copy that lives until the backward. With one rank it is a view.
     """
     if weight.dim() == 3:
         weight = weight.unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)

@@ -1,7 +1,7 @@
 """Split a transformers model's experts over x and y: each rank computes some experts for all tokens.
 
-The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens with an expert number past the last
-one. transformers' own expert parallelism gives this number to experts of other ranks.
+The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens whose expert number is past the last
+expert. As in transformers' own expert parallelism, experts of other ranks get this number.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.sharding import Tile
 
 STACK = "is_concatenated"
-"""Attribute that transformers' decorator sets on stacks of experts."""
+"""Name of the attribute that transformers' decorator sets on stacks of experts."""
 
 SKIPS_OTHERS = "_is_expert_parallel"
-"""Attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always skipped them."""
+"""Name of the attribute that makes experts skip tokens of other ranks. Before transformers 5.21 they always skipped
+them."""
 
 
 def split_experts(module: Any, grid: Grid, name: str) -> None:
@@ -30,7 +31,7 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
     K], to [N, H].
 
     Raises:
-        UserError: The module is no such stack, or its experts do not divide over x·y.
+        UserError: The module is not such a stack, or its experts do not divide evenly over x·y.
     """
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
@@ -63,7 +64,8 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # Experts that no token chose take part too. Their gradients are zeros on every rank, never missing on some.
+        # Make experts that no token chose take part too. Their gradients are then zeros on every rank, instead of
+        # missing on some ranks.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

@@ -1,6 +1,7 @@
-"""Lay out any model on x and y by a table from module patterns to styles, such as the plans of transformers' models.
+"""Lay out any model on x and y, with a table that maps module patterns to styles. transformers' models publish such
+tables (plans).
 
-A module with weights that no pattern names is refused by name, unless every rank may compute it whole.
+If no pattern names a module with weights, an error names this module, unless every rank may compute it whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STYLES: dict[str, str] = {
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""The styles that a table may name, in transformers' words if it has one."""
+"""The styles that a table may name. They have transformers' names if transformers has them."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,21 +57,22 @@ PLANS = {
         "wpe": "embedding",
     }
 }
-"""Plans by model_type, for transformers models that publish none."""
+"""Plans by model_type, for transformers models that publish no plan."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
+"""End of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
+Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
 """Names of the attributes with the head size in transformers' attention modules."""
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-"""Names of the attributes with the number of heads in attention modules. They keep the whole model's number."""
+"""Names of the attributes with the number of heads in attention modules. They keep the number of the whole model."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The layout of one module: its style, and how the features of its group of layers are placed over y."""
+    """The layout of one module: its style, and how its group of layers places features over y."""
 
     name: str
     style: str
@@ -78,16 +80,16 @@ class Placed:
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model publishes, with its input embedding and head.
+    """Return the plan that a transformers model publishes, completed with its input embedding and head.
 
-    Empty if it publishes none.
+    Returns an empty plan if the model publishes none.
     """
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
     of_config = getattr(config, "base_model_tp_plan", None) or PLANS.get(getattr(config, "model_type", ""), {})
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
-    # Plans leave routers whole without naming them: every rank sends the same tokens to the same experts.
+    # Plans leave routers whole without naming them. Every rank sends the same tokens to the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
     names = {module: name for name, module in model.named_modules()}
     for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):
@@ -98,14 +100,14 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace every module that ``rules``, or otherwise the published plan, names by its part on this rank.
+    """Replace modules by their parts on this rank, in the styles that ``rules`` or otherwise the published plan gives.
 
     Returns:
         The layout of every module.
 
     Raises:
-        UserError: A module has weights and no style, a size does not divide, a style is unknown, or a module is random
-            and would differ on ranks that repeat each other's work.
+        UserError: A module has weights but no style, a size does not divide evenly, a style is unknown, or a module is
+            random and would differ between ranks that must compute the same result.
     """
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
     styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
@@ -151,7 +153,8 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return the style of a module, by its name or the longest pattern that it matches."""
+    """Return the style of a module. It is listed under the module's name, or under the longest pattern that matches the
+    name."""
     matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         return None
@@ -194,9 +197,9 @@ def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, 
 def is_of_residual(
     model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
 ) -> bool:
-    """Return whether vectors are as wide as the residual that the group's layers read.
+    """Return whether vectors are as wide as the residual stream that the group's layers read.
 
-    Such vectors belong to a norm in the same module, and every rank computes that norm whole.
+    Such vectors belong to a norm in the same module, and every rank computes this norm whole.
     """
     read = {
         linear.in_features
@@ -208,7 +211,8 @@ def is_of_residual(
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
-    """Return the modules that contain a layer split by columns or rows. Their inner features are split."""
+    """Return the modules that contain a layer that is split by columns or rows. The features inside such a module are
+    split."""
     return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
 
 
@@ -217,10 +221,8 @@ def _enclosing(name: str, groups: Any) -> str | None:
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Place features over x and y if all of a group's layers and its heads divide.
-
-    Otherwise place them over x alone.
-    """
+    """Return how a group's layers place their features: over x and y if all its layers and heads divide evenly over
+    both, or otherwise over x alone."""
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
@@ -282,7 +284,7 @@ def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
 def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
     """Describe a layer whose features its module cuts into parts of ``split_size``.
 
-    The attribute becomes this rank's size.
+    The attribute ``split_size`` becomes this rank's size.
     """
     attention: Any = model.get_submodule(_parent(name))
     width = getattr(attention, "split_size", None)
@@ -296,7 +298,7 @@ def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Line
 
 
 def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:
-    """Raise ``UserError`` for a size of the module that does not divide over its axis."""
+    """Raise ``UserError`` if a size of the module does not divide evenly over its axis."""
     for size, axis in over.items():
         number: int = getattr(module, size)
         if number % axis.size:

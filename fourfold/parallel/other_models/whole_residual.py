@@ -1,8 +1,8 @@
 """The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
 
 Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
-repeats the same work (residual, norms), so this code need not know about the grid. Every rank that holds a copy of a
-tensor also has the tensor's whole gradient.
+repeats the same work (residual, norms), so the model's code need not know about the grid. Every rank that holds a copy
+of a tensor also has the tensor's whole gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Entrance:
-    """Take this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y].
+    """Takes this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y].
 
-    One entrance serves all layers that read the same tensor in a row, so one collective sums their input gradients over
+    Consecutive layers that read the same tensor share one entrance, so one collective sums their input gradients over
     x.
     """
 
@@ -54,7 +54,7 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
 
 
 class WholeTokensLinear(Linear4D):
-    """A 4D layer whose ranks of x all have all tokens. Nothing is gathered or summed over x."""
+    """A 4D layer for code that has all tokens on every x rank. Nothing is gathered or summed over x."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
@@ -82,7 +82,7 @@ class ColumnLinear(WholeTokensLinear):
 
     It reads the whole residual. Its output features are split over x, and ``over_y`` sets their placement over y.
 
-    With ``gather_output``, features are over x alone and are gathered for code that needs all of them.
+    With ``gather_output``, features are split over x alone, and are gathered for code that needs all of them.
     """
 
     def __init__(
@@ -97,9 +97,11 @@ class ColumnLinear(WholeTokensLinear):
 
 
 class RowLinear(WholeTokensLinear):
-    """A transposed layer with weight [out/y, in/x]. It reads features over x (and y) and writes the whole residual.
+    """A transposed layer with weight [out/y, in/x]. It reads features that are split over x (and y), and writes the
+    whole residual.
 
-    With ``split_input``, the code before the layer needs all features, so the input is whole and is split over x alone.
+    With ``split_input``, the code before the layer needs all features, so the input is whole, and the layer splits it
+    over x alone.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
@@ -117,7 +119,7 @@ class RowLinear(WholeTokensLinear):
 
 
 class WholeEmbedding(Embedding):
-    """Indices [B, S] → [B, S, H], times ``embed_scale`` if the model has one."""
+    """Maps indices [B, S] to embeddings [B, S, H], multiplied by ``embed_scale`` if the model has one."""
 
     def __init__(self, embedding: nn.Embedding, grid: Grid, name: str, embed_scale: Tensor | float | None) -> None:
         super().__init__(embedding, grid, name)

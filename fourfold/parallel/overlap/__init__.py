@@ -1,1 +1,1 @@
-"""Batch parts: parts of a micro-batch that hide each other's collectives."""
+"""Batch parts: split a micro-batch into parts whose collectives hide behind each other's computation."""

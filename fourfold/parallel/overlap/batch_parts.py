@@ -1,4 +1,4 @@
-"""Batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
+"""Run batch parts: while one part of a micro-batch computes, the collectives of the other parts run (Domino).
 
 Sequences do not depend on each other, so a block can run each of its steps for one part of the sequences at a time
 (Domino, Wang et al. 2024, arXiv 2409.15241). If there are too few sequences, each part holds some tokens of all
@@ -35,8 +35,8 @@ def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: G
 
     Args:
         number: parts per micro-batch.
-        split: how y shares the attention.
-        across_blocks: a part need not wait at the end of a block for the other parts.
+        split: how the y ranks share attention.
+        across_blocks: whether a part may enter the next block without waiting for the other parts.
     """
     multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
     parts = Parts(number, multiple, split != "sequence", ranks, run_ahead=grid.y.size == 1)
@@ -56,8 +56,8 @@ class Parts:
     token_ranks: int
     """Number of ranks that share the tokens of the residual stream, if attention needs whole sequences."""
     run_ahead: bool
-    """Whether parts may be at different steps. With y > 1 this is off, because only one part's matmuls could hide most
-    collectives."""
+    """Whether parts may be at different steps. With y > 1 this is off. Otherwise, most collectives could hide behind
+    only one part's matmuls."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""
@@ -69,7 +69,7 @@ class Parts:
     def run(
         self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Run consecutive blocks on all parts of ``dim``, or on the whole batch as one part."""
+        """Run consecutive blocks on all parts along ``dim``, or on the whole batch as one part."""
         number, dim = (1, 0) if dim is None else (self.number, dim)
         size = x_BTh.shape[dim] // number
         if dim == 1:
@@ -93,7 +93,7 @@ class Parts:
 
 
 class BlocksInParts(BlockStack):
-    """The blocks of a decoder. A part enters a block while other parts are in the block before."""
+    """The blocks of a decoder. A part can enter a block while other parts are still in the previous block."""
 
     def __init__(self, blocks: Mapping[str, BlockInParts], parts: Parts) -> None:
         super().__init__(blocks)
@@ -109,7 +109,8 @@ class BlocksInParts(BlockStack):
 
 
 class BlockInParts(nn.Module):
-    """A block whose collectives run while other parts of the micro-batch compute. It takes over a block's modules."""
+    """A block whose collectives run while other parts of the micro-batch compute. It takes over the modules of an
+    ordinary block."""
 
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()
@@ -132,8 +133,8 @@ class BlockInParts(nn.Module):
         """Run ``Block.forward`` for one part. A step ends when a collective has started.
 
         Args:
-            joined: the attention of all parts, if each part has only some tokens of its sequences.
-            is_last: no other block reads the result at once.
+            joined: the shared attention of all parts, if each part has only some tokens of its sequences.
+            is_last: whether no other block reads the result right away.
         """
         assert isinstance(self.mlp, MLP), "parts do not take turns if there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
@@ -155,9 +156,10 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # The backward recomputes it as a whole.
+        if is_recomputed(self.mlp, "down"):  # The backward recomputes this method as a whole.
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
-        # Without a norm after it, nothing reads the last matmul, and a recomputed block ends before it.
+        # Without a norm after the last matmul, the backward does not need its result, so a recomputed block ends before
+        # it.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
@@ -168,7 +170,8 @@ class JoinedAttention:
     """Attention over whole sequences. Its inputs and outputs come in parts [B, ranks · t, features].
 
     Args:
-        ranks: number of ranks that contribute t tokens each to a part of a sequence, one rank after another.
+        ranks: number of ranks that contribute t tokens each to a part of a sequence. Their tokens follow each other in
+            rank order.
     """
 
     def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:
@@ -177,11 +180,11 @@ class JoinedAttention:
         self._attended: dict[int, Tensor] = {}
 
     def give(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add a part."""
+        """Add the queries, keys, and values of a part."""
         self._given[index] = q, k, v
 
     def take(self, index: int) -> Tensor:
-        """Return the output of a part, once all parts have been given."""
+        """Return the output of a part, after all parts have been given."""
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
             self._given = {}
@@ -197,7 +200,7 @@ class Visit:
     """The passage of all parts through one block. The block's own forward starts it.
 
     Args:
-        is_last: no other block gathers the result.
+        is_last: whether no other block gathers the result.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:
@@ -213,7 +216,7 @@ class Visit:
 
 
 class HookedVisit(Visit):
-    """The passage through a block whose forward is never called.
+    """The passage of all parts through a block whose forward is never called.
 
     Its hooks run when the first part enters and when the last part leaves.
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules, and one step of a pipeline."""
+"""Pipeline schedules, and the step of a pipeline."""

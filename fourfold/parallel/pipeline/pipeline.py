@@ -38,13 +38,13 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.stopwatch: Stopwatch | None = None
-        """If given, it times the operations of the last step."""
+        """Times the operations of the last step, if given."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
-        """Run forward and backward of the losses times ``loss_scale``.
+        """Run forward and backward, with the losses multiplied by ``loss_scale``.
 
-        Return the losses on the rank of the last stage.
+        Return the losses on the rank that has the last stage.
         """
         count = len(micro_batches)
         if count not in self._ops:
@@ -54,7 +54,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """Run forwards only. Return the last stage's outputs on its rank."""
+        """Run only forwards. Return the last stage's outputs on the rank that has this stage."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -68,14 +68,14 @@ class Pipeline:
         return _PipelineStep(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
-        """Return memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
+        """Allocate memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
         training, axes = self.run.training, self.run.parallel
         shape = (sequences, training.seq_length // (axes.cp * axes.x), self.run.model.hidden_size // axes.y)
         return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
 
 
 class _PipelineStep:
-    """The state of one step: tensors in flight, by (stage, micro-batch)."""
+    """The state of one step. Tensors in flight are stored by (stage, micro-batch)."""
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor | float = 1.0
@@ -143,7 +143,7 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # Deferred weight gradients complete the sums only at the end of the step.
+        # Deferred weight gradients complete the gradient sums only at the end of the step.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
@@ -156,7 +156,7 @@ class _PipelineStep:
             self.to_send[Op("B", *key)] = hidden.grad
 
     def _take(self, received: Op, computed_here: Op) -> Tensor:
-        """Return the tensor that another rank has sent, or that another stage of this rank has computed."""
+        """Return a tensor that either another rank has sent, or another stage of this rank has computed."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
         with nullcontext() if self.stopwatch is None else self.stopwatch.wait(received):
@@ -166,8 +166,8 @@ class _PipelineStep:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # Send one tensor at a time, so that each is freed once it is sent. The receiver can receive it without the
-        # tensors after it.
+        # Send one tensor at a time, so that each is freed once it is sent. The receiver can get this tensor without
+        # waiting for later ones.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
@@ -185,8 +185,8 @@ class _PipelineStep:
 
 
 def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Give the two copies of a tied embedding, in the first and the last stage, one name and twice the number of
-    replicas."""
+    """Merge the two copies of a tied embedding, in the first and the last stage: give them one name and twice the
+    number of replicas."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     return [
         replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
@@ -200,13 +200,13 @@ class TiedEnds:
     """
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
-        """Pair the copies. ``copies`` holds this process's copies: none, one, or two."""
+        """Pair the copies. ``copies`` holds the copies on this process, which are none, one, or two."""
         self.copies = copies
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         apart = len(set(ends)) == 2 and grid.pp.rank in ends
         self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
-        """The two ranks that hold one copy each. None if this process holds both copies or no copy."""
+        """The pair of ranks that hold one copy each. None if this process holds both copies or no copy."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
@@ -214,7 +214,7 @@ class TiedEnds:
         assert len(gradients) == len(self.copies)
         if self.ends is not None:
             (gradient,) = gradients
-            # The order of two addends does not matter, so both ends have the same bits.
+            # Addition of two numbers does not depend on their order, so both ends get the same bits.
             gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients

@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When an operation runs, in units of one forward."""
+    """The time span of an operation, in units of one forward."""
 
     op: Op
     begin: float
@@ -43,7 +43,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
         return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
-    # This imports torch, which a plan's page needs only for these schedules.
+    # This imports torch. Pages about plans need torch only for these schedules.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
@@ -51,8 +51,8 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """Return 1F1B's operations: forwards until the first backward arrives, then forwards and backwards in
-    alternation."""
+    """Return 1F1B's operations: forwards until the first backward can start, then alternating forwards and
+    backwards."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -63,8 +63,8 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 
 
 def _flat(action: Any) -> list[Op]:
-    """Return the operations in one of torch's actions: none if a rank waits, several if forward and backward
-    overlap."""
+    """Return the operations in one of torch's actions. There are none if a rank waits, and several if forward and
+    backward overlap."""
     if action is None:
         return []
     if action.sub_actions is not None:
@@ -76,7 +76,7 @@ def _flat(action: Any) -> list[Op]:
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
     """Add each send right after the operation whose result it sends, and its receive on the receiving rank.
 
-    The lists of all ranks are simulated together, so any two ranks have their transfers in the same order, and no two
+    The lists of all ranks are simulated together. So any two ranks list their transfers in the same order, and no two
     ranks wait for each other.
     """
     whole: list[list[Op]] = [[] for _ in ops]
@@ -111,7 +111,7 @@ def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float 
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the fraction of all ranks' time that they spend waiting."""
+    """Return the fraction of time that the ranks spend waiting, over all ranks."""
     begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
     busy = sum(span.end - span.begin for rank in spans for span in rank)
     return 1 - busy / (len(spans) * (end - begin))
@@ -135,7 +135,7 @@ def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """Return the sets of operations. One of them must be complete before this operation can run."""
+    """Return alternative sets of operations. This operation can run once any one of the sets is complete."""
     needs = _needs(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
@@ -144,9 +144,9 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
-    """Return the operations whose results this one reads.
+    """Return the operations whose results this operation reads.
 
-    A gradient comes from B or from I, depending on the schedule.
+    A gradient comes from a B or an I operation, depending on the schedule.
     """
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1

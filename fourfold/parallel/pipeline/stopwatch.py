@@ -1,4 +1,4 @@
-"""Time a pipeline's operations. On a GPU, the times come from events in its stream, because the host only issues the
+"""Time a pipeline's operations. On a GPU, events in its stream measure the times, because the host only issues the
 operations."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[Op, Any, Any]] = []
-        """Operations with begin and end, in seconds or as events."""
+        """Operations with their begin and end, in seconds or as CUDA events."""
         self._waits: list[tuple[Op, Any, Any]] = []
 
     def start(self) -> None:

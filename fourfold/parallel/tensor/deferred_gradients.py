@@ -1,4 +1,4 @@
-"""Weight gradients that zero-bubble schedules compute later, when a rank would otherwise wait.
+"""Defer weight gradients to times when a rank would otherwise wait, as zero-bubble schedules require.
 
 ``torch.autograd.grad`` cannot do this. After the input gradients, it would run each layer's backward and its
 collectives a second time for the weights.
@@ -16,7 +16,7 @@ from fourfold.parallel.tensor.linear import Linear4D
 
 
 class WeightGradients:
-    """The weight gradients that one backward has left out."""
+    """The weight gradients that one backward has deferred."""
 
     def __init__(self) -> None:
         self.operands: list[tuple[Linear4D, Tensor, Tensor]] = []

@@ -11,7 +11,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class Embedding(Tiled):
-    """Indices [B, S] → [B, S/x, H/y], for tokens and for learned positions."""
+    """Maps indices [B, S] to embeddings [B, S/x, H/y], for tokens and for learned positions."""
 
     weight: nn.Parameter
 
@@ -24,7 +24,7 @@ class Embedding(Tiled):
         return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
 
     def look_up(self, indices_BS: Tensor) -> Tensor:
-        """Return the rows [B, S, H/y] of the indices this rank holds, and zeros for indices on other ranks."""
+        """Return the rows [B, S, H/y] of the indices that this rank holds, and zeros for the indices of other ranks."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

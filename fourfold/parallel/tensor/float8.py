@@ -1,4 +1,4 @@
-"""The matmuls of the blocks' linear layers in 8-bit floats, by torchao (arXiv 2209.05433).
+"""Run the matmuls of the blocks' linear layers in 8-bit floats with torchao (arXiv 2209.05433).
 
 Weights, their gradients, and activations stay in the step's bf16. Just before each matmul, both operands are scaled by
 their largest absolute value (of the whole tile or of each row) and rounded to float8. Each rank scales its own tiles,
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
 
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of NVIDIA GPUs that multiply float8: Ada and Hopper."""
+"""Lowest compute capability of NVIDIA GPUs with float8 matmuls (Ada, and later Hopper)."""
 
 
 def use_float8(model: Transformer, recipe: str) -> None:
-    """Let the linear layers of the blocks multiply in float8. The head, embeddings, and norms do not change.
+    """Make the linear layers of the blocks multiply in float8. The head, embeddings, and norms do not change.
 
     Args:
-        recipe: torchao's name. ``"tensorwise"`` is the fastest. ``"rowwise"`` is closer to bf16, and
+        recipe: the name of a torchao recipe. ``"tensorwise"`` is the fastest. ``"rowwise"`` is closer to bf16, and
             ``"rowwise_with_gw_hp"``, with weight gradients in bf16, is the closest.
 
     Raises:
@@ -53,7 +53,7 @@ def require_float8(device: torch.device) -> None:
     """Check that the device has float8 matmuls.
 
     Raises:
-        UserError: It has none.
+        UserError: The device has no float8 matmuls.
     """
     if device.type == "cpu":
         raise UserError("training.float8 needs a GPU, and this run is on the CPU; set training.float8 = 'none'")
@@ -98,7 +98,7 @@ class Float8Matmuls(Matmuls):
         return torch.mm(left.t(), right)
 
     def _rounded(self, t: Tensor, cast: CastConfig, role: str, scaled_along: int) -> Tensor:
-        """Round to float8. ``scaled_along`` is the dim that shares one scale, if scales are by row."""
+        """Round to float8. If scales are per row, the entries along the dim ``scaled_along`` share one scale."""
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole

@@ -1,4 +1,4 @@
-"""The two passes of ``loss_kernels`` as custom operators, which can be traced without Triton."""
+"""Wrap the two passes of ``loss_kernels`` as custom operators, which can be traced without Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @functools.cache
 def triton_works() -> bool:
-    """Return whether Triton is installed, and the C compiler it needs to launch a kernel."""
+    """Return whether Triton is installed, and a C compiler, which it needs to launch a kernel."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
     return importlib.util.find_spec("triton") is not None and has_compiler
 
@@ -28,7 +28,7 @@ def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int,
     """Return the log-sum-exp of each row of logits, and the logit of its label, [2, m] in float32.
 
     Args:
-        first: the label of column 0. A label in another rank's columns has a logit of 0 here.
+        first: the label of column 0. If a label is in another rank's columns, its logit is 0 here.
         real: the number of columns that are not padding.
         softcap: the cap of the logits, or 0.
     """

@@ -1,7 +1,7 @@
-"""The LM head and its cross-entropy, with the vocabulary split over x, the tokens over y, and the logits into chunks.
+"""The LM head and its cross-entropy. The vocabulary is split over x, the tokens over y, and the logits into chunks.
 
 The loss and the gradients are computed together, chunk by chunk, so logits and their gradients exist for only one chunk
-(as in Hsu et al. 2024, arXiv 2410.10989).
+at a time (as in Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelHead(Tiled):
-    """The LM head, weight [vocab/x, hidden/y]. The embedding has the same layout, so tying costs nothing."""
+    """The LM head, with weight [vocab/x, hidden/y]. The embedding has the same layout, so tying them costs nothing."""
 
     weight: nn.Parameter
 
@@ -38,7 +38,8 @@ class ParallelHead(Tiled):
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return the sum of the token losses, the same on all ranks of x and y, or without labels the whole logits.
+        """Return the sum of the token losses, which is the same on all ranks of x and y. Without labels, return the
+        whole logits.
 
         Args:
             loss_scale: the factor that the caller multiplies the loss by before the backward. The forward computes the
@@ -54,7 +55,7 @@ class ParallelHead(Tiled):
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
     def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's share [m, v] of the logits of n tokens, for ``cross_entropy``."""
+        """Return this rank's part [m, v] of the logits of n tokens, as input of ``cross_entropy``."""
         logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
         return logits_mv if self.is_fused else logits_mv.float()
 
@@ -95,7 +96,7 @@ _loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of inputs and weight that the forward has saved, times ``scale``.
+    """Return the gradients of inputs and weight that the forward has saved, multiplied by ``scale``.
 
     The forward has already multiplied them by the loss scale ``ctx.kept``.
     """
@@ -113,11 +114,12 @@ def loss_and_gradients(
     wanted: Sequence[bool],
     weights_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute this rank's part of the sum of the losses, and the gradients of inputs and weight that are ``wanted``.
+    """Compute this rank's part of the sum of the losses. Also compute the gradients of inputs and weight, if
+    ``wanted``.
 
     Args:
         x_BSh: the tokens of all ranks of x.
-        weights_BS: factors of the tokens' losses in the gradients, but not in the sum.
+        weights_BS: factors on the tokens' losses that apply to the gradients, but not to the sum.
 
     Returns:
         The loss, the gradient of this rank's tokens [B, T, h], and the gradient of the weight.
@@ -153,7 +155,7 @@ def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
     """Return the number of tokens whose logits are computed at once.
 
     Args:
-        tokens: Number of tokens in all.
+        tokens: Total number of tokens.
         columns: Number of this rank's rows of the vocabulary.
         y: Size of axis y. The result is a multiple of it.
         budget: Largest number of logits.
@@ -173,8 +175,8 @@ def cross_entropy(
     The gradient overwrites the logits.
 
     Args:
-        factors: factors of the gradient, one for all tokens or [m]. None means that no gradient is wanted.
-        total: what to compute from the losses [m], by default their sum.
+        factors: factors on the gradient, either one number for all tokens or [m]. None computes no gradient.
+        total: the function that reduces the losses [m], by default their sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     first = head.x.rank * rows
@@ -216,7 +218,7 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.version.hip is None:
-        # This does not round the matmul before the addition.
+        # With out_dtype, the matmul is not rounded before the addition.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -1,5 +1,6 @@
-"""All-gather the input of the linear layers of attention and MLP, multiply, and sum the output over ranks. This is the
-4D algorithm (AxoNN, arXiv 2502.08145, section V), but each rank holds only its shard of the residual stream.
+"""Run the linear layers of attention and MLP: all-gather the input, multiply, and sum the output over ranks. This is
+the 4D algorithm (AxoNN, arXiv 2502.08145, section V), except that each rank holds only its shard of the residual
+stream.
 
 Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a, in/b] and computes
 
@@ -8,8 +9,8 @@ Two axes of the grid, a and b, split the weight. Each rank holds a tile W [out/a
                                                         dW = gᵀ x
 
 A *normal* layer (qkv, up) reads the residual stream, with (a, b) = (x, y). A *transposed* layer (o_proj, down) writes
-to it, with (a, b) = (y, x). The output of a normal layer is placed like the input of a transposed one, so nothing is
-redistributed between them. With sequences of S tokens, T = S/x, h = H/y, and an inner width F:
+to it, with (a, b) = (y, x). The output of a normal layer has the same placement as the input of a transposed layer, so
+nothing is redistributed between them. With sequences of S tokens, T = S/x, h = H/y, and an inner width F:
 
     [B, T, h] ─ all-gather over x → [x·B, T, h] ─ W [F/x, h] → [x·B, T, F/x] ─ all-reduce over y ┐
     [B, T, h] ← reduce-scatter over x ─ [x·B, T, h] ← W [h, F/x] ─ [x·B, T, F/x] ← activation ────┘
@@ -47,13 +48,14 @@ T = TypeVar("T")
 Layers = Sequence["Linear4D"]
 
 OverY = Literal["replicate", "features", "batch", "sequence"]
-"""Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
+"""Placement over y of the tensors between a normal and a transposed layer: a copy on each rank ("replicate"), or a dim
+that is split."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
-"""The dim along which the tokens of the ranks are joined. Joining along dim 0, [x·B, T, …], needs no copy. It is enough
-for the MLP, and for attention that reorders only its own heads. If y shares sequences or queries, attention needs whole
-sequences, [B, x·T, …], and all channels are copied."""
+"""The dim along which the tokens of several ranks are concatenated. Joining along dim 0, [x·B, T, …], needs no copy.
+It is enough for the MLP, and for attention that reorders only its own heads. If y shares sequences or queries,
+attention needs whole sequences, [B, x·T, …], and all channels are copied."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
@@ -81,7 +83,8 @@ def linear_4d(x: Tensor, layers: Layers) -> Tensors:
 
 
 class _Forward(FunctionOfMany):
-    """Multiplies the gathered input, and sums over the ranks of b. Gradients pass through to ``_Backward``."""
+    """Multiplies the gathered input, and sums the output over the ranks of b. Gradients pass through to
+    ``_Backward``."""
 
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, layers: Layers, *matrices_and_places: Tensor) -> Tensors:
@@ -96,7 +99,7 @@ class _Forward(FunctionOfMany):
 
 
 class _Backward(FunctionOfMany):
-    """Keeps the tensors that the backward reads, and runs the backward.
+    """Saves the tensors that the backward reads, and runs the backward.
 
     Its outputs are placeholders that receive the outputs' gradients.
 
@@ -117,7 +120,7 @@ class _Backward(FunctionOfMany):
     def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
-        kept, *matrices = ctx.saved_tensors  # A block is recomputed here, while its gradients are gathered.
+        kept, *matrices = ctx.saved_tensors  # In recomputation, this runs the block.
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None
@@ -136,7 +139,7 @@ def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
 
 
 def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
-    """Compute Σ g W over the layers, and start to sum it over the ranks of a."""
+    """Compute the input gradient Σ g W over the layers, and start to sum it over the ranks of a."""
     first, d_x = layers[0], None
     for layer, grad, (weight, *adapter) in zip(layers, grads, by_layer(layers, matrices), strict=True):
         d_x = layer.matmuls.input_gradient(grad, weight, d_x)
@@ -152,7 +155,7 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute gᵀ x of each layer. A frozen matrix, or one whose gradient a pipeline defers, has None."""
+    """Compute the weight gradient gᵀ x of each layer. It is None for a frozen matrix, or if a pipeline defers it."""
     gradients = list[Tensor | None]()
     by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
     for layer, grad, flags, own in by_layers:
@@ -161,7 +164,7 @@ def weight_gradients(
 
 
 def by_layer(layers: Layers, flat: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a sequence with a value for each matrix into one sequence per layer."""
+    """Split a sequence with one value per matrix into one sequence per layer."""
     first = 0
     for layer in layers:
         count = len(layer.matrices())
@@ -184,13 +187,14 @@ class Linear4D(Tiled):
 
     matmuls = Matmuls()
     deferred: list[tuple[Linear4D, Tensor, Tensor]] | None = None
-    """Takes this layer and the operands of the weight gradient, if a pipeline schedule computes it later."""
+    """If a pipeline schedule computes weight gradients later, this list receives the layer and the operands of the
+    gradient."""
 
     gather_again = False
-    """Keep only this rank's share of the input for the backward, and gather the input again there."""
+    """Whether to keep only this rank's share of the input for the backward, and gather the input again there."""
 
     lora_scale: float = 0.0
-    """α/r of the layer's adapter. 0 without an adapter."""
+    """α/r of the layer's adapter. 0 if there is no adapter."""
 
     def __init__(
         self,
@@ -223,7 +227,8 @@ class Linear4D(Tiled):
         return Tile(y=0, partial_over=("x",))
 
     def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
-        """Register the tiles of the weight [out, in] and of the bias [out], which ``over_out`` cuts."""
+        """Register the tiles of the weight [out, in] and of the bias [out]. ``over_out`` describes how the bias is
+        cut."""
         self.add_tile("weight", linear.weight, tile, grid)
         self.add_tile("bias", linear.bias, over_out, grid)
 
@@ -246,7 +251,7 @@ class Linear4D(Tiled):
         return (weight, self.lora_A, self.lora_B) if self.lora_scale else (weight,)
 
     def multiply(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
-        """Return x Wᵀ, with the adapter's addition."""
+        """Return x Wᵀ, plus the output of the adapter if there is one."""
         out = self.matmuls.output(x, weight)
         if adapter:
             add_to_output(out, x, adapter, self.lora_scale)
@@ -255,7 +260,7 @@ class Linear4D(Tiled):
     def gradients(
         self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients of the matrices, None for a frozen or deferred one."""
+        """Return the gradients of the matrices, with None for frozen or deferred gradients."""
         gradients: list[Tensor | None] = [None]
         if needed[0] and self.deferred is not None:
             self.deferred.append((self, grad, x))

@@ -51,7 +51,7 @@ class InFlight(Generic[T]):
 
 
 class PostponedGradients(InFlight[list[Tensor | None]]):
-    """Weight gradients that one layer leaves to the backward of a layer before it."""
+    """Weight gradients that one layer leaves to the backward of an earlier layer."""
 
     def __init__(self, layers: Sequence[Linear4D]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Schedule:
     """How the steps of a layer fit between the steps of the layers around it."""
 
     waits_before_matmul: bool = False
-    """Whether the layer, after it has kept its input, waits for all batch parts to reach the same point."""
+    """Whether the layer waits, after it has kept its input, until all batch parts reach the same point."""
     gather_follows: bool = False
     """Whether the next all-gather directly follows the sum of the outputs, with no matmul in between to hide it."""
     leaves_weight_gradients_to: PostponedGradients | None = None
@@ -73,7 +73,7 @@ class Schedule:
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
-    """Run layers that read the same input. A step ends when a collective has started.
+    """Run layers that read the same input, as steps. Each step ends when a collective has started.
 
     Returns:
         This rank's share of each layer's output, with its bias.
@@ -89,7 +89,7 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *places = _Keep.apply(x, share, state, *matrices)
     if schedule.waits_before_matmul:
-        if writing is not None:  # The forward ends a step here too, so that all parts save tensors in the same order.
+        if writing is not None:  # End a step here too, so that all batch parts save tensors in the same order.
             yield Until.SUMMED
         yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
@@ -106,11 +106,11 @@ class _State(NamedTuple):
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None
-    """In flight over the axis of the input: its all-gather, and in the backward the sum of its gradient. None if the
-    axis has one rank."""
+    """The collectives in flight over the input's axis: the all-gather of the input, and in the backward the sum of its
+    gradient. None if the axis has one rank."""
     writing: InFlight[Tensors] | None
-    """In flight over the axis of the outputs: their sum, and in the backward the all-gather of their gradient. None if
-    the axis has one rank."""
+    """The collectives in flight over the outputs' axis: the sum of the outputs, and in the backward the all-gather of
+    their gradient. None if the axis has one rank."""
     schedule: Schedule
 
 

@@ -1,6 +1,6 @@
-"""The cross-entropy of a chunk of logits as two Triton kernels, in the type of the logits.
+"""Compute the cross-entropy of a chunk of logits with two Triton kernels, in the dtype of the logits.
 
-The first kernel reads the logits. The second reads them again, and overwrites them with their gradient. Separate
+The first kernel reads the logits. The second kernel reads them again, and overwrites them with their gradient. Separate
 PyTorch operations would make about twelve passes over float32 copies.
 """
 
@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""The largest number of a row's logits per iteration (pass 1) or program (pass 2)."""
+"""The largest number of logits in a row that one iteration (pass 1) or one program (pass 2) handles."""
 
 NEVER = tl.constexpr(float("-inf"))
 
 
 def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
-    """Run the first pass, for ``fused_loss.normalize_logits``."""
+    """Run the first pass, which implements ``fused_loss.normalize_logits``."""
     assert logits_mv.stride(1) == 1, "rows must be contiguous"
     rows, columns = logits_mv.shape
     both_2m = torch.empty(2, rows, dtype=torch.float32, device=logits_mv.device)
@@ -34,7 +34,7 @@ def normalize(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softca
 def differentiate(
     logits_mv: Tensor, labels_m: Tensor, normalizer_m: Tensor, factor_m: Tensor, first: int, real: int, softcap: float
 ) -> None:
-    """Run the second pass, for ``fused_loss.differentiate_logits``."""
+    """Run the second pass, which implements ``fused_loss.differentiate_logits``."""
     rows, columns = logits_mv.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device_of(logits_mv):
@@ -60,7 +60,7 @@ def _normalize(
             logits_c = softcap * _tanh(logits_c / softcap)
         logits_c = tl.where(c < real, logits_c, NEVER)
         larger = tl.maximum(largest, tl.max(logits_c, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # No logit has been finite so far.
+        safe = tl.where(larger == NEVER, 0.0, larger)  # All logits so far are minus infinity.
         total = total * tl.exp(largest - safe) + tl.sum(tl.exp(logits_c - safe), 0)
         largest = larger
     tl.store(both + row, largest + tl.log(total))

@@ -1,4 +1,5 @@
-"""Memory layouts for the three matmuls of a linear layer: how the weight is stored, and which operands are copied.
+"""Memory layouts for the three matmuls of a linear layer. A layout says how the weight is stored, and which operands
+are copied.
 
 Libraries have one kernel for each pair of operand layouts (N: as stored, T: transposed). For some sizes, one of these
 kernels is much slower (AxoNN, arXiv 2502.08145, section VI.C). The output x Wᵀ is NT, the input gradient dY W is NN,
@@ -18,11 +19,11 @@ from fourfold.parallel.tensor.linear import Linear4D
 from fourfold.parallel.tensor.matmuls import Matmuls
 
 PADDED_TO = 128
-"""Size of one cache line on GPUs and of two on CPUs, in bytes. Padded rows are an odd number of lines apart, which
-spreads the entries of a column over all sets of a cache and all channels of the memory."""
+"""Size in bytes of one cache line on GPUs, and of two cache lines on CPUs. Padded rows are an odd number of such lines
+apart, which spreads the entries of a column over all sets of a cache and all channels of the memory."""
 
 Copy = Literal["none", "turned", "padded", "turned and padded"]
-"""How to copy an operand: not at all, into the transposed memory order, into padded rows (or columns), or both."""
+"""How to copy an operand: not at all, into transposed memory order, into padded rows (or columns), or both."""
 
 
 class Way(Strict, frozen=True):
@@ -35,7 +36,7 @@ class Way(Strict, frozen=True):
         return copied(left, self.left), copied(right, self.right)
 
     def describe(self) -> str:
-        """Name the copies, or return "" if there are none."""
+        """Describe the copies, or return "" if there are none."""
         return ", ".join(
             f"{side} {copy}" for side, copy in (("left", self.left), ("right", self.right)) if copy != "none"
         )
@@ -52,11 +53,12 @@ class LayerLayout(Strict, frozen=True):
 
 
 Layouts = dict[tuple[int, int], LayerLayout]
-"""The layouts of layers, by the shape [out, in] of a rank's weight tile. Layers of any other shape copy nothing."""
+"""The layout of each layer's matmuls, by the shape [out, in] of a rank's weight tile. Layers of any other shape copy
+nothing."""
 
 
 class LaidOutMatmuls(Matmuls):
-    """The three matmuls in a layer's own layouts."""
+    """The three matmuls of a layer in its own memory layouts."""
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
@@ -76,7 +78,7 @@ class LaidOutMatmuls(Matmuls):
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = self.layout.weight_gradient.operands(grad.flatten(0, -2).T, x.flatten(0, -2))
-        # For a turned weight, (xᵀ dY)ᵀ has the memory order of the stored weight.
+        # For a transposed weight, (xᵀ dY)ᵀ has the memory order of the stored weight.
         return (right.T @ left.T).T if self.layout.turned else left @ right
 
 
@@ -100,7 +102,7 @@ def padded_width(width: int, itemsize: int) -> int:
 
 
 def lay_out_matmuls(model: Transformer, layouts: Layouts) -> None:
-    """Give each linear layer of the blocks, on the meta device, the layout for its size."""
+    """Set the matmul layout of each linear layer of the blocks, by its size. The model is on the meta device."""
     for module in model.modules():
         if isinstance(module, Linear4D):
             layout = layouts.get((module.weight.shape[0], module.weight.shape[1]))

@@ -1,4 +1,4 @@
-"""The matmuls of a linear layer and of its LoRA adapter.
+"""Compute the matmuls of a linear layer and of its LoRA adapter.
 
 An adapter adds s · (x Aᵀ) Bᵀ to the output, with s = α/r, A [r, in] and B [out, r]. It is added before x Wᵀ is summed
 over the ranks, so an adapter needs no extra collective. A is tiled like the weight's columns, and B like the weight's
@@ -16,7 +16,7 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Matmuls:
-    """The three matmuls of a layer, in the type of their operands. ``Float8Matmuls`` rounds the operands first."""
+    """The three matmuls of a layer, in the dtype of their operands. ``Float8Matmuls`` rounds the operands first."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
@@ -24,7 +24,7 @@ class Matmuls:
     def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
         """Return grad @ weight.
 
-        It is added to ``total``, the sum over earlier layers that read the same input, if there is one.
+        If ``total`` is given, add the result to it. ``total`` is the sum over earlier layers that read the same input.
         """
         if total is None:
             return grad @ weight
@@ -36,7 +36,7 @@ class Matmuls:
 
 
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
-    """Return the tiles of A and B for the weight's tile."""
+    """Return the tiles of A and B that belong to a weight's tile."""
     if weight.x == 0:
         return Tile(y=1, partial_over=("x",)), Tile(x=0, partial_over=("y",))
     return Tile(x=1, partial_over=("y",)), Tile(y=0, partial_over=("x",))

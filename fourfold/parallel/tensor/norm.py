@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of tokens whose channels are split over ranks. The ranks exchange one sum per token."""
+"""RMSNorm and LayerNorm for tokens whose channels are split over ranks. The ranks exchange one small sum per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class Norm(Tiled):
-    """Normalize [B, T, H/y] over all of H.
+    """Normalizes [B, T, H/y] over all H channels.
 
     Args:
         axis: the axis whose ranks share the channels, by default y.
@@ -45,7 +45,7 @@ class Norm(Tiled):
         return _normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """Call PyTorch's norm if ranks have all channels. On a GPU this is one kernel."""
+        """Call PyTorch's own norm, if each rank has all channels. On a GPU this is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
@@ -54,7 +54,7 @@ class Norm(Tiled):
 class _Normalize(Function):
     """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b, with statistics in float32 or float64.
 
-    Zero-centered weights are added to one, and multiplied, in float32.
+    With zero-centered weights, 1 + w is computed and multiplied in float32.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Normalize(Function):
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
-        # Round float32 values while they are written. This saves half the passes over memory.
+        # Round from float32 as the values are written. This saves half the passes over memory.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
@@ -97,9 +97,10 @@ _normalize = not_compiled(_Normalize.apply)
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
-    """Return mean and 1/σ over all ranks, with one all-reduce.
+    """Return the mean and 1/σ over all ranks, with one all-reduce.
 
-    Local moments are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]² loses no precision.
+    Local moments are float32. Σx and Σx² are summed in float64, so the difference E[x²] − E[x]² does not lose
+    precision.
     """
     channels = x.shape[-1]
     variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
@@ -117,7 +118,7 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 class HeadNorm(Tiled):
     """The RMSNorm of each head of the queries and keys.
 
-    Ranks have whole heads. Each rank computes a share of the weight's gradient.
+    Each rank has whole heads. Each rank computes only its own part of the weight's gradient.
     """
 
     weight: nn.Parameter

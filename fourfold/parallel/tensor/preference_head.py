@@ -1,4 +1,5 @@
-"""The head for preference optimization (DPO): log-probabilities of whole answers, and the loss of pairs of answers."""
+"""The LM head for preference optimization (DPO). It computes log-probabilities of whole answers, and the loss of
+pairs of answers."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class PreferenceHead(ParallelHead):
         super().__init__(head, grid)
         self.cp, self.beta = grid.cp, beta
         self.figures: Tensor | None = None
-        """Sums over the pairs since the last reading, [4] in float64: number of pairs, margins, margins above 0, and
-        rewards β(π − r) of the chosen answers."""
+        """Sums over the pairs since they were last read, [4] in float64: the number of pairs, the margins, the
+        number of positive margins, and the rewards β(π − r) of the chosen answers."""
 
     def forward(
         self,

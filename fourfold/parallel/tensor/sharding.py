@@ -20,10 +20,11 @@ class Tile:
 
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
-            dim, x is the outer cut.
-        partial_over: axes whose ranks each compute only a share of the gradient.
-        turned: the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
-        sharded: z, and with ``zero`` dp·cp, may cut the tile further. Otherwise each of their ranks holds the tile.
+    dim, x is the outer cut.
+        partial_over: axes whose ranks each compute only a part of the gradient's sum.
+        turned: whether the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
+        sharded: whether z, and with ``zero`` also dp·cp, may cut the tile further. Otherwise each of their ranks holds
+            the whole tile.
     """
 
     x: int | None = None
@@ -34,7 +35,7 @@ class Tile:
     sharded: bool = True
 
     def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
-        """Return the shape of one rank's tile of a parameter with the global ``shape``."""
+        """Return the shape of one rank's tile, for a parameter with the global ``shape``."""
         local = list(shape)
         for dim, axis in self._cuts(grid):
             if dim is not None:
@@ -56,7 +57,7 @@ class Tile:
         return 1 if self.turned else 0
 
     def as_tile(self, stored: Tensor) -> Tensor:
-        """Return a stored parameter as its tile, or a tile as it is stored. Nothing is copied."""
+        """Convert a stored parameter to its tile, or a tile to its stored form. Nothing is copied."""
         return stored.T if self.turned else stored
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
@@ -102,7 +103,7 @@ def chunk(rows: slice, pieces: int, piece: int) -> slice:
 
 
 class Tiled(nn.Module):
-    """A module whose parameters are tiles. ``tiles`` has the tile of each, by parameter name."""
+    """A module whose parameters are tiles. ``tiles`` maps each parameter's name to its tile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,8 @@ class Tiled(nn.Module):
 def tile_table(model: nn.Module) -> dict[str, Tile]:
     """Return the tile of every parameter of a model, by its full name. Whole parameters have an empty ``Tile``.
 
-    A module that is not ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares of a sum.
+    A module that is not ``Tiled`` may also have ``tiles``, for whole parameters whose gradients must still be summed
+    over ranks.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():

@@ -1,5 +1,5 @@
-"""Placement of a tensor over the ranks of an axis, and the collectives that gather the whole tensor or sum partial
-tensors."""
+"""Describe how a tensor is placed over the ranks of an axis, and run the collectives that gather the whole tensor or
+sum partial tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Wait = Callable[[], Tensors]
 class Spread(NamedTuple):
     """The placement of tensors over the ranks of an axis.
 
-    Each rank holds a share of ``dim``, or a copy of the whole tensor if ``dim`` is None. The methods for several
-    tensors use one collective if the ranks hold shares.
+    Each rank holds a share of ``dim``, or a copy of the whole tensor if ``dim`` is None. If the ranks hold shares, the
+    methods for several tensors use one collective for all of them.
     """
 
     axis: Axis
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
         return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
 
     def start_sum(self, partial: Tensor, why: str) -> Pending:
-        """Start to sum the ranks' partial tensors. The result is placed like this spread."""
+        """Start to sum the ranks' partial tensors. The result has this placement."""
         if self.dim is None:
             return start_all_reduce(partial, self.axis, why)
         return start_reduce_scatter(partial, self.axis, self.dim, why)
@@ -42,7 +42,8 @@ class Spread(NamedTuple):
 
         Args:
             compute: one function per tensor [..., features].
-            overlap: compute a tensor while the tensor before it is summed. This works only if each rank keeps a copy.
+            overlap: whether to compute a tensor while the previous tensor is summed. This works only if each rank keeps
+                a copy.
         """
         if self.dim is None or self.axis.size == 1:
             sums: list[Pending] = []
@@ -74,7 +75,7 @@ class Spread(NamedTuple):
         return lambda: tuple(part.flatten(2) for part in started.wait().split(sizes, -1))
 
     def share_shape(self, whole: Sequence[int]) -> list[int]:
-        """The shape of one rank's share of a tensor of shape ``whole``."""
+        """Return the shape of one rank's share of a tensor with the shape ``whole``."""
         return [size // self.axis.size if dim == self.dim else size for dim, size in enumerate(whole)]
 
 
