@@ -1,4 +1,4 @@
-"""Open the corpora that a run file names. The built-in corpus is prepared at its first use."""
+"""Open the corpora that a run file names. The built-in corpus is prepared on first use."""
 
 import os
 import platform
@@ -37,9 +37,9 @@ def build_dataset(
 
     Args:
         sources: (prefix, weight) of each corpus. Weights are relative.
-        seq_length: Tokens per sample.
+        seq_length: Number of tokens per sample.
         seed: Seed of the order of samples.
-        look_back: Tokens before each sample that masks can see.
+        look_back: Number of tokens before each sample that masks can see.
 
     Raises:
         UserError: A corpus is missing, damaged, or too small, a weight is not positive, or the manifests name different
@@ -59,7 +59,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
 
     Args:
         run: The run file. `data.source` names a dataset of the Hub or a folder.
-        look_back: Tokens before each sample that masks can see.
+        look_back: Number of tokens before each sample that masks can see.
 
     Raises:
         UserError: The dataset cannot be loaded or has too few files for `data.streams`.
@@ -96,7 +96,7 @@ def ensure_builtin(
     """Return the prefix of a built-in corpus. Prepare the corpus first if it does not exist yet.
 
     2 % of the corpus is held out for validation, under `manifest.validation_prefix`. Any number of processes can call
-    this function at once: one prepares the corpus and the others wait.
+    this function at once: one prepares the corpus, and the other processes wait.
 
     Args:
         name: Name of the corpus.
@@ -158,7 +158,8 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
-    """Prepare the corpus in a private folder, then move its files, so that no process sees half a corpus."""
+    """Prepare the corpus in a private folder, then move its files into place, so that no process sees an incomplete
+    corpus."""
     with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
         summary = prepare(
             [name],

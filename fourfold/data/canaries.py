@@ -1,8 +1,8 @@
 """Plant canaries: documents repeated a known number of times, so that an audit can measure the effect of repetition.
 
-The number of repeats of each document is drawn at random from one pool, following Singh et al. 2024 (arXiv 2502.08145).
-Documents with 0 repeats are the control: they differ from the repeated documents only by chance. The ledger lists what
-was planted, one JSON object per line. `fourfold audit` reads it.
+All canaries come from one pool, and each gets its number of repeats at random, following Singh et al. 2024 (arXiv
+2502.08145). Canaries with 0 repeats are the control: they differ from the repeated canaries only by chance. The ledger
+lists what was planted, one JSON object per line. `fourfold audit` reads it.
 """
 
 import json
@@ -35,21 +35,21 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Which canaries to plant."""
+    """The canaries to plant."""
 
     count: int
     """Number of canaries for each number of repeats."""
     repeats: tuple[int, ...]
     """Numbers of repeats, all different. 0 gives the control."""
     length: int = 100
-    """Tokens per canary."""
+    """Number of tokens per canary."""
     noise: float = 0.0
     """Fraction of each copy's tokens that are replaced at random. Above 0, copies are near-duplicates."""
     shift: int = 0
     """Maximum number of tokens cut off the start of a copy."""
     source: str | None = None
-    """Where canaries come from: None takes documents out of the corpus, "random" draws random tokens, and a path reads
-    a .jsonl file."""
+    """Source of the canaries. None takes documents out of the corpus, "random" draws random tokens, and a path reads a
+    .jsonl file."""
     seed: int = 0
 
     def check(self) -> None:
@@ -82,13 +82,13 @@ def copy_of(
 ) -> NDArray[np.int64]:
     """Return one copy of a canary, as it is planted.
 
-    The result is a pure function of the numbers of the canary and the copy. Noise never inserts a special token,
-    because a special token could end the document. The canary keeps its own token there.
+    The result depends only on the arguments. Noise never inserts a special token, because a special token could end the
+    document. If it drew one, the canary keeps its own token at that position.
 
     Args:
         tokens: The canary [length].
-        canary: Number of the canary.
-        copy: Number of the copy.
+        canary: Index of the canary.
+        copy: Index of the copy.
         canaries: Gives the noise, the shift, and the seed.
         tokenizer: Gives the size of the vocabulary and the special tokens.
 
@@ -107,8 +107,8 @@ def copy_of(
 class CorpusPieces:
     """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
 
-    A piece is a document. If fewer than `wanted` documents are long enough, a piece is a passage of `length` tokens
-    instead (longer in a huge corpus).
+    A piece is a document. If fewer than `wanted` documents are long enough, each piece is instead a passage of `length`
+    tokens (more in a huge corpus).
     """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:
@@ -116,7 +116,7 @@ class CorpusPieces:
         self._offsets = corpus.document_offsets
         self._document_ends = self._offsets[1:]
         self.long = self._with_text_of(length)
-        """Numbers of the pieces with at least `length` tokens of text."""
+        """Indices of the pieces with at least `length` tokens of text."""
         if len(self.long) < wanted:
             step = max(length, corpus.tokens // _MOST_PASSAGES)
             parts = np.maximum((np.diff(self._offsets) - 1) // step, 1)
@@ -138,7 +138,7 @@ class CorpusPieces:
         Neighboring pieces of one document stay together. A cut document gets its own end-of-document token.
 
         Args:
-            pieces: Numbers of the pieces, ascending.
+            pieces: Indices of the pieces, ascending.
             eod_id: End-of-document token.
         """
         if len(pieces) == 0:
@@ -161,13 +161,14 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`, with canaries at random places between its pieces.
+    """Write a second corpus next to the corpus of `split`, with canaries at random places between the pieces of that
+    corpus.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 
     Args:
         split: The corpus.
-        canaries: What to plant.
+        canaries: The canaries to plant.
         tokenizer: The tokenizer of the corpus.
         text_key: Key of the text in the rows of `canaries.source`.
         ledger: Path of the ledger to write.
@@ -213,7 +214,7 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
 def _sequences(
     pieces: CorpusPieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return the tokens of all canaries in random order, and the numbers of the pieces that became canaries."""
+    """Return the tokens of all canaries in random order, and the indices of the pieces that became canaries."""
     nothing = np.empty(0, dtype=np.int64)
     if canaries.source == RANDOM:
         text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
@@ -231,7 +232,7 @@ def _sequences(
 
 
 def _long_enough(path: str, length: int, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
-    """Yield the first `length` tokens of every document that has that many."""
+    """Yield the first `length` tokens of every document that has at least `length` tokens."""
     for text in read_documents(path, text_key):
         tokens = tokenizer.encode_batch([text])[0]
         if len(tokens) >= length:

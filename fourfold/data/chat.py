@@ -26,12 +26,12 @@ _ALWAYS_USED = ("role", "content")
 
 
 class ChatTemplate:
-    """A transformers tokenizer with its chat template, or with a template of yours.
+    """A transformers tokenizer with its own chat template, or with your template.
 
     Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
-    the text that the template marks with {% generation %}. If a template has no marks, it is the text that each answer
-    adds to the prompt before it, up to the end of the turn, without trailing whitespace. A token is the assistant's if
-    its first character is.
+    the text that the template marks with {% generation %}. If a template has no such marks, the assistant's text is
+    what each answer adds to the prompt before it, up to the end of the turn, without trailing whitespace. A token
+    belongs to the assistant if its first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     Args:
         folder: Folder of a model, or a file in it.
-        template: File of the chat template. None takes the tokenizer's own.
+        template: File of the chat template. None uses the tokenizer's own template.
         ignored: Keys of messages to drop.
 
     Raises:
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @property
     def _taken(self) -> set[str]:
-        """Variables that transformers or fourfold sets. A row cannot set them."""
+        """Return the variables that transformers or fourfold sets. A row cannot set them."""
         return {"self", "messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters} - {
             "tools",
             "documents",
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template. If there are several, all of them joined."""
+        """Return the text of the template. If there are several templates, join them."""
         found = self._tokenizer.chat_template
         return "".join(found.values()) if isinstance(found, dict) else str(found)
 
@@ -95,7 +95,7 @@ class ChatTemplate:
 
         Args:
             messages: The conversation.
-            prompt: Number of leading messages that are not trained, including answers of the assistant.
+            prompt: Number of messages at the start that are not trained, even if they are answers of the assistant.
             options: Variables of the template, such as tools.
 
         Returns:
@@ -132,14 +132,14 @@ class ChatTemplate:
     def _find_answers(
         self, messages: Sequence[Message], options: Mapping[str, Any], text: str, weights: Sequence[int | None]
     ) -> list[tuple[int, int]]:
-        """Return the characters [begin, end) of every answer in the text, except answers of weight 0."""
+        """Return the character range [begin, end) of every answer in the text, except answers with weight 0."""
         found: list[tuple[int, int]] = []
         tail = self._find_tail(options)
         for number, weight in enumerate(weights):
             if not weight:
                 continue
             answered = self._render(messages[: number + 1], options).removesuffix(tail)
-            if number == 0:  # transformers renders no empty conversation
+            if number == 0:  # transformers cannot render an empty conversation.
                 prompt = answered[: _find_first_answer(answered, self._header, messages[0].get("content"))]
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
@@ -170,7 +170,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # Like tool_call_id, this key names the call that the message answers.
+                continue  # Like tool_call_id, this key names the tool call that the message answers.
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"
@@ -212,18 +212,19 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template accepts content as plain text. Some templates accept only parts."""
+        """Return whether the template accepts content as plain text. Some templates accept only parts."""
         return not self._takes_parts or _PROBE in (self._try_to_render([_user(_PROBE)]) or "")
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template iterates over a list of parts, instead of printing the list as Python or JSON does."""
+        """Return whether the template iterates over a list of parts, instead of printing the list as Python or JSON
+        would."""
         text = self._try_to_render([_user([_part(_PROBE)])]) or ""
         return _PROBE in text and "[{" not in text
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether the template itself turns the arguments of a tool call into JSON."""
+        """Return whether the template itself turns the arguments of a tool call into JSON."""
         objects, texts = (
             self._try_to_render([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
         )
@@ -231,19 +232,19 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """The text that the template writes before an answer."""
+        """Return the text that the template writes before an answer."""
         asked = self._try_to_render([_user(_PROBE)]) or ""
         return (self._try_to_render([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
     def _find_tail(self, options: Mapping[str, Any]) -> str:
-        """Return the text that the template appends to every conversation because of the options."""
+        """Return the text that the template appends to every conversation because of these options."""
         if not options:
             return ""
         plain, full = self._try_to_render([_user(_PROBE)]), self._try_to_render([_user(_PROBE)], options)
         return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
 
     def _apply_template(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
-        """Render the messages as text, or as a dictionary of ids."""
+        """Render the messages as text, or as a dictionary of token ids."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options, **more)
 
     def _render(
@@ -302,7 +303,7 @@ def _unmark_untrained(marked: NDArray[np.bool_], weights: Sequence[int | None]) 
 
 
 def _find_first_answer(text: str, header: str, content: Any) -> int:
-    """Return where the answer begins in the text of a conversation whose first message is an answer."""
+    """Return the position where the answer begins in the text of a conversation whose first message is an answer."""
     sought = header or (content if isinstance(content, str) else "").strip()
     at = text.find(sought) if sought else -1
     if at < 0:

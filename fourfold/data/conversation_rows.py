@@ -15,11 +15,11 @@ HARMLESS = (
     *("id", "uuid", "idx", "index", "source", "dataset", "split", "category", "task", "language", "license"),
     *("metadata", "model", "score", "url", "timestamp"),
 )
-"""Keys that only describe where a row comes from. Keys ending in "_id" are harmless too."""
+"""Keys that only describe the origin of a row. Keys that end in "_id" are harmless too."""
 
 _CALLS = "function_call"
 _SPEAKERS = {"human": "user", "gpt": "assistant", _CALLS: "assistant", "observation": "tool"}
-"""Maps the names of speakers in ShareGPT rows to roles. The names for tools are LLaMA-Factory's."""
+"""Maps the names of speakers in ShareGPT rows to roles. The names of tools come from LLaMA-Factory."""
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONS = ("tools", "chat_template_kwargs")
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -32,9 +32,9 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     prompt: int = 0
-    """Number of leading messages that are not trained."""
+    """Number of messages at the start that are not trained."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template, such as tools."""
+    """Variables of the chat template, such as tools."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Completion:
 
 
 def is_harmless(key: str, ignored: Collection[str]) -> bool:
-    """Return whether a key of a row or message can stay unused."""
+    """Return whether a key of a row or message may remain unused."""
     return key in HARMLESS or key.endswith("_id") or key in ignored
 
 
@@ -160,7 +160,7 @@ def _convert_message(number: int, message: Any) -> Any:
 
 
 def _parse_calls(number: int, value: Any) -> list[dict[str, Any]]:
-    """Return the tool calls in the value of a message from function_call: one call, or a list of calls."""
+    """Return the tool calls in the value of a function_call message: one call, or a list of calls."""
     try:
         calls = parse_json(value) if isinstance(value, str) else value
     except ValueError:
@@ -182,7 +182,7 @@ def _check_keys(row: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def _count_shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Count the leading messages that both conversations share. They are the prompt if the row has none."""
+    """Count the messages at the start that both conversations share. They are the prompt if the row has no prompt."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((number for number, (one, other) in pairs if one != other), 0)
 

@@ -1,6 +1,6 @@
-"""Pack whole conversations into windows, as samples.
+"""Pack whole conversations into windows. Each window is a sample.
 
-Conversations are not cut to fill a window, and do not see each other.
+Conversations are not cut to fill a window, and cannot attend to each other.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """How a corpus of conversations was packed into windows."""
+    """Statistics on how a corpus of conversations was packed into windows."""
 
     windows: int
     conversations: int
@@ -29,7 +29,7 @@ class PackingStatistics:
     filled: float
     """Fraction of the tokens that belong to a conversation. The remaining tokens are padding."""
     cut: int
-    """Number of conversations longer than a window. They lose their end."""
+    """Number of conversations that are longer than a window. Their ends are cut off."""
     left_out: int
     """Number of conversations left out because their answers begin beyond the window."""
 
@@ -37,7 +37,7 @@ class PackingStatistics:
 class PackedConversations:
     """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
 
-    Each conversation is a document. The padding is a document of its own and is never trained. Only the lengths of
+    Each conversation is a document. The padding is a separate document and is never trained. Only the lengths of
     conversations decide which of them share a window.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Nothing comes
@@ -45,11 +45,11 @@ class PackedConversations:
 
     Args:
         corpus: Tokens of the conversations, one document each.
-        answers: One mark per token of `corpus`: whether it is trained.
-        seq_length: Tokens per sample.
+        answers: One flag per token of `corpus`, which tells whether the token is trained.
+        seq_length: Number of tokens per sample.
         seed: Seed of the order of windows.
-        padding: Token that fills a window.
-        look_back: Places before each window.
+        padding: Token that fills the end of a window.
+        look_back: Number of empty places before each window.
 
     Raises:
         UserError: The two corpora do not belong together, or no answer fits in a window.
@@ -100,7 +100,7 @@ class PackedConversations:
         return len(self._windows)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order."""
+        """Read the samples with these indices (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -124,18 +124,19 @@ class PackedConversations:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
-    """Pack items into bins with best fit: longest item first, each into the fullest bin that has room for it.
+    """Pack items into bins with the best-fit method: take the longest item first, and put each item into the fullest
+    bin that has room for it.
 
     Args:
         lengths: Length of each item, at most `room`.
         room: Size of a bin.
 
     Returns:
-        For each bin, the numbers of its items.
+        For each bin, the indices of its items.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     bins: list[list[int]] = []
-    rest_of: dict[int, list[int]] = {}  # Maps an amount of free room to the bins that have it.
+    rest_of: dict[int, list[int]] = {}  # Maps an amount of free room to the bins with that much room.
     rests: list[int] = []  # The keys of rest_of, in ascending order.
     for item in order.tolist():
         length = int(lengths[item])
@@ -162,11 +163,11 @@ def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArra
     """Return the position of the first trained token in each conversation, or a huge number if none is trained.
 
     Args:
-        answers: One mark per token: whether it is trained.
-        offsets: Start of each conversation, then the end of the last conversation [conversations + 1].
+        answers: One flag per token, which tells whether the token is trained.
+        offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # The first token of a conversation does not count, because no token before it can predict it.
+    # The first token of a conversation does not count, because it cannot be predicted from an earlier token.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

@@ -1,4 +1,4 @@
-"""Number the samples of a run: cut a corpus into shuffled windows, or mix several corpora."""
+"""Define the samples of a run: cut a corpus into shuffled windows, or mix several corpora."""
 
 import math
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ BLOCK = 10_000
 """Number of samples in a block. The proportions of a mixture are exact in every block."""
 
 NO_DOCUMENT = -(2**31)
-"""Document number of places before the first token of a corpus."""
+"""Document index of places before the first token of a corpus."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the token stream. Masks take these."""
+    """Windows of the token stream. Masks take these as input."""
 
     stream: NDArray[np.int64]
     """Tokens [samples, look_back + seq_length + 1]. Only masks see the first `look_back` of them."""
     stream_documents: NDArray[np.int64]
-    """Document of each token, same shape as `stream`. The document of the window's first token is 0. Documents before
-    it have negative numbers."""
+    """Index of each token's document, in the same shape as `stream`. The first token of the window is in document 0,
+    and earlier documents have negative indices."""
     numbers: NDArray[np.int64]
-    """Number of each sample in the order of training [samples]."""
+    """Index of each sample in the order of training [samples]."""
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
-    """Whether each token belongs to an answer of a conversation [samples, seq_length + 1]. None for text."""
+    """Whether each token belongs to an answer in a conversation [samples, seq_length + 1]. None for text."""
     reference: NDArray[np.float32] | None = None
     """Log-probability of each answer under the reference model of preference optimization [samples]."""
     is_data: NDArray[np.bool_] | None = None
@@ -41,31 +41,31 @@ class Windows:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """Tokens of the samples without the look-back [samples, seq_length + 1]."""
+        """Return the tokens of the samples without the look-back [samples, seq_length + 1]."""
         return self.stream[:, self.look_back :]
 
     @property
     def documents(self) -> NDArray[np.int64]:
-        """Documents of `tokens` [samples, seq_length + 1]."""
+        """Return the document index of each of `tokens` [samples, seq_length + 1]."""
         return self.stream_documents[:, self.look_back :]
 
 
 class Samples(Protocol):
-    """An endless sequence of samples: sample n is a pure function of n."""
+    """An endless sequence of samples. Sample n depends only on n."""
 
     seq_length: int
     look_back: int
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order."""
+        """Read the samples with these indices (int [B], from 0), in this order."""
         ...
 
 
 class TokenWindows:
     """One corpus, cut into windows of `seq_length` + 1 tokens.
 
-    Window i starts at token i·seq_length. Neighbors share one token, so every token but the first is predicted once.
-    Tokens at the end that do not fill a window are left out.
+    Window i starts at token i·seq_length. Neighboring windows share one token, so every token except the first is
+    predicted once. Tokens at the end that do not fill a window are left out.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Each sample
     also has the `look_back` tokens before its window, for masks.
@@ -96,7 +96,7 @@ class TokenWindows:
         return (self.corpus.tokens - 1) // self.seq_length
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order."""
+        """Read the samples with these indices (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -105,7 +105,7 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # Number of places before the first token of the corpus.
+            absent = max(0, -start)  # This is the number of places before the first token of the corpus.
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
@@ -115,9 +115,10 @@ class TokenWindows:
 class SourceMixture:
     """Several sources in fixed proportions.
 
-    The number n alone decides which source gives sample n, and which of the source's samples. In every block of 10,000
-    samples the proportions are exact to 1 in 10,000. A seeded arrangement spreads each source evenly over the block, so
-    shorter stretches come close too. A source that runs out starts again in another order.
+    The index n alone determines which source provides sample n, and which of the source's samples it is. In every block
+    of 10,000 samples the proportions are exact to 1 in 10,000. A seeded arrangement spreads each source evenly over the
+    block, so the proportions are nearly right in shorter ranges too. When a source runs out, it starts again in another
+    order.
 
     Args:
         sources: (source, weight). Weights are relative.
@@ -138,7 +139,7 @@ class SourceMixture:
         self._source, self._rank = _arrange(self.counts, seed)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order."""
+        """Read the samples with these indices (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
@@ -157,7 +158,7 @@ class SourceMixture:
             if windows.reference is not None:
                 reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
                 reference[rows] = windows.reference
-            # If one source pads, all sources pad, because data.format applies to all of them.
+            # If one source has padding, all sources do, because data.format applies to all of them.
             if windows.is_data is not None:
                 is_data = np.empty_like(answers) if is_data is None else is_data
                 is_data[rows] = windows.is_data
@@ -171,14 +172,14 @@ def windows_of(
     numbers: NDArray[np.int64],
     look_back: int,
 ) -> Windows:
-    """Build windows from their tokens.
+    """Build windows from tokens.
 
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
-        document_starts: For each row, the start of each document, as an index.
+        document_starts: For each row, the index of each document's first token.
         missing: For each row, the number of places before the first token of the corpus.
-        numbers: Number of each sample [samples].
-        look_back: Tokens before each window.
+        numbers: Index of each sample [samples].
+        look_back: Number of tokens before each window.
     """
     length = stream.shape[1]
     documents = documents_of(document_starts, length)
@@ -188,19 +189,19 @@ def windows_of(
 
 
 def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
-    """Number the documents within each window from 0.
+    """Number the documents of each window, starting from 0.
 
     Args:
-        starts: For each window, the start of each document, as an index, in any order. Repeats are allowed.
-        length: Tokens per window.
+        starts: For each window, the index of each document's first token, in any order. Repeats are allowed.
+        length: Number of tokens per window.
 
     Returns:
-        Document of each token [len(starts), length].
+        Index of each token's document [len(starts), length].
     """
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):
         is_start[row, places] = 1
-    is_start[:, 0] = 0  # The first document is number 0, even if it started before the window.
+    is_start[:, 0] = 0  # The first document has index 0, even if it started before the window.
     return is_start.cumsum(axis=1)
 
 
@@ -216,11 +217,12 @@ def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return each source's number of samples in a block, by largest remainder. The numbers add up to BLOCK."""
+    """Return each source's number of samples in a block, by the largest-remainder method. The numbers add up to
+    BLOCK."""
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
-    shares = np.array(weights) / max(weights)  # The sum of the weights is finite.
+    shares = np.array(weights) / max(weights)  # After this division, the sum of the weights is finite.
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")
@@ -235,10 +237,12 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source at each place of a block, and how many of its samples come before that place, both [BLOCK]."""
+    """Return which source each place of a block belongs to, and how many samples of that source come before that place.
+    Both are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
-    # Sample k of c falls at a random place within part k of c of the block.
+    # Divide the block into c equal parts, where c is the source's count. Its sample k falls at a random place within
+    # part k.
     jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
     order = np.argsort((rank + jitter) / counts[source], kind="stable")
     return source[order], rank[order]

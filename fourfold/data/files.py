@@ -1,4 +1,4 @@
-"""Write files and folders that appear whole or not at all, and lock them between processes."""
+"""Write files and folders that appear completely or not at all, and lock them between processes."""
 
 import errno
 import glob
@@ -15,7 +15,7 @@ from pathlib import Path
 from fourfold.errors import UserError
 
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""Errors of file systems without locks. EBADF is what NFS returns for a folder."""
+"""Error numbers of file systems without locks. NFS returns EBADF for a folder."""
 
 _REMEDIES = {
     errno.ENOENT: "make its folder first, or choose another path",
@@ -25,7 +25,7 @@ _REMEDIES = {
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the temporary name next to `path`. This process writes there and then renames."""
+    """Return the temporary name next to `path` to which this process writes before it renames the file."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -35,7 +35,7 @@ def is_file_name(name: str) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary name and rename it to `path`, so that no reader sees half a file."""
+    """Write `content` to a temporary name and rename it to `path`, so that no reader sees an incomplete file."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)
@@ -45,12 +45,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class WriteFailed(UserError):
-    """A file could not be written. Often the disk is full."""
+    """A file could not be written, often because the disk is full."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a `WriteFailed` that names `path`.
+    """Turn an OSError in the block, such as a full disk, into a `WriteFailed` that names `path`.
 
     Raises:
         WriteFailed: The block failed, or `path` has no file name.
@@ -65,7 +65,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path, option: str, name: str) -> None:
-    """Check, before hours of work, that the file that an option names can be written.
+    """Check before a long computation that the file given by an option can be written.
 
     Args:
         path: The file.
@@ -82,7 +82,7 @@ def check_writable(path: Path, option: str, name: str) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file for the user, whole or not at all.
+    """Write a file for the user, completely or not at all.
 
     Raises:
         UserError: The file cannot be written.
@@ -92,7 +92,8 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 def swap_in(partial: Path, folder: Path) -> None:
-    """Rename the folder `partial` to `folder` and remove the folder it replaces. No reader sees half a folder."""
+    """Rename the folder `partial` to `folder`, and remove the folder that it replaces. No reader sees an incomplete
+    folder."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -131,12 +132,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it after the block.
 
-    This also removes folders with the same prefix and suffix that killed processes of this machine left behind. The
-    owner of a folder holds a lock on it, which the kernel frees when the owner dies. Folders of other machines stay,
-    because their locks may not be visible here.
+    This also removes folders with the same prefix and suffix that killed processes on this machine left behind. The
+    owner of a folder holds a lock on it, which the kernel releases when the owner dies. Folders of other machines are
+    kept, because their locks may not be visible here.
 
     Args:
-        parent: Where to create the folder. None takes the system's folder for temporary files.
+        parent: Where to create the folder. None uses the system's folder for temporary files.
         prefix: Beginning of the name.
         suffix: End of the name.
     """
@@ -150,7 +151,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
         folder.mkdir(mode)
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # Another process removed it before it was locked.
+        except FileNotFoundError:  # Another process removed the folder before it was locked.
             continue
         _lock(descriptor, wait=True, refusal="")
         if _is_at(folder, descriptor):
@@ -164,7 +165,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder if nobody has locked it. Keep it if the file system has no locks or another user owns it."""
+    """Remove a folder if no process has locked it. Keep it if the file system has no locks or another user owns it."""
     import fcntl
 
     with suppress(OSError):
@@ -181,8 +182,8 @@ def _remove_abandoned(folder: Path) -> None:
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path` during the block. The file is created if it does not exist.
 
-    The kernel frees the lock when the process dies, so a lock is never stale. Some parallel file systems have no locks,
-    and the block runs without one there. Use this lock to save work, not for correctness.
+    The kernel releases the lock when the process dies, so a lock is never stale. On parallel file systems without
+    locks, the block runs without one. So use this lock to avoid repeated work, and do not rely on it for correctness.
 
     Args:
         path: File to lock.
@@ -222,7 +223,7 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool, refusal: str) -> None:
-    import fcntl  # fcntl exists on POSIX only, but every system must be able to import this module.
+    import fcntl  # fcntl exists only on POSIX, but this module must be importable on every system.
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +235,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the file at its path."""
+    """Return whether an open file still exists at its path, and has not been replaced."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Goldfish loss: leave about one token in k out of training, the same token in every copy of a passage.
+"""Goldfish loss: leave about one token in k out of training, and leave out the same tokens in every copy of a passage.
 
 Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that never trained on a token can
-repeat it only by knowing the language, so a verbatim copy of S tokens survives with probability (1 - 1/k)^S. All copies
-of a passage must share one mask. Otherwise the copies together train every token. The mask is therefore a hash of the
-text before the token.
+only guess it from the context. With probability (1 - 1/k)^S, a passage of S tokens has no token left out, and can be
+memorized verbatim. All copies of a passage must share one mask. Otherwise the copies together train every token. The
+mask is therefore a hash of the text before the token.
 
 Masks are integer arithmetic in NumPy, so they are the same on every machine, device, and grid.
 """
@@ -31,15 +31,16 @@ class Goldfish:
     exempt: tuple[int, ...] = ()
     """Token ids that are never left out."""
     first_sample: int = 0
-    """Number of the first sample that is masked."""
+    """Index of the first sample that is masked."""
 
     @property
     def look_back(self) -> int:
-        """Tokens before a window that the mask must see, so that it does not depend on where the stream is cut."""
+        """Return the number of tokens before a window that the mask must see, so that the mask does not depend on where
+        the stream is cut."""
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
-        """Return which targets of the windows are kept [samples, S]."""
+        """Return which targets of the windows stay in the loss [samples, S]."""
         config, targets = self.config, windows.tokens[:, 1:]
         if config.strategy == "hash":
             dropped = hash_drops(windows, config.k, config.h, config.seed)
@@ -63,8 +64,8 @@ def build_goldfish_mask(
     Args:
         config: The section [masks.goldfish].
         special_ids: Special tokens, which are never left out.
-        seq_length: Tokens per sample.
-        global_batch_size: Samples per step, for `start_step`.
+        seq_length: Number of tokens per sample.
+        global_batch_size: Number of samples per step, for `start_step`.
 
     Returns:
         The mask, or None if the strategy is "none".
@@ -84,7 +85,7 @@ def build_goldfish_mask(
 
 
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
-    """Choose the dropped targets with strategy "hash": a hash of the h tokens before the target in its document.
+    """Choose the dropped targets with strategy "hash", which hashes the h tokens before each target in its document.
 
     The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. The key is
     mixed and compared with 2^64/k, so the mask for 2k drops a subset of the mask for k. The first h tokens of a
@@ -94,7 +95,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
         True for each dropped target [samples, S].
     """
     tokens, documents = windows.stream.astype(np.uint64), windows.stream_documents
-    places = tokens.shape[1] - h  # Targets that have h tokens before them.
+    places = tokens.shape[1] - h  # The number of targets that have h tokens before them.
     dropped = np.zeros(tokens.shape, dtype=bool)
     if places > 0:
         coefficients = hash64(np.arange(h), seed) | np.uint64(1)
@@ -130,7 +131,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
     if places > 0:
         product = np.ones((len(targets), places), dtype=np.int64)
         for offset in range(h):
-            product *= targets[:, offset : offset + places]  # int64 wraps around, as in the published code
+            product *= targets[:, offset : offset + places]  # int64 wraps around, as in the published code.
         dropped[:, first:] = published_table()[product % TABLE_SIZE] < np.float32(1 / k)
     return dropped
 
@@ -142,7 +143,7 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
         True for each dropped target [samples, S].
     """
     of_sample = hash64(numbers, seed)[:, None]
-    # Mix both parts before adding them, so that no two samples share the hash values of their places.
+    # Hash both parts before adding them, so that different samples do not share hash values.
     of_place = hash64(np.arange(seq_length), seed + 1)
     with np.errstate(over="ignore"):
         return hash64(of_sample + of_place, seed + 2) < np.uint64(2**64 // k)
@@ -152,7 +153,7 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
 def published_table() -> NDArray[np.float32]:
     """Return the 1,000,003 numbers that torch.rand draws on the CPU with the published seed, without importing torch.
 
-    torch's generator is the Mersenne Twister. torch.rand takes the lower 24 bits of each 32-bit number.
+    torch's generator is the Mersenne Twister. torch.rand uses the lower 24 bits of each 32-bit number.
     """
     generator = np.random.RandomState(TABLE_SEED)
     words = generator.randint(0, 2**32, size=TABLE_SIZE, dtype=np.uint32)

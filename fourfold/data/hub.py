@@ -1,4 +1,4 @@
-"""Read datasets of the Hugging Face Hub or of a local folder, named hf:NAME[:CONFIG][:SPLIT]."""
+"""Read datasets from the Hugging Face Hub or from a local folder, named hf:NAME[:CONFIG][:SPLIT]."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HubDataset(NamedTuple):
         return files
 
     def streams(self, count: int, text_key: str) -> Sequence[HubStream]:
-        """Return the split as `count` streams that each read their own files. Nothing is downloaded in advance.
+        """Return the split as `count` streams. Each stream reads its own files, and nothing is downloaded in advance.
 
         Args:
             count: Number of streams.
@@ -67,18 +67,18 @@ class HubDataset(NamedTuple):
         datasets = import_extra("datasets", "datasets", f"reading {self} needs")
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=streaming)
-        except Exception as error:  # `datasets` passes on exceptions of the Hub, the network, and Python
+        except Exception as error:  # `datasets` passes on exceptions from the Hub, the network, and Python.
             raise UserError(f"{self} cannot be loaded: {_one_line(error)}") from error
 
 
 class HubStream:
-    """Documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
+    """The documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
 
     def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document. Begin at `place`, or at the first document if it is None.
+        """Yield the place and the text of each document. Begin at `place`, or at the first document if `place` is None.
 
         Raises:
             UserError: A row has no text under the key, or no row has any text.
@@ -90,7 +90,7 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                part.load_state_dict(state)  # `state_dict` does not return this state before the next row
+                part.load_state_dict(state)  # `state_dict` returns this state only after the next row.
             rows = iter(part)
             for row in rows:
                 if text := self._text(row):

@@ -1,6 +1,6 @@
 r"""Read and write tokens on disk, in Megatron-LM's indexed format.
 
-PREFIX.bin holds the tokens, and PREFIX.idx the place of each sequence.
+PREFIX.bin holds the tokens, and PREFIX.idx the position of each sequence.
 
 Layout of the .idx, little-endian throughout:
 
@@ -38,7 +38,7 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_UINT16_VOCABULARY = 65_500  # Megatron stores tokens as uint16 below this size
+_UINT16_VOCABULARY = 65_500  # Megatron stores tokens as uint16 below this size.
 _LONGEST_SEQUENCE = 2**31 - 1
 CHECKED_AT_ONCE = 1 << 20
 """Number of index entries that are checked at once, so that a huge index needs little memory."""
@@ -55,7 +55,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type that Megatron uses for this vocabulary: uint16 if it fits, int32 otherwise."""
+    """Return the dtype that Megatron uses for this vocabulary: uint16 if it fits, and int32 otherwise."""
     return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
 
 
@@ -81,13 +81,13 @@ def check_exists(prefix: str | Path) -> None:
 class IndexedDataset:
     """A corpus on disk, read as one stream of tokens with known document starts.
 
-    Both files are memory-mapped. Opening takes one pass over the index and no memory, unless the sequences are not
-    contiguous in the .bin. Megatron's own tools never write such files.
+    Both files are memory-mapped. Opening takes one pass over the index and no memory, unless the sequences in the .bin
+    are not contiguous. Megatron's own tools never write such files.
 
     Attributes:
         prefix: Path without a suffix.
-        dtype: Type of a stored token.
-        lengths: Tokens in each sequence, int32 [sequences].
+        dtype: Dtype of the stored tokens.
+        lengths: Number of tokens in each sequence, int32 [sequences].
         tokens: Number of tokens.
 
     Raises:
@@ -106,7 +106,7 @@ class IndexedDataset:
         if self._contiguous and total_bytes != self._bin_bytes:
             self._refuse(f"expects {total_bytes} bytes of tokens, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # First byte of each sequence in the stream, which is contiguous even if the .bin is not.
+        # First byte of each sequence in the stream. The stream is contiguous even if the .bin is not.
         self._starts: NDArray[np.int64] = self._pointers
         if not self._contiguous:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
@@ -117,18 +117,19 @@ class IndexedDataset:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self._boundaries) - 1
 
     @property
     def document_offsets(self) -> NDArray[np.int64]:
-        """Index of each document's first token in the stream, then the number of tokens [documents + 1]."""
+        """Return the index of each document's first token in the stream, followed by the number of tokens [documents
+        + 1]."""
         sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
         document_starts: NDArray[np.int64] = sequence_starts[self._boundaries]
         return document_starts
 
     def read(self, start: int, length: int) -> NDArray[np.integer]:
-        """Return tokens [start, start + length) of the stream in the stored type. Do not write to the array."""
+        """Return tokens [start, start + length) of the stream in the stored dtype. Do not write to the array."""
         assert 0 <= start <= start + length <= self.tokens, (start, length, self.tokens)
         if self._contiguous:
             return self._stream[start : start + length]
@@ -137,7 +138,7 @@ class IndexedDataset:
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document starts within tokens [start, start + length), ascending and relative to `start`.
 
-        An empty document starts where the next document does, so a place can occur twice.
+        An empty document starts at the same place as the next document, so a place can occur twice.
         """
         itemsize = self.dtype.itemsize
         first = bisect_left(self._starts, start * itemsize)
@@ -221,7 +222,7 @@ class IndexedWriter:
 
     Args:
         prefix: Path without a suffix.
-        vocab_size: Size of the vocabulary. It decides the stored type, as in Megatron.
+        vocab_size: Size of the vocabulary. It determines the stored dtype, as in Megatron.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -233,7 +234,7 @@ class IndexedWriter:
 
     @property
     def documents(self) -> int:
-        """Number of documents written so far."""
+        """Return the number of documents written so far."""
         return len(self._lengths)
 
     def __enter__(self) -> Self:
@@ -270,7 +271,7 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(*[] if kind is None else [OSError]):  # The block has already reported a full disk.
+            with suppress(*[] if kind is None else [OSError]):  # An error in the block has already been reported.
                 self._file.close()
             if kind is None:
                 # Write the index last. If the index exists, the tokens exist too.

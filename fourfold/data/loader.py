@@ -27,7 +27,7 @@ class MicroBatch(Generic[Array]):
     labels: Array | None = None
     """Targets: the next token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits."""
     positions: Array | None = None
-    """Position of each token in its document. None means its position in the sequence."""
+    """Position of each token in its document. None means that positions count from the start of the sequence."""
     document_ends: Array | None = None
     """End of each document in a sequence [B, E]. Attention does not cross these ends. The last end is S,
     repeated in sequences with fewer documents. None means that attention sees the whole sequence."""
@@ -51,15 +51,16 @@ class Loader:
     """This rank's micro-batches for any optimizer step.
 
     Step t consists of samples [t·G, (t+1)·G) for global batch size G, on every grid. Micro-batch m of rank r of `size`
-    ranks takes the `micro_batch_size` samples from t·G + (m·size + r)·micro_batch_size on. The step is the only state.
+    ranks takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The step is the only state.
     To resume on this grid or another one, call `step` with the next number.
 
     Args:
         dataset: The samples.
-        seq_length: Tokens per sample.
-        global_batch_size: Samples per step, over all ranks.
-        micro_batch_size: Samples per micro-batch.
-        rank: This rank among the ranks that split the batch. Ranks that split a sequence or a layer share one number.
+        seq_length: Number of tokens per sample.
+        global_batch_size: Number of samples per step, over all ranks.
+        micro_batch_size: Number of samples per micro-batch.
+        rank: This process's index among the ranks that split the batch. Ranks that split a sequence or a layer have the
+            same index.
         size: Number of ranks that split the batch.
         masks: Masks of the loss. A token counts if all masks keep it.
         prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
@@ -92,7 +93,7 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
-        """Return the micro-batches of one optimizer step (from 0), in execution order."""
+        """Return the micro-batches of one optimizer step (counted from 0), in execution order."""
         if self._executor is None:
             return self._assemble(step)
         ahead, self._ahead = self._ahead, None
@@ -101,13 +102,13 @@ class Loader:
         return batches
 
     def sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the global numbers of the samples that `step` gives this rank [micro-batches, micro_batch_size]."""
+        """Return the global indices of this rank's samples in `step` [micro-batches, micro_batch_size]."""
         micro_batch = np.arange(self.micro_batches)[:, None]
         first = step * self.global_batch_size + (micro_batch * self.size + self.rank) * self.micro_batch_size
         return first + np.arange(self.micro_batch_size)
 
     def close(self) -> None:
-        """End the prefetching thread if there is one. The loader returns no more prefetched steps."""
+        """End the prefetching thread if there is one. After this, the loader returns no more prefetched steps."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = self._ahead = None
@@ -122,7 +123,7 @@ class Loader:
         return self.assemble(self.sample_numbers(step).reshape(-1))
 
     def assemble(self, numbers: NDArray[np.int64]) -> list[MicroBatch[NDArray[Any]]]:
-        """Return the samples with these numbers, in micro-batches."""
+        """Return the samples with these indices, in micro-batches."""
         windows = self.dataset.read(numbers)
         labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
@@ -156,7 +157,7 @@ def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
-    """Return the number of micro-batches of each rank in a step."""
+    """Return the number of micro-batches that each rank runs in a step."""
     if global_batch_size < 1 or micro_batch_size < 1:
         raise UserError(f"global_batch_size {global_batch_size} or micro_batch_size {micro_batch_size} is below 1")
     at_once = size * micro_batch_size

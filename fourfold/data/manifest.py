@@ -21,20 +21,20 @@ class Manifest:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     split: str
-    """The split of the corpus: "train" or "validation"."""
+    """Split of the corpus: "train" or "validation"."""
     documents: int
     tokens: int
     """Number of tokens, including end-of-document tokens."""
     bytes: int
     """Number of UTF-8 bytes of the text."""
     tokenizer: str
-    """The tokenizer: "bytes", or the name of a tokenizer.json in the same folder."""
+    """Tokenizer: "bytes", or the name of a tokenizer.json in the same folder."""
     fingerprint: str
     """Fingerprint of the tokenizer."""
     vocab_size: int
     eod_id: int
     dtype: str
-    """Type of the stored tokens."""
+    """Dtype of the stored tokens."""
     inputs: list[str]
     """Inputs as the user gave them."""
     text_key: str
@@ -49,7 +49,7 @@ class Manifest:
     bos_id: int | None = None
     """Token that begins every document. None if documents begin with their text."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user about how the input was read. They do not list the files that were left out."""
+    """Notes for the user about how the input was read. These do not list files that were left out."""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -57,18 +57,18 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass
 class CorpusSplit:
-    """A corpus that is being made: its prefix and its counts."""
+    """A corpus that is being created: its prefix and its counts."""
 
     prefix: Path
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    """Bytes of text."""
+    """Number of bytes of text."""
     trained: int | None = None
     """Number of trained tokens. None for text, because all its tokens are trained."""
 
     def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
-        """Add documents, tokens, and bytes to the totals."""
+        """Add a number of documents, tokens, and bytes to the totals."""
         self.documents += documents
         self.tokens += tokens
         self.bytes += text_bytes
@@ -99,7 +99,7 @@ def write_manifests(
     The manifest of "train" is written last. If it exists, the corpus is complete.
 
     Args:
-        splits: "train", and "validation" if documents were held out.
+        splits: The corpora "train" and, if documents were held out, "validation".
         prefix: Prefix of the train split.
         tokenizer: The tokenizer of the corpus.
         request: Fields of the manifest that describe the request.

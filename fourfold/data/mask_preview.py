@@ -1,4 +1,4 @@
-"""Preview the masks of a run on its own data before training: which tokens they leave out, and how many."""
+"""Preview a run's masks on its own data before training: which tokens they leave out, and how many."""
 
 import math
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ from fourfold.data.tokenizer import Tokenizer
 RATE_TOLERANCE = 0.2
 """Warn if the drop rate differs from 1/k by more than this fraction."""
 SPAN_FACTOR = 3.0
-"""Warn if the longest span without a dropped token is this many times longer than chance explains."""
+"""Warn if the longest span without a dropped token is this many times longer than expected by chance."""
 
-_FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone moves the rate by more than the tolerance.
+_FEWEST_TOKENS = 1_000  # With fewer tokens, the rate varies by more than the tolerance by chance alone.
 
 
 @dataclass(frozen=True)
 class MaskStatistics:
-    """Counts over some windows of the training data."""
+    """Statistics over some windows of the training data."""
 
     k: int
     tokens: int
     """Number of targets."""
     trainable: int
-    """Targets that all masks except goldfish keep."""
+    """Number of targets that all masks except goldfish keep."""
     dropped: int
-    """Trainable targets that the goldfish mask drops."""
+    """Number of trainable targets that the goldfish mask drops."""
     longest_undropped_span: int
-    """Longest run of targets in one document without a dropped target."""
+    """Length of the longest run of targets in one document without a dropped target."""
 
     @property
     def drop_rate(self) -> float:
-        """Fraction of the trainable targets that the goldfish mask drops."""
+        """Return the fraction of the trainable targets that the goldfish mask drops."""
         return self.dropped / self.trainable if self.trainable else 0.0
 
     @property
     def expected_longest_span(self) -> float:
-        """Expected longest span of n trainable targets if drops were independent: ln(n/k) / -ln(1 - 1/k)."""
+        """Return the expected longest span in n trainable targets if drops were independent: ln(n/k) / -ln(1 - 1/k)."""
         return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
 
     def warnings(self) -> list[str]:
@@ -67,7 +67,7 @@ class MaskStatistics:
 
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
-    """Count over these windows. The goldfish mask applies as it does after its start step."""
+    """Compute statistics over these windows. The goldfish mask applies even before its start step."""
     targets = windows.tokens[:, 1:]
     trainable = np.ones(targets.shape, dtype=bool)
     for mask in masks:
@@ -108,13 +108,13 @@ class Preview:
     trained_share: float
     """Fraction of the targets that are trained."""
     statistics: MaskStatistics | None
-    """None if there is no goldfish mask."""
+    """Statistics of the goldfish mask. None if there is no such mask."""
 
 
 def preview(
     dataset: Samples, masks: Sequence[LossMask], goldfish: Goldfish | None, samples: int, tokens: int
 ) -> Preview:
-    """Preview the masks on the beginning of the training data.
+    """Preview the masks at the beginning of the training data.
 
     Args:
         dataset: The samples.
@@ -137,7 +137,7 @@ def preview(
 
 
 def always(goldfish: Goldfish) -> Goldfish:
-    """Return the same mask, in effect from the first step on."""
+    """Return the same mask, in effect from the first step."""
     return Goldfish(goldfish.config, goldfish.exempt)
 
 

@@ -1,4 +1,4 @@
-"""Masks: small functions that select the tokens the loss counts. A token counts if all masks keep it.
+"""Masks are small functions that select the tokens in the loss. A token counts if all masks keep it.
 
 A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from token
 i is kept. It sees whole windows, before the sequence or the batch is split, so every layout drops the same tokens. The
@@ -29,7 +29,7 @@ def document_boundary(windows: Windows) -> NDArray[np.bool_]:
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Keep the assistant's turns of a conversation, or all of a plain text."""
+    """Keep only the assistant's turns in a conversation, or all tokens in plain text."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]
@@ -39,18 +39,18 @@ def answers_only(windows: Windows) -> NDArray[np.bool_]:
 class Responses:
     """Keep the text after a `start` marker, up to and including an `end` marker or the end of the document.
 
-    The markers are token ids. Fine-tuning on conversations then trains the answers and not the questions.
+    The markers are token ids. With this mask, fine-tuning on conversations trains only the answers, not the questions.
     """
 
     start: tuple[int, ...]
     end: tuple[int, ...] = ()
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
-        """Return which targets of the windows are kept [samples, S]."""
+        """Return which targets of the windows stay in the loss [samples, S]."""
         tokens, documents = windows.tokens, windows.documents
         opened = _last_end_of(self.start, tokens)
         closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
-        # If one marker both opens and closes, the text after it is open.
+        # If the same marker both opens and closes, the text after it counts as open.
         inside = (opened >= 0) & (opened >= closed)
         same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
         kept: NDArray[np.bool_] = (inside & same)[:, 1:]
@@ -73,8 +73,8 @@ def build_masks(
     Args:
         config: The section [masks].
         tokenizer: The tokenizer of the corpus, if it is known.
-        seq_length: Tokens per sample.
-        global_batch_size: Samples per step.
+        seq_length: Number of tokens per sample.
+        global_batch_size: Number of samples per step.
 
     Returns:
         The masks without goldfish, which validation uses, and the goldfish mask (or None).
@@ -98,7 +98,7 @@ def build_masks(
 
 
 def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the place after the last whole `marker` at or before each token, or -1 [samples, S + 1]."""
+    """Return the position after the last whole `marker` at or before each token, or -1 [samples, S + 1]."""
     samples, length = tokens.shape
     ends = np.full((samples, length), -1, dtype=np.int64)
     places = length - len(marker)
@@ -133,12 +133,12 @@ def _import_mask(name: str) -> LossMask:
 
 
 def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
-    """Wrap a user's mask to check its result."""
+    """Wrap a user's mask in a check of its result."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # Without this, the caller would blame one of its own files.
+        except OSError as error:  # Without this, the caller would blame one of its own files for the error.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

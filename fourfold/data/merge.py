@@ -19,7 +19,7 @@ def merge(
 ) -> dict[str, CorpusSplit]:
     """Merge the completed shards in `folder` into one corpus there, or into two if documents are held out.
 
-    A document's number in the input and `seed` decide whether it is held out.
+    The index of a document in the input and `seed` determine whether it is held out.
 
     Args:
         shards: The shards in input order.
@@ -29,7 +29,7 @@ def merge(
         seed: Seed of the choice.
 
     Returns:
-        "train", and "validation" if `validation_fraction` > 0.
+        The corpora "train" and, if `validation_fraction` > 0, "validation".
     """
     names = ("train", "validation") if validation_fraction > 0 else ("train",)
     splits = {name: CorpusSplit(folder / f"merged-{name}") for name in names}
@@ -53,7 +53,7 @@ def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray
     """Return whether each document is in a seeded random share of all documents.
 
     Args:
-        numbers: Numbers of the documents.
+        numbers: Indices of the documents.
         share: The share, in [0, 1).
         seed: Seed of the choice.
     """

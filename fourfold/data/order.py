@@ -14,7 +14,7 @@ Bits = TypeVar("Bits", np.uint64, NDArray[np.uint64])
 
 def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
     """Return a seeded 64-bit hash of each integer in `values`, in the same shape. It is uniform over all 64 bits."""
-    with np.errstate(over="ignore"):  # numpy warns when a scalar wraps around, but a hash must
+    with np.errstate(over="ignore"):  # NumPy warns when a scalar wraps around, which is intended here.
         key = _mix(np.uint64(seed & _ALL_BITS) + _GOLDEN)
         return np.asarray(_mix(np.asarray(values).astype(np.uint64) * _GOLDEN + key))
 
@@ -22,8 +22,8 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
-    A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through it
-    again ("cycle walking", under two rounds on average), so the whole is a bijection on [0, size).
+    A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
+    network again ("cycle walking", under two rounds on average). So the permutation is a bijection on [0, size).
 
     Args:
         indices: Integers in [0, size), any shape.
@@ -47,7 +47,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Apply a keyed bijection on [0, 2**bits): each half in turn is xored with a hash of the other half."""
+    """Apply a keyed bijection on [0, 2**bits). Each half is in turn xored with a hash of the other half."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(half)) - 1) for half in (low_bits, high_bits))
     low, high = values & low_mask, values >> low_bits
@@ -58,7 +58,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # A half has at most 32 bits, so the round's number does not overlap it.
+    # A half has at most 32 bits, so the round number does not overlap it.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

@@ -1,4 +1,4 @@
-"""Recognize tokenizer files in formats other than tokenizer.json, and say how to convert them."""
+"""Recognize tokenizer files in formats other than tokenizer.json, and tell the user how to convert them."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _PATTERNS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt")
 def describe_other_tokenizer(path: Path) -> str | None:
     """Return a sentence that names the format of the tokenizer file at or in `path` and says how to convert it.
 
-    None if the format is unknown.
+    Returns None if the format is unknown.
     """
     found = [path] if path.is_file() else [file for pattern in _PATTERNS for file in sorted(path.glob(pattern))]
     file = next((file for file in found if file.is_file() and any(map(file.match, _PATTERNS))), None)

@@ -1,4 +1,4 @@
-"""Read pairs of answers to one prompt as samples: the chosen answer, then the rejected answer."""
+"""Read pairs of answers to the same prompt as samples: the chosen answer, followed by the rejected answer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from fourfold.errors import UserError
 
 
 class PreferencePairs:
-    """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, then padding that is never trained.
+    """Windows of `seq_length` + 1 tokens. Each holds one answer with its prompt, followed by padding that is never
+    trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. An answer that does not fit loses its end. A pair is left out if a prompt leaves no room
-    for its answer.
+    order, drawn from `seed`. The end of an answer is cut off if it does not fit. A pair is left out if a prompt leaves
+    no room for its answer.
 
     Args:
         corpus: Tokens of the answers with their prompts, one document each.
-        answers: One flag per token of `corpus`: whether it is trained.
-        seq_length: Tokens per sample.
+        answers: One flag per token of `corpus`, which tells whether the token is trained.
+        seq_length: Number of tokens per sample.
         seed: Seed of the order of pairs.
-        padding: Token that fills a window.
+        padding: Token that fills the end of a window.
 
     Raises:
         UserError: The two corpora do not belong together, or no pair fits.
@@ -68,14 +69,14 @@ class PreferencePairs:
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the numbers of the documents that these samples hold."""
+        """Return the indices of the documents that these samples hold."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
         return chosen + second
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order."""
+        """Read the samples with these indices (int [B], from 0), in this order."""
         documents = self.documents_of(numbers)
         stream = np.full((len(documents), self.seq_length + 1), self.padding, dtype=np.int64)
         is_data = np.zeros(stream.shape, dtype=bool)

@@ -30,7 +30,7 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
 
-_TRAINING_BYTES = 1 << 30  # Train a tokenizer on at most this much input. More takes hours and changes little.
+_TRAINING_BYTES = 1 << 30  # Most bytes of input to train a tokenizer on. More would take hours and change little.
 _TRAINING_SAMPLE_SEED = 0
 
 
@@ -51,7 +51,7 @@ class PrepareSummary:
 
 @dataclass(frozen=True)
 class _Request:
-    """Everything that decides the content of a corpus."""
+    """Everything that determines the content of a corpus."""
 
     inputs: list[str]
     files: list[InputFile]
@@ -108,9 +108,9 @@ def prepare(
             it has.
         encoding: Encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
         validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
-        seed: Seed of that choice.
+        seed: Seed of this choice.
         canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
-        force: Make the corpus again even if it exists.
+        force: Whether to create the corpus again even if it exists.
 
     Returns:
         The manifests and the files of the corpus, and notes about how the input was read.
@@ -139,7 +139,7 @@ def _make(
     workers: int,
     force: bool,
 ) -> tuple[Manifest, Manifest | None]:
-    """Make the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
+    """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
     if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
         kinds = " and ".join(TEXT_SUFFIXES)
         raise UserError(f"--encoding {request.encoding} is for {kinds} files, but the input has none")
@@ -161,7 +161,7 @@ def _make(
                 ledger = ledger_path(prefix)
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
-            ledger_path(prefix).unlink(missing_ok=True)  # An earlier corpus may have left one behind.
+            ledger_path(prefix).unlink(missing_ok=True)  # An earlier corpus may have left a ledger behind.
         decoded = read_decodings(shards, parts)
         notes = [describe_files(f"read as {how}", paths) for how, paths in decoded.items()] + collect_notes([], loaded)
         if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
@@ -219,7 +219,8 @@ def check_fraction(validation_fraction: float) -> None:
 
 
 def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
-    """Return the manifests of the corpus at `prefix` if it is complete and the request would make the same corpus."""
+    """Return the manifests of the corpus at `prefix`, if it is complete and the request would create the same
+    corpus."""
     held_out = validation_prefix(prefix)
     try:
         train = read_manifest(prefix)
@@ -232,7 +233,7 @@ def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest 
             return train, None
         IndexedDataset(held_out)
         validation = read_manifest(held_out)
-    except UserError:  # A damaged corpus is made again.
+    except UserError:  # A damaged corpus is created again.
         return None
     return (train, validation) if validation is not None else None
 
@@ -251,7 +252,7 @@ def unfinished(prefix: Path) -> Iterator[Path]:
         finally:
             if all(path.name == "lock" for path in parts.iterdir()):
                 (parts / "lock").unlink(missing_ok=True)
-                with suppress(OSError):  # Another process has started to use the folder.
+                with suppress(OSError):  # This fails if another process has started to use the folder.
                     parts.rmdir()
 
 
@@ -310,7 +311,7 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Move the merged corpora to their names. No manifest exists while old and new files are mixed."""
+    """Rename the merged corpora to their final names. While old and new files are mixed, there is no manifest."""
     _withdraw(prefix)
     for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)
@@ -330,10 +331,10 @@ def _publish(
 
 
 def _withdraw(prefix: Path) -> None:
-    """Remove the manifest of an earlier corpus at `prefix`, and its validation split."""
+    """Remove the manifest and the validation split of an earlier corpus at `prefix`."""
     manifest_path(prefix).unlink(missing_ok=True)
     held_out = validation_prefix(prefix)
-    if manifest_path(held_out).is_file():  # Remove only files that a preparation made.
+    if manifest_path(held_out).is_file():  # Remove only files that an earlier preparation wrote.
         for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
             path.unlink(missing_ok=True)
 

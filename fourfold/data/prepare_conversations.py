@@ -1,4 +1,5 @@
-"""Prepare a corpus on disk from conversations: tokens, and a flag for each token that says whether it is trained."""
+"""Prepare a corpus on disk from conversations. It has tokens, and a flag per token that tells whether the token is
+trained."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -21,7 +22,7 @@ from fourfold.data.tokenizer import Tokenizer, encode_completion, load_tokenizer
 from fourfold.errors import UserError, given_as
 
 _FLAG_VALUES = 2
-"""Size of the flags' vocabulary."""
+"""Number of flag values, stored as the vocabulary size of the flags."""
 
 
 def prepare_conversations(
@@ -39,8 +40,8 @@ def prepare_conversations(
 ) -> PrepareSummary:
     """Tokenize conversations into OUT.bin, OUT.idx, and OUT.json, with a flag for each trained token in OUT-trained.*.
 
-    `conversation_rows` describes the rows. With `format` "preferences" a row becomes two documents: the chosen answer,
-    then the rejected answer. OUT.json is written last.
+    `conversation_rows` describes the format of the rows. With `format` "preferences", a row becomes two documents: the
+    chosen answer, followed by the rejected answer. OUT.json is written last.
 
     Args:
         inputs: See `list_inputs`.
@@ -48,11 +49,11 @@ def prepare_conversations(
         tokenizer: "bytes", or the folder of a model, whose chat template renders messages.
         chat_template: Jinja file with another template.
         eos_token: Special token that ends a completion (default: the tokenizer's own, see `HFTokenizer`).
-        bos_token: Special token that begins a prompt, or "auto" for the tokenizer's own (default: none). Chat
-            templates write their own.
+        bos_token: Special token that begins a prompt, or "auto" for the tokenizer's own (default: none). Chat templates
+            write their own tokens.
         ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
         validation_fraction: Fraction of the rows that go to OUT-validation instead, chosen by a seeded hash.
-        seed: Seed of that choice.
+        seed: Seed of this choice.
         format: "sft" or "preferences".
 
     Raises:
@@ -100,7 +101,7 @@ def _write_splits(
         for name, split in splits.items():
             if split.documents == 0:
                 raise UserError(f"{', '.join(names)}: no conversation is left for {name}; change --validation-fraction")
-        # Keep an earlier corpus of that name until every row has been read.
+        # Keep an earlier corpus with this name until every row has been read.
         for target in (prefix, validation_prefix(prefix)):
             manifest_path(target).unlink(missing_ok=True)
     return splits
@@ -132,11 +133,12 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Digest of the tokenizer and the template. Together with the rows, they determine the tokens."""
+        """Return a digest of the tokenizer and the template. Together with the rows, they determine the tokens."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:
-        """Yield the documents of each row: the tokens, whether each is trained, and the bytes of the text."""
+        """Yield the documents of each row: the tokens, whether each token is trained, and the number of bytes of
+        text."""
         for where, row in read_rows(path):
             documents = []
             try:

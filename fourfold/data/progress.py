@@ -1,4 +1,4 @@
-"""Show the progress of a long preparation on stderr: a bar on a terminal, otherwise a plain line every ten seconds."""
+"""Show the progress of a long preparation on stderr: a bar in a terminal, or a plain line every ten seconds."""
 
 import sys
 import time
@@ -30,7 +30,7 @@ def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _terminal_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich import progress  # rich is slow to import, and only a terminal needs it.
+    from rich import progress  # rich is slow to import and needed only in a terminal.
     from rich.console import Console
 
     columns = (

@@ -1,4 +1,5 @@
-"""Shards, the units of tokenizing: one process turns a few files or part of a large file into a small corpus."""
+"""Define shards, the units of tokenizing. One process turns a few files, or a part of a large file, into a small
+corpus."""
 
 import hashlib
 import json
@@ -18,9 +19,9 @@ from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 
-SMALLEST_SHARD = 1 << 20  # bytes
+SMALLEST_SHARD = 1 << 20  # In bytes.
 _MOST_SHARDS = 8192
-_CHARACTERS_AT_ONCE = 1 << 20  # Characters per call of the tokenizer.
+_CHARACTERS_AT_ONCE = 1 << 20  # Number of characters per call of the tokenizer.
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """File ranges in input order, and everything else that decides their tokens."""
+    """File ranges in input order, with everything else that determines their tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str
@@ -46,15 +47,15 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Bytes of input on disk."""
+        """Return the number of bytes of input on disk."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def key(self) -> str:
-        """Name of the result.
+        """Return the name of the result.
 
-        Two shards have the same name exactly if their tokenizer and their input files (by size and modification time)
-        are the same.
+        Two shards have the same name if and only if they have the same tokenizer and the same input files (by size and
+        modification time).
         """
         encoding = [] if self.encoding is None else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
@@ -97,7 +98,7 @@ def cut_into_shards(
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard to `folder`, then a file that marks it as complete.
+    """Write the corpus of one shard to `folder`, followed by a file that marks it as complete.
 
     Raises:
         UserError: A file cannot be read, or a document does not fit in memory.
@@ -133,7 +134,8 @@ def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.
 
 
 def read_decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
-    """Return the text files of completed shards that are not UTF-8: the encoding, and the paths that it decoded."""
+    """Return the text files of completed shards that are not UTF-8, as a mapping from each encoding to the paths
+    that it decoded."""
     found: dict[str, list[str]] = {}
     for shard in shards:
         for how, paths in json.loads(_report(shard, folder).read_bytes()).items():
@@ -170,7 +172,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
                 if characters >= _CHARACTERS_AT_ONCE:
                     yield texts
                     texts, characters = [], 0
-        except UnreadableFile as error:  # Read on, so that one message names all unreadable files.
+        except UnreadableFile as error:  # Continue reading, so that one message names all unreadable files.
             failed.append(error)
     if failed:
         raise UnreadableFiles(failed)
@@ -180,7 +182,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
 
 @lru_cache(maxsize=1)
 def _load_once(name: str, fingerprint: str, eod: int | None, bos: int | None) -> Tokenizer:
-    """Load the tokenizer once: a process tokenizes many shards with it."""
+    """Load the tokenizer once, because a process tokenizes many shards with it."""
     tokenizer = load_tokenizer(name, eod, bos)
     assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
     return tokenizer

@@ -12,16 +12,16 @@ from fourfold.data.stream import DocumentStream
 
 
 class ShuffledDocuments:
-    """A stream whose documents are shuffled in consecutive blocks of `size`, each in its own order.
+    """A stream whose documents are shuffled within consecutive blocks of `size` documents.
 
-    A block ends at the end of an epoch, so each epoch has every document once. If `size` is at least the number of
-    documents, the whole dataset is shuffled. The seed and the index of a block determine the order within the block. So
-    a position in the shuffled stream is only the block's start and an index in the block. A shuffle buffer that draws
-    at random could not be resumed without saving its content.
+    A block never crosses the end of an epoch, so each epoch has every document exactly once. If `size` is at least the
+    number of documents, the whole dataset is shuffled. The seed and the index of a block determine the order within the
+    block. So a position in the shuffled stream is only the block's start and an index in the block. In contrast, a
+    shuffle buffer that draws at random could not be resumed without saving its content.
 
     Args:
         documents: The stream. Its places have an `epoch`.
-        size: Documents per block.
+        size: Number of documents per block.
         seed: Seed of the order.
     """
 
@@ -29,7 +29,7 @@ class ShuffledDocuments:
         self._documents, self._size, self._seed = documents, size, seed
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place. Begin at `place`, or at the first document if None.
+        """Yield the place and the text of each document. Begin at `place`, or at the first document if `place` is None.
 
         One block is held in memory.
         """
@@ -42,7 +42,8 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Read the documents from the start of a block. Each block is freed before the next one is read."""
+        """Yield the documents of each block, from the start of a block on. Each block is freed before the next one is
+        read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

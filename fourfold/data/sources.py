@@ -22,11 +22,11 @@ from fourfold.untrusted_files import check_regular
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
-"""Suffix of the files that `datasets` keeps in its cache. Only inputs named hf:… are such files."""
+"""Suffix of the files that `datasets` keeps in its cache. Only inputs with names hf:… have such files."""
 TABLES = (".parquet", ARROW)
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 LONGEST_TEXT = 2**31 - 1
-"""Largest size of a decompressed text file or of a line, in bytes. The format on disk limits a document to this many
+"""Largest size in bytes of a decompressed text file or of a line. The format on disk limits a document to this many
 tokens."""
 
 _KNOWN = ", ".join(SUFFIXES)
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file at the time it was found: its absolute path, size, and modification time, which reveal later changes."""
+    """A file as it was found: its absolute path, size, and modification time. Size and time reveal later changes."""
 
     path: str
     size: int
@@ -50,7 +50,8 @@ class InputFile:
 
 
 def list_left_out(inputs: Iterable[str | Path]) -> dict[str, list[Path]]:
-    """List the files in `inputs` that `list_inputs` does not read, by reason. Hidden files are not listed."""
+    """Return the files in `inputs` that `list_inputs` does not read, grouped by reason. Hidden files are not
+    included."""
     found: dict[str, list[Path]] = {}
     for path in (path for item in inputs for path in _list_matching(str(item))):
         if not _is_input(path) and (path.is_symlink() or not path.is_dir()):
@@ -90,8 +91,8 @@ def read_documents(
 ) -> Iterator[str]:
     """Yield the documents of one file, except empty ones.
 
-    A .txt or .txt.gz file is one document, decoded by `text_encoding.decode`. A .py file is one document too, and is
-    left out if it is not UTF-8. In the other kinds of files every row is a document.
+    A .txt or .txt.gz file is one document, decoded by `text_encoding.decode`. A .py file is also one document, and is
+    left out if it is not UTF-8. In all other types of files, every row is a document.
 
     Args:
         path: The file.
@@ -114,7 +115,7 @@ def read_documents(
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield every row of a file with its place, which prints as "FILE, line 3".
+    """Yield the place and the content of every row in a file. A place prints as "FILE, line 3".
 
     Raises:
         UserError: The file has no rows or cannot be read. The message names the file, and the line if there is one.
@@ -131,7 +132,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield the JSON object of every line with its place. The file may be gzipped.
+    """Yield the place and the JSON object of every line. The file may be gzipped.
 
     Raises:
         UserError: A line cannot be read.
@@ -142,7 +143,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Turn errors of reading (a missing file or permission, a damaged gzip) into a UserError that names the file."""
+    """Turn read errors (such as a missing file or permission, or a damaged gzip file) into a UserError that names the
+    file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -176,7 +178,7 @@ def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) 
 
 
 def _read_content(path: Path) -> bytes | bytearray:
-    """Return the bytes of a file. Decompress block by block, because a few megabytes can expand to any size."""
+    """Return the bytes of a file. Decompress it block by block, because a few megabytes can expand to any size."""
     if path.suffix != ".gz":
         return path.read_bytes()
     content = bytearray()
@@ -190,7 +192,7 @@ def _read_content(path: Path) -> bytes | bytearray:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file. Its number is counted only when it is printed."""
+    """A line of a file. Its line number is computed only when it is printed."""
 
     path: Path
     begin: int
@@ -209,7 +211,7 @@ class _Line:
 def _parse_lines(
     path: Path, parse: Callable[[bytes], T], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[_Line, T]]:
-    """Parse the lines that begin at bytes [start, stop) and are not blank. Yield each line with its value."""
+    """Parse the nonblank lines that begin at bytes [start, stop). Yield each line with its parsed value."""
     with _open(path) as file:
         if start > 0:
             # A line that crosses the boundary belongs to the previous part. A line that begins at `start` belongs to
@@ -242,12 +244,12 @@ def _parse_text(line: bytes, key: str) -> str | None:
     text = row[found]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"{found}" holds a {type(text).__name__}, not text; choose another with --text-key')
-    # JSON can escape a lone surrogate ("\\ud800"), which cannot be encoded.
+    # JSON can contain an escaped lone surrogate ("\\ud800"), which cannot be encoded.
     return text and text.encode(errors="replace").decode()
 
 
 def _first_key(key: str, names: Iterable[str]) -> str | None:
-    """Return the first of the comma-separated keys in `key` that is among the names."""
+    """Return the first of the comma-separated keys in `key` that is among `names`."""
     known = set(names)
     return next((each for each in (key, *key.split(",")) if each in known), None)
 
@@ -316,7 +318,8 @@ def _expand(item: str) -> list[Path]:
 
 
 def _list_matching(item: str) -> list[Path]:
-    """List the files of a file, a folder (searched recursively, without hidden names), or a glob, sorted."""
+    """List the files that a path matches, sorted. The path is a file, a folder (searched recursively, without hidden
+    names), or a glob."""
     named = [item] if Path(item).exists() else sorted(glob.glob(item, recursive=True))
     return list(dict.fromkeys(file for name in named for file in _list_within(Path(name))))
 
@@ -333,7 +336,8 @@ def _is_input(path: Path) -> bool:
 
 
 def _list_python_stdlib() -> list[Path]:
-    """List the sources of the running interpreter's library, sorted. Include its tests only if there is little else."""
+    """List the source files of the running interpreter's standard library, sorted. Include its tests only if there is
+    little else."""
     root = Path(sysconfig.get_paths()["stdlib"])
     every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
     without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]

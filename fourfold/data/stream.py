@@ -1,4 +1,4 @@
-"""Number the samples of a document stream, tokenize them in the background, and resume exactly from a checkpoint.
+"""Turn a document stream into samples: tokenize the documents in the background, and resume exactly from a checkpoint.
 
 The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
 the grid. A process opens only the streams of its own samples.
@@ -18,8 +18,8 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # Seconds between checks for a request to end.
-_PATIENCE = 2.0  # Seconds to wait for threads to end. They may never end if the network is down.
+_GLANCE = 0.1  # Number of seconds between checks for a request to end.
+_PATIENCE = 2.0  # Number of seconds to wait for threads to end. They may never end if the network is down.
 # Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
 _KEPT = 8
 
@@ -28,27 +28,28 @@ class DocumentStream(Protocol):
     """An endless sequence of documents. Reading can begin at any document."""
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document after its place, a JSON value. Begin at `place`, or at the first document if None."""
+        """Yield the place (a JSON value) and the text of each document. Begin at `place`, or at the first document if
+        `place` is None."""
         ...
 
 
 @dataclass(frozen=True)
 class Position:
-    """Start of a window, with all that is needed to read the window without the text before it."""
+    """Start of a window, with everything that is needed to read the window without reading earlier text."""
 
     place: Any = None
-    """Place of the document with the first token that the window or its look-back needs."""
+    """Place of the document that has the first token of the window or of its look-back."""
     skip: int = 0
-    """Number of tokens in that document before the needed token."""
+    """Number of tokens in that document before the first needed token."""
     before: int = 0
-    """Number of tokens in the window's look-back. It is smaller than the look-back at the start of a stream."""
+    """Number of tokens in the window's look-back. There are fewer at the start of a stream."""
 
 
 class StreamWindow(NamedTuple):
     """A window of a stream. It becomes one row of `Windows`."""
 
     tokens: NDArray[np.int64]
-    """Tokens [before + seq_length + 1]."""
+    """Tokens of the look-back and the window [before + seq_length + 1]."""
     document_starts: NDArray[np.int64]
     """Document starts, as indices into `tokens`."""
     next: Position
@@ -58,7 +59,8 @@ class StreamWindow(NamedTuple):
 def cut_into_windows(
     documents: DocumentStream, tokenizer: Tokenizer, position: Position, seq_length: int, look_back: int
 ) -> Iterator[StreamWindow]:
-    """Cut a stream of documents into windows of `seq_length` + 1 tokens, from a position on. Neighbors share one token.
+    """Cut a stream of documents into windows of `seq_length` + 1 tokens, starting at a position. Neighboring windows
+    share one token.
 
     The windows equal the windows of a corpus that `fourfold prepare` makes from the same documents.
 
@@ -66,8 +68,8 @@ def cut_into_windows(
         documents: The stream.
         tokenizer: The tokenizer.
         position: Start of the first window.
-        seq_length: Tokens per sample.
-        look_back: Tokens before each window that masks see.
+        seq_length: Number of tokens per sample.
+        look_back: Number of tokens before each window that masks see.
     """
     tokens = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, Any]] = []  # Starts of documents in `tokens`, and their places in the stream.
@@ -103,19 +105,20 @@ class _Heard:
 class StreamedWindows:
     """Samples from streams of documents.
 
-    Reading is fast in ascending order. To go back, it reads again from the last known position before the sample.
+    Reading is fast in ascending order. To go back, it reads the stream again from the last known position before the
+    sample.
 
     Args:
         name: Name of the dataset, for messages.
         streams: The parts of the dataset.
         tokenizer: The tokenizer.
-        seq_length: Tokens per sample.
-        global_batch_size: Samples per step, a multiple of the number of streams.
-        look_back: Tokens before each window that masks see.
+        seq_length: Number of tokens per sample.
+        global_batch_size: Number of samples per step, a multiple of the number of streams.
+        look_back: Number of tokens before each window that masks see.
         ahead: Largest number of windows of one stream to hold in memory.
-        timeout: Seconds without a document after which a stream counts as dead and `read` raises UserError.
+        timeout: Number of seconds without a document after which a stream counts as dead, and `read` raises UserError.
         text_key: Column of the text, for checkpoints.
-        shuffle_buffer: Documents shuffled together, for checkpoints.
+        shuffle_buffer: Number of documents that are shuffled together, for checkpoints.
         order: Reorders the documents of a stream. It may read many documents before it yields one.
     """
 
@@ -144,7 +147,7 @@ class StreamedWindows:
         self._lock = threading.Lock()
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Read the samples with these numbers (int [B], from 0), in this order.
+        """Read the samples with these indices (int [B], from 0), in this order.
 
         Raises:
             UserError: A stream is dead or cannot be read.
@@ -170,7 +173,7 @@ class StreamedWindows:
 
         Args:
             steps: Number of finished steps.
-            mine: Numbers of this process's samples. The result holds the streams whose last sample is among them.
+            mine: Indices of this process's samples. The result holds the streams whose last sample is among them.
         """
         count, places = len(self.streams), steps * self._of_a_step
         own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))
@@ -194,7 +197,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # The step's batch was skipped.
+        if (position := known()) is None:  # The batch of the step was skipped.
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()
@@ -230,7 +233,7 @@ class StreamedWindows:
 
 
 class _Ahead:
-    """Windows of one stream, read ahead in a thread. `next` is the number of the window that `take` returns."""
+    """Windows of one stream, read ahead in a thread. `next` is the index of the window that `take` will return."""
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class _Ahead:
         self._name, self._source, self._timeout = name, source, timeout
         self._ready: Queue[StreamWindow | UserError] = Queue(most)
         self._closed = threading.Event()
-        # A daemon thread, because a read from a dead network may never return.
+        # Use a daemon thread, because a read from a dead network may never return.
         self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
         self._thread.start()
 
@@ -274,7 +277,7 @@ class _Ahead:
         raise UserError(f"{self._name} is closed")
 
     def stop(self) -> None:
-        """Ask the thread to end. From now on `take` raises UserError."""
+        """Ask the thread to end. After this, `take` raises UserError."""
         self._closed.set()
 
     def wait(self, seconds: float) -> None:
@@ -288,7 +291,7 @@ class _Ahead:
                     return
         except UserError as error:
             self._put(error)
-        except Exception as error:  # Libraries pass on any exception of the network or the files.
+        except Exception as error:  # Libraries pass on any exception from the network or the file system.
             text = " ".join(str(error).split())
             self._put(UserError(f"{self._name} can no longer be read: {type(error).__name__}: {text}"))
 

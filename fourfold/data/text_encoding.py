@@ -1,4 +1,5 @@
-"""Decode text files as UTF-8, by their byte-order mark, or in the encoding that the user names. Never guess."""
+"""Decode text files as UTF-8, by their byte-order mark, or in the encoding that the user names. Never guess the
+encoding."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from fourfold.errors import UserError
 
 UTF_8 = "utf-8"
 MOST_NAMED = 10
-"""Largest number of files named in one message."""
+"""Largest number of files that one message names."""
 
-_MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the mark of UTF-16
+_MARKS = {  # UTF-32 comes first, because its little-endian mark begins with UTF-16's mark.
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -23,12 +24,12 @@ _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with the
     codecs.BOM_UTF8: "utf-8-sig",
 }
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
-_NUL_SHARE = 0.25  # Half the bytes of English text in UTF-16 are NUL.
+_NUL_SHARE = 0.25  # In UTF-16, half the bytes of English text are NUL.
 _SAMPLE = 1 << 16  # Number of bytes that the detection reads.
 _WITHOUT = "remove such characters, or leave the file out"
 _WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
 _CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
-_CONTEXT = 12  # Number of characters shown before and after the first one that is not ASCII.
+_CONTEXT = 12  # Number of characters to show before and after the first character that is not ASCII.
 _CONTROL = re.compile("[\0-\x08\x0e-\x19\x1b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 """Characters that only a wrong encoding produces: lone surrogates, and control characters except whitespace and
 end-of-file marks."""
@@ -79,7 +80,7 @@ def resolve_encoding(name: str) -> str:
 def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[str, str | None]:
     """Decode the content of a text file.
 
-    A byte-order mark decides the encoding. Without one:
+    If there is a byte-order mark, it determines the encoding. Without one:
         1. The file is UTF-16 or UTF-32 if the fraction of NUL bytes is typical of such text.
         2. If all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does, it is decoded as
           `named`.
@@ -88,7 +89,7 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
 
     Args:
         path: The file, for messages.
-        content: Its bytes.
+        content: The bytes of the file.
         named: The encoding that the user named.
 
     Returns:
@@ -144,7 +145,7 @@ def _decode_as_named(path: Path, content: bytes | bytearray, encoding: str) -> t
 
 
 def describe_files(what: str, paths: Iterable[str | Path]) -> str:
-    """Return a line about files that names the first few."""
+    """Return a line that names the first few files."""
     each = [str(path) for path in paths]
     more = f" and {len(each) - MOST_NAMED} more" if len(each) > MOST_NAMED else ""
     return f"{what}: {', '.join(each[:MOST_NAMED])}{more}"
@@ -159,7 +160,8 @@ def _is_seven_bit(encoding: str) -> bool:
 
 
 def _detect_wide_encoding(content: bytes | bytearray) -> str | None:
-    """Return UTF-16 or UTF-32 if the fraction of NUL bytes is typical of Latin text in it. Otherwise return None."""
+    """Return UTF-16 or UTF-32 if the fraction of NUL bytes is typical of Latin text in that encoding. Otherwise return
+    None."""
     sample = content[:_SAMPLE]
     if sample.count(0) < len(sample) * _NUL_SHARE:
         return None
@@ -180,7 +182,7 @@ def _show_readings(content: bytes | bytearray, start: int, names: Sequence[str] 
         except (UnicodeDecodeError, LookupError):
             continue
         if text.isprintable():
-            # Write names that iconv knows too, such as iso-2022-jp and koi8-r.
+            # Use spellings that iconv also knows, such as iso-2022-jp and koi8-r.
             shown.setdefault(text, name.replace("iso2022", "iso-2022").replace("_", "-"))
     readings = [f'"{text}" in {name}' for text, name in shown.items()]
     return f": {' or '.join(readings[:3])}" if readings else ""

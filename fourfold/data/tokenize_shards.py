@@ -1,4 +1,4 @@
-"""Tokenize shards in this process or in several, and skip completed shards."""
+"""Tokenize shards in this process or in several processes, and skip completed shards."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from fourfold.processes import end_with_parent
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`.
 
-    Shards that were completed before an error remain. One error at the end names all files that could not be read.
+    Shards that were completed before an error are kept. One error at the end names all files that could not be read.
 
     Args:
         shards: The shards.
@@ -73,6 +73,6 @@ def _finish_shard(finish: Callable[[], None]) -> list[UnreadableFile]:
 
 
 def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One process per core is parallel enough.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One process per core is already parallel enough.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # With the default handler, Ctrl-C ends a worker without a traceback.
     end_with_parent()

@@ -24,7 +24,7 @@ _USUAL_NAMES = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
 )
-_SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
+_SMALLEST_BPE = 257  # There are 256 bytes and the end-of-document token.
 
 
 class NoSuchToken(UserError):
@@ -39,13 +39,13 @@ class Tokenizer(Protocol):
     eod_id: int
     """Id that ends a document."""
     bos_id: int | None
-    """Id that begins a text, if the model has one."""
+    """Id that begins a text. None if the model has no such token."""
     begins_documents: bool
-    """Whether documents of a corpus begin with `bos_id`."""
+    """Whether documents in a corpus begin with `bos_id`."""
     special_ids: tuple[int, ...]
     """Ids that are not text, ascending."""
     fingerprint: str
-    """Two tokenizers have equal fingerprints exactly if they produce the same ids."""
+    """Two tokenizers have equal fingerprints if and only if they produce the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document. It needs no file."""
+    """Encodes text as UTF-8 bytes with ids 0 to 255, and id 256 for the end of a document. It needs no file."""
 
     vocab_size: int = 257
     eod_id: int = 256
@@ -140,7 +140,7 @@ class HFTokenizer:
     def eod_of(self, fingerprint: str) -> int | None:
         """Return the token that ends the documents of a corpus with that fingerprint.
 
-        None if another tokenizer made it.
+        Returns None if another tokenizer made the corpus.
         """
         ends = ((end, bos) for bos in {None, self.bos_id} for end in (self.eod_id, *range(self.vocab_size)))
         return next((end for end, bos in ends if self._fingerprint(end, bos) == fingerprint), None)
@@ -176,7 +176,7 @@ class HFTokenizer:
         return found[0]
 
     def _read_config(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file next to the model's tokenizer.json, or {} if there is none."""
+        """Return the JSON object in a file next to tokenizer.json, or {} if there is no such file."""
         file = self.path.with_name(name)
         if self.path.name != "tokenizer.json" or not file.is_file():
             return {}
@@ -216,12 +216,13 @@ class HFTokenizer:
 
 
 def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a document in a corpus: with its end-of-document token, and perhaps a beginning token."""
+    """Return the ids of a document in a corpus, with its end-of-document token, and with a beginning token if the
+    tokenizer adds one."""
     return [*begin_of(tokenizer), *ids, tokenizer.eod_id]
 
 
 def begin_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids before the text of a document: none, or the beginning-of-text token."""
+    """Return the ids that come before the text of a document: either none, or the beginning-of-text token."""
     return [tokenizer.bos_id] if tokenizer.begins_documents and tokenizer.bos_id is not None else []
 
 
@@ -255,7 +256,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFToke
 
     Args:
         texts: The text to train on.
-        vocab_size: Number of tokens, including the 256 bytes and <|endoftext|> (id 0). A small corpus may yield fewer.
+        vocab_size: Number of tokens, including the 256 bytes and <|endoftext|> (id 0). A small corpus may yield fewer
+            tokens.
         path: Path of the tokenizer.json.
 
     Raises:

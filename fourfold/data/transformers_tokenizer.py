@@ -39,9 +39,9 @@ class TransformersTokenizer:
 
     @cached_property
     def file(self) -> HFTokenizer | None:
-        """The folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it.
+        """Return the folder's tokenizer.json, opened in the same way as `fourfold prepare` opens it.
 
-        None if there is no such file.
+        Returns None if there is no such file.
         """
         from transformers.utils.hub import cached_file
 
@@ -53,7 +53,7 @@ class TransformersTokenizer:
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of its tokenizer.json. None if there is none."""
+        """Return the fingerprint of the tokenizer.json, or None if there is no such file."""
         return None if self.file is None else self.file.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -70,7 +70,8 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether a tokenizer may have made a corpus with that fingerprint, whatever token ends its documents."""
+    """Return whether a tokenizer may have made a corpus with this fingerprint, regardless of the token that ends its
+    documents."""
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     if isinstance(ours, HFTokenizer):
         return ours.eod_of(fingerprint) is not None
@@ -80,7 +81,8 @@ def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
 def eod_of(tokenizer: AnyTokenizer, fingerprint: str | None) -> int | None:
     """Return the token that ends the documents of a corpus with that fingerprint.
 
-    Without a fingerprint it is the token that `fourfold prepare` takes by default. None if the tokenizer has none.
+    Without a fingerprint, return the token that `fourfold prepare` uses by default. Returns None if the tokenizer has
+    no such token.
     """
     ours = tokenizer.file if isinstance(tokenizer, TransformersTokenizer) else tokenizer
     made_with = ours.eod_of(fingerprint) if isinstance(ours, HFTokenizer) and fingerprint is not None else None
@@ -107,7 +109,7 @@ def open_tokenizer(name: str) -> Any:
     """Open the transformers tokenizer of a folder or a Hub id.
 
     Raises:
-        UserError: There is none, or it needs code of the model.
+        UserError: There is no tokenizer, or it needs code that comes with the model.
     """
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -119,13 +121,13 @@ def open_tokenizer(name: str) -> Any:
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers constructed it from the model type alone.
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """Return why transformers refuses a model that comes with its own code, or None for another error."""
+    """Return why transformers refuses a model that comes with its own code. For any other error, return None."""
     if REMOTE_CODE not in str(error):
         return None
     return "it needs Python code that comes with it, which fourfold never runs; use one that transformers has built in"

@@ -32,11 +32,11 @@ class FunctionOfMany(torch.autograd.Function):
 
 
 class Context(Protocol[T]):
-    """The context that keeps tensors, and one ``kept`` value, from a function's forward to its backward."""
+    """The context that carries saved tensors and one ``kept`` value from a function's forward to its backward."""
 
     kept: T
     saved_tensors: tuple[Any, ...]
-    """Tensors, or None if the forward saved None."""
+    """The saved tensors, with None for each None that the forward saved."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -75,11 +75,11 @@ class _Differentiable(Function):
 def differentiable(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor | None
 ) -> Tensor:
-    """Call a linear function with a gradient of its own.
+    """Call a linear function, with a custom backward.
 
     Args:
         backward: computes the input's gradient from the output's gradient and ``kept``.
-        kept: the tensors that the backward reads. If its closure held them, they would outlive the backward, and
-            recomputation would not free them.
+        kept: the tensors that the backward reads. Do not put them in the backward's closure: there they would outlive
+            the backward, and recomputation would not free them.
     """
     return _Differentiable.apply(x, forward, backward, *kept)

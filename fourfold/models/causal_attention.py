@@ -1,4 +1,4 @@
-"""Causal attention in plain PyTorch, and the tables that all layers of a kind share.
+"""Causal attention in plain PyTorch, and the tables that all layers with the same attention type share.
 
 Shapes: B sequences, S tokens, N heads, K key-value heads, D head_dim.
 """
@@ -19,12 +19,12 @@ from fourfold.models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
-    """The attention core: normalize and rotate queries and keys, and attend. Returns the heads' outputs."""
+    """The attention core. It normalizes and rotates queries and keys, attends, and returns the outputs of the heads."""
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     is_for_gpu = False
-    """Use the GPU's operations on any device. The trace of a GPU run sets this."""
+    """Whether to use the operations of a GPU on any device. The trace of a GPU run sets this."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class AttentionCore(nn.Module):
         return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
 
     def norm_all_heads(self, q_BSf: Tensor, k_BSf: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize queries and keys over all heads, if the model does that."""
+        """Normalize queries and keys over all heads if the model does so."""
         if self.norms_each_head or self.q_norm is None or self.k_norm is None:
             return q_BSf, k_BSf
         return self.q_norm(q_BSf), self.k_norm(k_BSf)
 
     def attend_heads(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend, with the heads of the inputs and of the output joined in one dim."""
+        """Compute attention. The heads of the inputs and of the output are joined in one dim."""
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
@@ -65,8 +65,8 @@ class AttentionCore(nn.Module):
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
-            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. Without
-            # these kernels, torch would keep all scores.
+            # Kernels with a mask, and the float32 kernel on a GPU, need as many key-value heads as query heads. If no
+            # such kernel fits, torch keeps all scores in memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.softcap and mask is not None:
@@ -78,7 +78,7 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """Return a mask [B or 1, 1, Q, S], true where a query may see a key. None stands for a causal mask."""
+        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key. None means a causal mask."""
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
@@ -89,15 +89,15 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What all layers of a kind read in addition to their hidden states."""
+    """Inputs that all layers of one attention type read in addition to their hidden states."""
 
     cos_BS1d: Tensor | None = None
-    """Rotary tables, None with learned positions. B is 1 if all sequences have the same positions."""
+    """Rotary tables, or None with learned positions. B is 1 if all sequences have the same positions."""
     sin_BS1d: Tensor | None = None
     mask_B1SS: Tensor | None = None
-    """True where a query may see a key. None means plain causal attention."""
+    """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
-    """The position of the first query in the sequence, if the queries are only a part of it."""
+    """The position in the sequence of the first query, if the queries are only a part of the sequence."""
     window: int = 0
     """The number of tokens that a query sees, including itself. 0 means all tokens before it."""
     is_data_BS: Tensor | None = None
@@ -105,7 +105,7 @@ class AttentionContext:
 
 
 class AttentionTables(nn.Module):
-    """Rotary tables and masks, computed once for all layers of a kind."""
+    """Computes rotary tables and masks once for all layers of one attention type."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class AttentionTables(nn.Module):
     def with_documents(
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> AttentionContext:
-        """Add a mask to the tables, if attention is not just causal."""
+        """Add a mask to the tables unless attention is plain causal attention."""
         length = positions_BS.shape[1]
         if document_ends_BE is None and not 0 < tables.window < length:
             return tables
@@ -145,13 +145,14 @@ class AttentionTables(nn.Module):
 
 
 def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
-    """Return the number of each token's document within its sequence, [B, S]."""
+    """Return the index of each token's document within its sequence, [B, S]."""
     places_BS = torch.arange(length, device=document_ends_BE.device).repeat(len(document_ends_BE), 1)
     return torch.searchsorted(document_ends_BE, places_BS, right=True)
 
 
 def causal_within(documents_BS: Tensor, window: int = 0) -> Tensor:
-    """Return a mask [B, 1, S, S], true if a query may see a key: not after it, in its document, and in its window."""
+    """Return a mask [B, 1, S, S] that is true if a query may see a key. The key must not come after the query, and
+    must be in the query's document and window."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     seen_BSS = same_BSS.tril().triu(1 - window) if window else same_BSS.tril()
     return seen_BSS[:, None]

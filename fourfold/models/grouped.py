@@ -19,9 +19,9 @@ ALIGNMENT = 16
 
 
 class HostNumbers:
-    """Integers that are being copied from a device to the host, after all work issued so far.
+    """Integers that are being copied from a device to the host. The copy comes after all work issued so far.
 
-    Only ``read`` waits for them.
+    Only ``read`` waits for the copy.
 
     ``on_device`` has the same integers.
     """
@@ -50,8 +50,8 @@ class HostNumbers:
 class Groups:
     """The number of rows in each of several consecutive groups.
 
-    Results of rows after the last group are undefined. torch's kernel reads the numbers on the device. The host waits
-    for them only if it multiplies group by group.
+    Results of rows after the last group are undefined. torch's kernel reads these sizes on the device. The host waits
+    for the sizes only if it multiplies group by group.
 
     Args:
         sizes: the same numbers as ``sizes_E``, if the host knows them.
@@ -63,7 +63,7 @@ class Groups:
 
     @cached_property
     def ends_E(self) -> Tensor:
-        """The end of each group: the index of the row after it, int32 on the device."""
+        """The end of each group, as the index of the next row after it, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -92,15 +92,15 @@ class Groups:
 def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
     """Multiply each group of rows by its matrix, x Wᵀ, [N, O]. Groups may be empty.
 
-    One autograd function keeps the operands and another multiplies. If nothing reads the result of a recomputation, it
-    stops in between.
+    One autograd function keeps the operands and another multiplies. If the result of a recomputation is not needed, the
+    recomputation stops between the two.
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
 
 
 class _KeepOperands(Function):
-    """Keep the operands, and compute their gradients.
+    """Keeps the operands, and computes their gradients in the backward.
 
     The output is a placeholder that receives the matmul's gradient.
     """
@@ -120,7 +120,7 @@ class _KeepOperands(Function):
 
 
 class _GroupedMatmul(Function):
-    """Multiply. The gradient passes through to ``_KeepOperands``."""
+    """Multiplies. The gradient passes through to ``_KeepOperands``."""
 
     @staticmethod
     def forward(ctx: object, kept_NO: Tensor, rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
@@ -132,7 +132,7 @@ class _GroupedMatmul(Function):
 
 
 def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
-    """Return x Wᵀ of each group."""
+    """Return x Wᵀ for each group."""
     if has_kernel(rows_NI, weights_EOI, *weights_EOI.shape[1:]):
         return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=groups.ends_E)
     out_NO = rows_NI.new_empty(len(rows_NI), weights_EOI.shape[1])
@@ -143,7 +143,7 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tensor:
 
 
 def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups) -> Tensor:
-    """Return gradᵀ x of each group, [E, O, I], which is zero for an empty group."""
+    """Return gradᵀ x for each group, [E, O, I]. It is zero for an empty group."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
         out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=groups.ends_E)
         groups.zero_empty(out_EOI)  # Some kernels do not write the matrices of empty groups (pytorch issue 172439).

@@ -1,7 +1,8 @@
-"""Initial weights, as a function of only the seed, the parameter's name, and the row.
+"""Initialize weights. Each weight depends only on the seed, the parameter's name, and its row and column.
 
-Each block of a matrix's rows has its own generator. A process that holds some rows and columns of a parameter draws
-whole blocks and keeps its part. So all grids start from bit-identical weights, and no process needs a whole parameter.
+Each block of a matrix's rows has its own generator. A process that holds some rows and columns of a parameter draws the
+whole blocks that it needs, and keeps its part. So all grids start from bit-identical weights, and no process needs a
+whole parameter.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fourfold.config.model import ModelConfig
 from fourfold.processes import available_cores
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of normal numbers per generator. With more, a process would discard more draws. With fewer, seeding would cost
-too much."""
+"""Number of normally distributed values per generator. With more, a process would discard more values. With fewer,
+seeding would cost too much."""
 
 BLOCKS_AT_ONCE = 256
-"""Number of blocks that are drawn together and copied in one piece, 64 MiB in all."""
+"""Number of blocks that are drawn and copied together, 64 MiB in total."""
 
 Slices = tuple[slice, ...]
 
@@ -39,9 +40,9 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
 
     Args:
         shape: the shape of the whole parameter.
-        slices: the part of it that ``out`` holds.
+        slices: the part of the whole parameter that ``out`` holds.
     """
-    if name.endswith(("bias", "lora_B")):  # An adapter adds nothing at first.
+    if name.endswith(("bias", "lora_B")):  # A new adapter adds nothing to its layer.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
@@ -64,7 +65,7 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Draw blocks on this process's share of the CPU cores, so that every device gets the same values.
+    """Draw the blocks on the CPU, with this process's share of the cores, so that every device gets the same values.
 
     A GPU copies blocks from pinned memory while the next blocks are drawn.
     """
@@ -91,7 +92,8 @@ def _draw(out: Tensor, seed: int) -> None:
 
 
 def _threads() -> int:
-    """Return this process's share of the machine's cores. torchrun limits torch to one thread, but not this."""
+    """Return the size of this process's share of the machine's cores. torchrun limits torch to one thread, but not
+    these threads."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return max(1, available_cores() // local_world_size) if local_world_size else torch.get_num_threads()
 

@@ -1,4 +1,4 @@
-"""LoRA: a frozen decoder with small trained adapters on its linear layers (Hu et al. 2021, arXiv 2106.09685)."""
+"""LoRA: freeze a decoder, and train small adapters on its linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER_ADAPTED = "shared_expert_gate"
 
 
 class LoRALinear(nn.Linear):
-    """x Wᵀ + b + α/r · (x Aᵀ) Bᵀ (eq. 3), with A [r, in] and B [out, r]."""
+    """Computes x Wᵀ + b + α/r · (x Aᵀ) Bᵀ (eq. 3), with A [r, in] and B [out, r]."""
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -34,7 +34,7 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
     """Freeze the model, and add adapters to its target layers.
 
     Raises:
-        UserError: the model has no layer of a target's name.
+        UserError: a target names no layer of the model.
     """
     model.requires_grad_(False)
     linears = {

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs.
+"""A mixture of experts, which replaces an MLP. A router sends each token to a few of many small MLPs.
 
 Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060), and DeepSeek-V3 (arXiv 2412.19437)
 differ only in a few settings. Shapes: T tokens, E experts, K experts per token, N rows of (token, choice), F an
@@ -22,7 +22,7 @@ from fourfold.models.recomputation import recomputable
 
 
 class Mixture(nn.Module):
-    """Σ_k w_tk · expert_tk(x_t), plus the shared expert's output if there is a shared expert."""
+    """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
     """In training, an expert takes at most this many times its equal share of a sequence's rows. 0 means no limit."""
@@ -51,28 +51,29 @@ class Mixture(nn.Module):
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
     def shared(self, x_BSH: Tensor) -> Tensor:
-        """Return the output of the shared expert, times its gate."""
+        """Return the output of the shared expert, multiplied by its gate."""
         assert self.shared_expert is not None
         out_BSH: Tensor = self.shared_expert(x_BSH)
         return out_BSH if self.shared_expert_gate is None else out_BSH * self.shared_expert_gate(x_BSH).sigmoid()
 
 
 class Routing(NamedTuple):
-    """The experts of each token."""
+    """The experts of each token, and their weights."""
 
     logits_TE: Tensor
-    """The router's outputs, float32."""
+    """The router's outputs, in float32."""
     experts_TK: Tensor
     """Indices of the chosen experts, best first. On the grid, padding has the index num_experts."""
     weights_TK: Tensor
-    """The factors on the experts' outputs, float32."""
+    """The factors on the experts' outputs, in float32."""
 
 
 BIAS = "e_score_correction_bias"
 
 
 class BiasInFloat32(nn.Module):
-    """A router whose bias stays in float32 when the model changes type. bf16 cannot resolve the bias's small steps."""
+    """A router whose bias stays in float32 when the model's dtype changes. bf16 cannot represent the bias's small
+    steps."""
 
     e_score_correction_bias: nn.Parameter | None
 
@@ -119,7 +120,8 @@ class Choice:
         return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
 
     def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the experts with the largest scores, [T, K]. A bias counts only here (arXiv 2408.15664, eq. 3)."""
+        """Return the experts with the largest scores, [T, K]. The bias affects only this choice (arXiv 2408.15664,
+        eq. 3)."""
         choosing_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         return choosing_TE.topk(self.chosen, dim=-1).indices
 
@@ -132,7 +134,7 @@ class Choice:
 
 
 class Experts(nn.Module):
-    """Gated MLPs of one shape, as stacks of matrices. They take and return rows sorted by expert."""
+    """Gated MLPs of the same shape, stored as stacks of matrices. They take and return rows sorted by expert."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class Experts(nn.Module):
         self.activation = Activation(config)
 
     def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
-        """Run the experts, whose rows are in ``groups``."""
+        """Run the experts on rows that are grouped by expert, with the sizes in ``groups``."""
         gate_NF, up_NF = (grouped_matmul(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
         return self.down(gate_NF, up_NF, groups)
 
@@ -157,15 +159,15 @@ class Order(NamedTuple):
     """The rows (token, choice) sorted by expert, with dropped rows at the end."""
 
     place_N: Tensor
-    """The row t·K + k at each place."""
+    """The row (index t·K + k) at each position in this order."""
     inverse_N: Tensor
-    """The place of each row."""
+    """The position of each row in this order."""
     sizes_E: Tensor
-    """The number of rows of each expert, without dropped rows."""
+    """The number of rows of each expert, not counting dropped rows."""
     chosen: int
     """Number of experts chosen per token (K)."""
     given: Tensor | None
-    """The number of rows that were not dropped, [], on the device. None if no row can be dropped."""
+    """The number of rows that were not dropped, a scalar on the device. None if no row can be dropped."""
 
     def taken(self, groups: Groups) -> int:
         """Return how many rows the experts get.
@@ -180,7 +182,7 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
 
     Args:
         kept_TK: False for rows to drop.
-        is_padded: rows may have the expert ``num_experts``, and are then dropped too.
+        is_padded: whether rows may have the expert index ``num_experts``. Such rows are dropped too.
     """
     keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
     place_N = keys_TK.flatten().argsort(stable=True)
@@ -208,7 +210,7 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero. They may be missing at the end."""
+    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero. They come last and may be missing."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
@@ -220,29 +222,30 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:
-    """Return rows in the order of the experts by token, [T, K, H], with zeros for rows after the first ``given``."""
+    """Rearrange rows from expert order to token order, [T, K, H], with zeros for rows after the first ``given``."""
     missing = len(inverse_N) - len(rows_NH)
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # No expert has written the rows after the last group.
+    if given is not None and not missing:  # No expert has written these last rows.
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH
 
 
 def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) -> Tensor:
-    """Return how many rows of each sequence an expert takes (GShard, arXiv 2006.16668, section 3.2).
+    """Return how many rows of each sequence an expert accepts (GShard, arXiv 2006.16668, section 3.2).
 
-    Padding does not count as length.
+    Padding does not count towards a sequence's length.
     """
     return (factor * lengths_B.double() * chosen / num_experts).ceil()
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Return which rows their expert takes, [B, S, K]: the first rows of every whole sequence.
+    """Return which rows are accepted by their expert, [B, S, K]: the first rows of every whole sequence, up to the
+    capacity.
 
-    Padding has the expert ``num_experts``. The result for its rows has no meaning.
+    Padding has the expert index ``num_experts``, and the result for it has no meaning.
     """
     sequences, _, chosen = experts_BSK.shape
     groups_B1 = (num_experts + 1) * torch.arange(sequences, device=experts_BSK.device)[:, None]
@@ -251,7 +254,7 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     sorted_N = keys_N[order_N]
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
-    # For each row, the number of earlier rows with the same expert.
+    # Count, for each row, the earlier rows with the same expert.
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)
     lengths_B = (experts_BSK[..., 0] < num_experts).sum(1)
     kept_BN = before_N.view(sequences, -1) < capacity(factor, lengths_B, chosen, num_experts)[:, None]

@@ -10,7 +10,7 @@ from fourfold.models.recomputation import recomputable
 
 
 class MLP(nn.Module):
-    """The MLP, gated (SwiGLU, GEGLU) or not (GELU).
+    """The MLP, with a gate (SwiGLU, GEGLU) or without (GELU).
 
     Args:
         inner: the inner width, by default ``intermediate_size``.
@@ -35,9 +35,9 @@ class MLP(nn.Module):
 
 
 class Activation(nn.Module):
-    """Return gelu(up) (arXiv 1606.08415).
+    """Computes gelu(up) (arXiv 1606.08415).
 
-    With a gate, return gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202).
+    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202).
     """
 
     def __init__(self, config: ModelConfig) -> None:

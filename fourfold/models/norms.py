@@ -11,7 +11,7 @@ from fourfold.models.recomputation import recomputable
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, with float32 statistics (Zhang & Sennrich 2019, arXiv 1910.07467).
+    """Computes x / rms(x) · weight, with float32 statistics (Zhang & Sennrich 2019, arXiv 1910.07467).
 
     Args:
         zero_centered: multiply by (1 + weight) in float32 (Gemma, arXiv 2403.08295).
@@ -36,13 +36,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, as a method that the backward can recompute."""
+    """torch's LayerNorm, with a forward that the backward can recompute."""
 
     forward = recomputable(nn.LayerNorm.forward)
 
 
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Return a norm for hidden states, of the kind the model uses."""
+    """Return a norm for hidden states, of the type that the model uses."""
     if config.norm == "layernorm":
         return LayerNorm(config.hidden_size, eps=config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps, config.zero_centered_norm)

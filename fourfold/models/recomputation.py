@@ -16,14 +16,15 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
-"""True while a part of the model is recomputed. Nothing reads the output of this pass."""
+"""True while a part of the model is recomputed. The output of this pass is not used."""
 
 MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None)
-"""Results of the first forward, for the forward that runs again."""
+"""Values that the first forward has computed, for the recomputation to reuse."""
 
 
 def recomputable(method: Method) -> Method:
-    """Decorate a method that ``recompute`` may choose. All modules of a class share it, so blocks compile only once."""
+    """Decorate a method so that ``recompute`` can select it. All modules of a class share the method, so it compiles
+    only once."""
     name = method.__name__
 
     @wraps(method)
@@ -36,7 +37,7 @@ def recomputable(method: Method) -> Method:
 
 
 def recompute_method(module: nn.Module, name: str) -> None:
-    """Run a ``recomputable`` method of this module again in the backward."""
+    """Make the backward run a ``recomputable`` method of this module again."""
     module.recomputed_method = name  # type: ignore[assignment]  # torch declares every attribute a tensor or a module
 
 
@@ -46,7 +47,7 @@ def is_recomputed(module: nn.Module, name: str) -> bool:
 
 def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Call a function, keep only its inputs, and call the function again in the backward."""
-    # Nothing in a block is random, so there is no random state to restore.
+    # Blocks contain no randomness, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # Compiled code accepts no context managers and needs none.
         options["context_fn"] = _first_and_again
@@ -55,7 +56,7 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def remembered(owner: object, compute: Callable[[], T]) -> T:
-    """Compute a value that has no gradient. A forward that runs again returns the value of the first forward."""
+    """Compute a value that has no gradient. A recomputation returns the value of the first forward."""
     memory = MEMORY.get()
     if memory is None:
         return compute()

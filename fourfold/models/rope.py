@@ -1,4 +1,5 @@
-"""Rotary position embeddings, in the half-split layout of Hugging Face, with the usual scaling for longer contexts."""
+"""Rotary position embeddings, in Hugging Face's half-split layout, with the usual scaling methods for longer
+contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def rope_frequencies(
     2023 (arXiv 2309.00071).
 
     Args:
-        local: return the frequencies of sliding layers, which have their own base.
+        local: whether to return the frequencies of sliding-window layers, which have their own base.
     """
     channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
     theta = config.rope_local_base_freq if local else config.rope_theta
@@ -40,7 +41,7 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by ``factor``, keep high frequencies, and blend in between."""
+    """Divide low frequencies by ``factor``, keep high frequencies, and interpolate between them."""
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -49,7 +50,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Keep channels that turn more than beta_fast times in the original context, and stretch those below beta_slow."""
+    """Keep channels that turn more than beta_fast times in the original context, stretch channels that turn fewer than
+    beta_slow times, and interpolate between them."""
     length = scaling.original_max_position_embeddings
     assert length is not None
 
@@ -64,18 +66,19 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
 
 
 def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [B, S, 1, d] of every position, in float32."""
+    """Return cos and sin [B, S, 1, d] for every position, in float32."""
     angles = (positions_BS[..., None].float() * frequencies_d)[:, :, None]
     return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Rotate channels i and i + d together, in float32. Channels from 2·d on do not change."""
+    """Rotate each pair of channels i and i + d, in float32. Channels from 2·d on do not change."""
     return _Rotate.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 
 class _Rotate(Function):
-    """Rotate in the forward, and rotate back in the backward. This needs half of autograd's passes over memory."""
+    """Rotates in the forward, and rotates back in the backward. This takes half as many passes over memory as
+    autograd."""
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:

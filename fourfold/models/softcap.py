@@ -1,4 +1,4 @@
-"""Soft caps of attention scores and of logits."""
+"""Soft caps for attention scores and logits."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 24
 """Number of bytes to read before the file is closed and opened again, which releases its pages from memory."""
 
 PIECE_BYTES = 1 << 24
-"""Bytes written at once."""
+"""Number of bytes to write at a time."""
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of a written file, as in Hugging Face's checkpoints."""
@@ -49,7 +49,7 @@ class TensorFiles:
         self.file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
-        """Types, by safetensors' names."""
+        """Dtypes, by their names in safetensors."""
         check_model_folder(folder)
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
@@ -79,10 +79,10 @@ class TensorFiles:
         return name
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a weight.
+        """Return the dtype of a weight.
 
         Raises:
-            UserError: fourfold cannot read this type.
+            UserError: fourfold cannot read this dtype.
         """
         stored = self._stored[name]
         if stored not in SAFETENSORS_DTYPES:
@@ -93,10 +93,10 @@ class TensorFiles:
         return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy part of a tensor, converted to the type of ``out``, a few rows at a time.
+        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time.
 
         Raises:
-            UserError: a value is NaN or infinite, or becomes infinite in the type of ``out``.
+            UserError: a value is NaN or infinite, or becomes infinite in the dtype of ``out``.
         """
         rows = slices[0]
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
@@ -128,8 +128,9 @@ class TensorFiles:
         return True
 
     def _listed(self) -> dict[str, Path]:
-        """Return the file of every tensor according to the index, or nothing if there is a single file."""
-        if (self.folder / SINGLE_FILE).exists():  # transformers also reads this file and ignores the index.
+        """Return the file of every tensor according to the index. If there is a single file, return an empty
+        dictionary."""
+        if (self.folder / SINGLE_FILE).exists():  # transformers also prefers this file to the index.
             return {}
         index = self.folder / INDEX_FILE
         if not index.exists():
@@ -174,7 +175,7 @@ def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int 
 
 
 def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
-    """Split tensors, in order, into files of at most ``most_bytes``. A larger tensor gets a file of its own."""
+    """Split tensors, in order, into files of at most ``most_bytes``. A larger tensor gets its own file."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(each.bytes for each in files[-1]) + entry.bytes > most_bytes:
@@ -184,7 +185,7 @@ def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) ->
 
 
 class Written(NamedTuple):
-    """A file that was written."""
+    """A file that was written, with its size and checksum."""
 
     size: int
     """Size of the file in bytes."""
@@ -195,8 +196,8 @@ class Written(NamedTuple):
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
     """Write one safetensors file, a tensor at a time, and wait until it is on disk.
 
-    The library's own writer needs all tensors of a file at once. A file is the header's length in eight bytes, a JSON
-    header padded to a multiple of eight bytes, and the tensors.
+    The safetensors library's own writer needs all tensors of a file at once. The file format is simple: the header's
+    length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -215,7 +216,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
             hashing = hasher.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
-            del content  # Free the piece before the next one is made.
+            del content  # Free the piece before creating the next one.
         file.flush()
         os.fsync(file.fileno())
     return Written(size, checksum.hexdigest())
@@ -230,7 +231,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(content), PIECE_BYTES):
             yield content[begin : begin + PIECE_BYTES]
-        del tensor, content  # Free the tensor before the next one is made.
+        del tensor, content  # Free the tensor before creating the next one.
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:

@@ -1,6 +1,7 @@
 """A decoder in plain, single-device PyTorch: GPT-2/3, GPT-NeoX, and Llama / Mistral / Qwen / OLMo / Gemma.
 
-Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim, F inner width, V padded vocabulary.
+Shapes: B sequences, S tokens, H hidden size, N heads, K key-value heads, D head_dim, F inner width, V padded
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from fourfold.models.softcap import softcapped
 class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
-    The first layer brings the embeddings, the last layer the final norm and the head. Modules of a stage have the names
-    they have in the full model. Build it under ``torch.device("meta")``, and fill it with ``initialize``.
+    A stage with the first layer also has the embeddings, and a stage with the last layer also has the final norm and
+    the head. Stage modules keep the names they have in the full model. Build the model under ``torch.device("meta")``,
+    and fill it with ``initialize``.
 
     Args:
-        layers: the numbers of the stage's layers, by default all layers.
+        layers: the indices of the stage's layers, by default all layers.
     """
 
     def __init__(self, config: ModelConfig, layers: range | None = None) -> None:
@@ -65,7 +67,7 @@ class Transformer(nn.Module):
             document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
                 S, repeated in rows with fewer documents.
             loss_scale: the factor that the caller multiplies the loss by before the backward.
-            x_BSH: the hidden states of the stage before.
+            x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probabilities, for a head of preference optimization.
             is_data_BS: False for padding, which no expert takes. By default there is no padding.
 
@@ -90,17 +92,17 @@ class Transformer(nn.Module):
         return cast("list[Block]", list(self.layers.children()))
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Return the token embeddings [B, S, H], with the position embeddings if these are learned."""
+        """Return the token embeddings [B, S, H]. If positions are learned, add their embeddings."""
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
-            # The factor is rounded to the model's type, as in Gemma.
+            # The factor is rounded to the model's dtype, as in Gemma.
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
 
 
 class BlockStack(nn.ModuleDict):
-    """The decoder's blocks, by their numbers."""
+    """The decoder's blocks, by layer index."""
 
     def forward(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
         for block in cast("list[Block]", list(self.values())):
@@ -109,9 +111,9 @@ class BlockStack(nn.ModuleDict):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, or both in parallel (GPT-J, GPT-NeoX).
+    """One layer: attention followed by the MLP, or both in parallel (GPT-J, GPT-NeoX).
 
-    Norms come before them, after them (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118).
+    Norms come before attention and MLP, after them (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118).
     """
 
     def __init__(self, config: ModelConfig, number: int) -> None:
@@ -128,7 +130,7 @@ class Block(nn.Module):
 
     @recomputable
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        # Nested, because a variable would keep the attention's output until the MLP has run.
+        # The calls are nested, because a variable would keep the attention's output in memory until the MLP has run.
         attended_BSH = x_BSH + normed(
             self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm
         )
@@ -160,7 +162,7 @@ class Attention(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states → logits, or the sum of the cross-entropies of the labeled positions."""
+    """Maps hidden states to logits, or to the sum of the cross-entropies of the labeled positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -168,7 +170,8 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return logits, or the loss. ``loss_scale`` is for heads that compute gradients together with the loss."""
+        """Return the logits, or the loss if there are labels. ``loss_scale`` is for heads that compute gradients
+        together with the loss."""
         logits_BSV = softcapped(F.linear(x_BSH, self.weight)[..., : self.vocab_size], self.softcap)
         if labels_BS is None:
             return logits_BSV
