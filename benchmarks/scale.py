@@ -75,7 +75,8 @@ def main() -> None:
     add_tiny(parser)
     arguments = parser.parse_args()
     layers, width = (2, 256) if arguments.tiny else (96, 2048)
-    print("| processes | groups s | model s | save s | resume s | files read | on z / 2 | memory GiB |")
+    times = "groups, s | model, s | save, s | resume, s"
+    print(f"| processes | {times} | files read | files read with z / 2 | memory, GiB |")
     print("|---|---|---|---|---|---|---|---|")
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))

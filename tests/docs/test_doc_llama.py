@@ -18,11 +18,12 @@ from fourfold.planning.search.plan import make_plan, predict
 from fourfold.run_file.load import load_run
 
 PAGE = REPOSITORY / "docs" / "llama-405b.md"
-GRIDS = "machine | grid | `--set`"
+GRIDS = "machine | grid | options after `--set`"
 MEMORY = (
-    "machine | parameters | gradients | optimizer | gathered weights | activations | peak, traced | peak, planned | of"
+    "machine | parameters | gradients | optimizer | gathered weights | activations"
+    " | peak by trace | peak by planner | device memory"
 )
-SECONDS = "machine | predicted | model FLOPs utilization | predicted of the fastest layout"
+SECONDS = "machine | predicted for the grid above | model FLOPs utilization | predicted for the fastest layout"
 MACHINES = {"16 × 8 H100": "dgx-h100", "Frontier": "frontier", "Perlmutter": "perlmutter", "Alps": "alps"}
 
 

@@ -46,18 +46,18 @@ def formula_after(page_text: str, words: str, **letters: float) -> float:
 def test_the_bubble_formulas() -> None:
     text = PIPELINE.read_text(encoding="utf-8")
     for p, m in ((2, 4), (4, 4), (4, 16)):
-        plain = formula_after(text, "In GPipe and 1F1B, this bubble is", p=p, m=m)
+        plain = formula_after(text, "In GPipe and 1F1B, it takes", p=p, m=m)
         for schedule in ("GPipe", "1F1B"):
             grid = ParallelConfig(pp=p, schedule=schedule)
             assert bubble(timeline(schedule_ops(grid, m), grid)) == pytest.approx(plain)
         for v in (2, 4):
             grid = ParallelConfig(pp=p, schedule="Interleaved1F1B", stages_per_rank=v)
-            pieces = formula_after(text, "The pipeline fills in smaller pieces,", p=p, m=m, v=v)
+            pieces = formula_after(text, "pipeline fills faster, and the bubble is", p=p, m=m, v=v)
             assert bubble(timeline(schedule_ops(grid, m), grid)) == pytest.approx(pieces)
 
 
 def test_the_layers_of_stages() -> None:
-    rows = tables_of(PIPELINE)["model | pp | layers of the stages"]
+    rows = tables_of(PIPELINE)["model | pp | layers in each stage"]
     assert len(rows) == 3
     for name, pp, layers in rows:
         stages = stage_layers(ModelConfig(**PRESETS[name.strip("`")]), ParallelConfig(pp=int(pp)))
@@ -108,7 +108,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     }
     report = trace(run, whole=True)
     under_way = [formula_after(text, "Rank r of 1F1B keeps", m=micro_batches, p=4, r=r) for r in (1, 2)]
-    one = formula_after(text, "a rank\nkeeps", **letters)
+    one = formula_after(text, "A rank keeps", **letters)
     peaks = [report.pipeline[rank].memory.activations_peak for rank in (1, 2)]
     assert peaks[0] - peaks[1] == (under_way[0] - under_way[1]) * one
 
@@ -179,7 +179,7 @@ def test_attention_over_cp_sends_what_the_page_says(method: str, grid: dict[str,
 
 
 def test_who_has_which_chunks() -> None:
-    rows = tables_of(CONTEXT)["chunks with cp = 4"]
+    rows = tables_of(CONTEXT)["rank | chunks with cp = 4"]
     assert [row[1] for row in rows] == [", ".join(map(str, chunks_of(rank, 4))) for rank in range(4)]
 
 
@@ -219,7 +219,7 @@ def test_the_memory_of_a_long_sequence_is_the_traces(column: int, method: str) -
     sizes = report.record()["memory"] | {
         "sent over cp for attention": sum(line.bytes for line in report.collectives if "attention" in line.purpose)
     }
-    rows = tables_of(CONTEXT)["GiB of one rank | ulysses (auto) | ring"]
+    rows = tables_of(CONTEXT)["GiB on one rank | `ulysses` (chosen by `auto`) | `ring`"]
     assert len(rows) == len(sizes)
     for row in rows:
         assert row[column] == f"{sizes.get(row[0], sizes.get(row[0].replace(' ', '_'))) / 2**30:.3f}", row[0]
@@ -266,7 +266,8 @@ def test_the_exposed_shares_are_the_traces() -> None:
     page = DOCS / "overlap.md"
     (command,) = [b.text for b in blocks_of(page) if "gpt-80b" in b.text]
     settings = re.findall(r"--set (\S+)", command)
-    rows = tables_of(page)["axis | GiB of one rank in a step | exposed, 1 part | 2 parts | 4 parts"]
+    header = "axis | GiB per step on one rank | exposed, 1 part | exposed, 2 parts | exposed, 4 parts"
+    rows = tables_of(page)[header]
     for column, parts in ((2, 1), (3, 2), (4, 4)):
         run = load_run(REPOSITORY / "examples" / "gpt-320b-32768gpus.toml", [*settings, f"overlap.batch_parts={parts}"])
         traced = trace(run)
