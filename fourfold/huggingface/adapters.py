@@ -28,11 +28,11 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor that joins several of our parameters, each of which has an adapter of
-    rank r.
+    """One peft adapter for a Hugging Face tensor that joins several of our parameters, where each parameter has an
+    adapter of rank r.
 
     Its rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is block-diagonal and
-    holds the parameters' B matrices, so B·A is exactly the joined adapters.
+    holds the parameters' B matrices, so B·A equals the joined adapters exactly.
     """
 
     tensor: TheirTensor
@@ -49,7 +49,7 @@ class Adapted:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Return the out and in features."""
+        """Return the numbers of output features and input features."""
         first, second = self.tensor.shape
         return (second, first) if self.tensor.transposed else (first, second)
 
@@ -68,7 +68,7 @@ class Adapted:
 
 
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its file."""
+    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its file by name."""
     lora = _lora(saved)
     entries: list[Entry] = []
     adapted = _adapted(saved, pretrained.tensors, lora.rank)

@@ -1,5 +1,5 @@
-"""Map the experts of transformers' modules, which stack and join them, to files with one matrix per expert, as on the
-Hub."""
+"""Convert between the experts in transformers' modules, which are stacked and joined, and files with one matrix per
+expert, as on the Hub."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 Rows = dict[str, range]
-"""Maps each tensor in files to the rows of a parameter that it holds. Rows are counted through all stacked experts."""
+"""Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, Rows]:
-    """Find, for every name of every parameter of a model, the tensors that it becomes in files.
+    """For every name of every parameter of a model, find the tensors in files that it is written to.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
-    name in files. A parameter whose elements the files hold in another order keeps its own name.
+    name in files. If files hold the elements of a parameter in another order, the parameter keeps its own name.
     """
     found: dict[str, Rows] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -31,7 +31,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
         inner = parameter.shape[len(counts) :]
         numbers = torch.arange(len(rows)).view(*counts, *(1 for _ in inner))
-        # Two columns are enough to see the order of the rows, because the converters only copy rows.
+        # Two columns are enough to find the order of the rows, because the converters only copy rows.
         parts = revert_weight_conversion(model, {name: numbers.expand(*counts, *(min(size, 2) for size in inner))})
         firsts = {theirs: part.reshape(len(part), -1)[:, 0].tolist() for theirs, part in parts.items() if part.numel()}
         runs = {theirs: range(rows_of[0], rows_of[-1] + 1) for theirs, rows_of in firsts.items()}
@@ -41,14 +41,14 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
 
 def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's weights by the names of its modules, from all tensors of its files.
+    """Convert all tensors of a model's files to its weights, by module names.
 
     The result is differentiable.
 
     Args:
         model: The model.
-        rows: What ``rows_in_files`` found for the model.
-        tensors: The tensors by their names in files.
+        rows: The result of ``rows_in_files`` for the model.
+        tensors: The tensors, by their names in files.
     """
     found = {name: tensors[name] for name in dict(model.named_buffers()) if name in tensors}
     for name, parameter in model.named_parameters():

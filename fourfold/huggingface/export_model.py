@@ -42,7 +42,7 @@ from fourfold.run_file.load import load_run
 from fourfold.untrusted_files import check_no_adapter
 
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-"""Types by their names in config.json."""
+"""Dtypes by their names in config.json."""
 
 
 def export_huggingface(
@@ -61,19 +61,20 @@ def export_huggingface(
     Args:
         checkpoint: The checkpoint's folder.
         out: The folder to write.
-        dtype: Type of the weights. "auto" uses the original model's type if there is one, and otherwise the stored
-            type.
-        kind: The model_type to write. By default it is the original model's, or the first that computes the same.
+        dtype: Dtype of the weights. "auto" uses the original model's dtype if there is an original model, and otherwise
+            the stored dtype.
+        kind: The model_type to write. The default is the original model's, or otherwise the first model_type that
+            computes the same.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
             tokenizer if there is no original.
-        merge: Merge adapters into their base model.
-        averaged: Write the moving average of [ema] instead of the weights.
+        merge: Whether to merge adapters into their base model.
+        averaged: Whether to write the moving average of [ema] instead of the weights.
 
     Returns:
         A record of the model and the sizes of the files.
 
     Raises:
-        UserError: No family computes the model, an option does not fit it, or ``out`` exists.
+        UserError: No family computes the model, an option does not fit the model, or ``out`` exists.
     """
     checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint, averaged)
@@ -131,11 +132,11 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the folders (or Hub ids) of a model for transformers and of its tokenizer.
 
-    The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of ours is
-    exported into a temporary folder while the block runs, in the types of its stored weights, with adapters merged.
+    The tokenizer can be "bytes", and is None if the run's corpora are not found. One of our checkpoints or runs is
+    exported into a temporary folder while the block runs, in the dtypes of its stored weights, with adapters merged.
 
     Raises:
-        UserError: There is no model of that name.
+        UserError: There is no model with that name.
     """
     path = Path(name).expanduser()
     if not path.is_dir() or (path / CONFIG_FILE).exists():

@@ -28,12 +28,12 @@ from fourfold.parallel.state import initialize_shards
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:
-    """Write a Hugging Face model as a checkpoint of weights, in the types of its files.
+    """Write a Hugging Face model as a checkpoint of weights, in the dtypes of its files.
 
     One parameter is in memory at a time.
 
     Raises:
-        UserError: The decoder does not compute the model, files are missing, damaged, or of other shapes, or ``out``
+        UserError: The decoder cannot compute the model, files are missing, damaged, or have other shapes, or ``out``
             exists.
     """
     folder = local_folder(name, PATTERNS)
@@ -53,7 +53,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
 def load_pretrained(job: TrainingState, name: str) -> None:
     """Fill a job's weights from a Hugging Face model. Every process reads only the slices that it holds.
 
-    LoRA adapters are initialized as at the start of a run.
+    LoRA adapters are initialized as at the start of any run.
     """
     if dist.get_rank() == 0:
         local_folder(name, PATTERNS)

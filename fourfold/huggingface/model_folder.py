@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder: its small files, and the record of an import or export."""
+"""Handle the folder of a Hugging Face model: its small files, and the record of an import or export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SOURCE_FOLDER = "huggingface"
-"""Folder for the original's small files, inside the weights of an import and inside the folder of a run from it."""
+"""Name of the folder for the original model's small files. It is inside the imported weights, and inside the folder
+of a run that starts from them."""
 
 TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 SMALL_FILES = (
@@ -40,9 +41,9 @@ class Transferred:
 
     folder: str
     kind: str
-    """`model_type` in config.json."""
+    """The `model_type` in config.json."""
     parameters: int
-    """Number of parameters without padding."""
+    """Number of parameters, without vocabulary padding."""
     files: dict[str, int]
     """The size of each file in bytes."""
     has_tokenizer: bool = True
@@ -60,10 +61,10 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy a Hugging Face model's files, except its weights.
+    """Copy the files of a Hugging Face model, except its weights.
 
     Raises:
-        UserError: A link leads out of the folder, or a .json file is not JSON.
+        UserError: A link leads out of the folder, or a .json file is not valid JSON.
     """
     check_model_folder(folder)
     out.mkdir(exist_ok=True)
@@ -79,7 +80,8 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """Return the folder with the small files of the model that a checkpoint was imported from or its run began with."""
+    """Return the folder with the small files of the original model, which a checkpoint was imported from, or its run
+    started from."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:
@@ -88,5 +90,5 @@ def source_of(checkpoint: Path) -> Path | None:
 
 
 def count_parameters(tensors: Sequence[TheirTensor]) -> int:
-    """Return the number of parameters of these tensors."""
+    """Return the total number of parameters in these tensors."""
     return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Put any causal language model on the grid, for a training loop of your own: ``fourfold.parallelize(model, grid)``."""
+"""Put any causal language model on the grid, for your own training loop: ``fourfold.parallelize(model, grid)``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold.parallel.other_models.whole_residual import WholeEmbedding
 from fourfold.parallel.tensor.sharding import tie_again, tied_names
 
 PRECISIONS = ("fp32", "bf16")
-"""The types that a step can compute in."""
+"""The dtypes that a step can compute in."""
 
 
 def parallelize(
@@ -32,15 +32,16 @@ def parallelize(
     precision: str | None = None,
     weight_prefetch: int = 1,
 ) -> Parallelized:
-    """Put a causal language model on the grid, for a training loop of your own. Every process must call this.
+    """Put a causal language model on the grid, for your own training loop. Every process must call this.
 
     Args:
         model: A model of transformers, or any ``nn.Module`` with ``rules``. Its weights must be the same on every
             process. On the meta device it needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
-        rules: Styles (``tensor_plan.STYLES``) by pattern of module names. They come before the model's own plan.
-        weights: A folder of safetensors. Each process reads only its slices.
-        precision: The type that the step computes in, "fp32" or "bf16" (default: the type of the weights).
+        rules: Styles (``tensor_plan.STYLES``) by pattern of module names. They take precedence over the model's own
+            plan.
+        weights: A folder of safetensors. Each process reads only its own slices.
+        precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
         weight_prefetch: Number of blocks whose weights are gathered ahead (default 1).
 
     Returns:
@@ -68,11 +69,11 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # Your optimizer steps the model's own parameters, so they cannot be working copies of other weights.
+    # Your optimizer updates the model's own parameters, so they cannot be working copies of other weights.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
-    for name, buffer in buffers.items():  # Allocating memory has overwritten their values.
+    for name, buffer in buffers.items():  # Restore the values, which the allocation of memory has overwritten.
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._buffers[key] = buffer.to(device)
     parallelized = Parallelized(on_grid, placed, in_files)
@@ -84,7 +85,7 @@ def parallelize(
 
 
 def _step_types(weights: Mapping[str, Tensor], precision: str | None) -> StepTypes:
-    """Return the types of a step. Raises ``UserError`` unless all weights have one floating-point type."""
+    """Return the dtypes of a step. Raise ``UserError`` unless all weights have the same floating-point dtype."""
     types = {weight.dtype for weight in weights.values()}
     if len(types) != 1 or not next(iter(types)).is_floating_point:
         raise UserError(
@@ -100,8 +101,8 @@ def _step_types(weights: Mapping[str, Tensor], precision: str | None) -> StepTyp
 
 
 def _units(model: nn.Module) -> Units:
-    """Divide the model into units: each block of the largest ``ModuleList``, and each module outside it that has
-    weights."""
+    """Divide the model into units: each block of the largest ``ModuleList``, and each module with weights outside that
+    list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
     inside = {module for block in blocks for module in block.modules()}
@@ -112,7 +113,7 @@ def _units(model: nn.Module) -> Units:
 
 
 def _check_only_weights(model: nn.Module) -> None:
-    """Refuse adapters, and buffers that are saved with the weights."""
+    """Refuse adapters, and refuse buffers that are saved with the weights."""
     if any(".lora_A." in name for name, _ in model.named_parameters()):
         raise UserError(
             "the model has adapters of peft, which parallelize cannot lay out; train LoRA with `fourfold train` "
@@ -129,10 +130,10 @@ def _check_only_weights(model: nn.Module) -> None:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """Compute the values of buffers on the meta device with the model's ``_init_weights`` (transformers).
+    """Compute the values of buffers on the meta device with transformers' ``_init_weights``.
 
-    It would initialize the parameters of the same modules too, so they must be on the meta device, where that does
-    nothing.
+    That method would also initialize the parameters of the same modules. On the meta device this does nothing, so the
+    parameters must be there too.
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

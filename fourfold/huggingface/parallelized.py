@@ -30,10 +30,10 @@ from fourfold.parallel.other_models.tensor_plan import Placed
 
 
 class Parallelized(nn.Module):
-    """A model on the grid. Call it like the model, with the sequences of this process.
+    """A model on the grid. Call it like the original model, with the sequences of this process.
 
-    It runs all collectives itself. Three calls of your training loop change, because torch's versions know nothing of
-    x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's function, and
+    It runs all collectives itself. Three calls in your training loop change, because torch's own functions know nothing
+    of x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's function, and
     ``save`` and ``load`` replace ``state_dict``.
 
     Attributes:
@@ -48,8 +48,8 @@ class Parallelized(nn.Module):
 
         Args:
             on_grid: The model. It is stage 0, and the only stage.
-            placed: How each module was laid out.
-            in_files: The tensors of the model in files, as they were before it was put on the grid.
+            placed: The layout of each module.
+            in_files: How the model's tensors are stored in files, determined before the model was put on the grid.
         """
         super().__init__()
         self.on_grid, self.placed, self.stage = on_grid, placed, on_grid.stages[0]
@@ -65,10 +65,10 @@ class Parallelized(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own outputs. With ``labels``, the loss is the mean over the kept tokens of all processes.
 
-        In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all of them), as
-        in transformers: the loss is divided by it instead. Packed documents (``position_ids`` that start again) do not
-        attend to each other. transformers separates them only without a cache, so this switches the cache off if you
-        pass labels or gradients are enabled.
+        In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all
+        micro-batches), as in transformers. The loss is then divided by this number instead. Packed documents
+        (``position_ids`` that start again) do not attend to each other. transformers separates packed documents only
+        without a cache, so the cache is switched off if you pass labels or if gradients are enabled.
 
         Args:
             args: Arguments of the model, with the sequences of this process.
@@ -80,7 +80,7 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            # None, because transformers computes a causal loss if a class names no loss.
+            # The kind is None if the class names no loss. transformers then computes a causal loss.
             if kind not in ("ForCausalLM", None):
                 raise UserError(
                     f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"
@@ -98,16 +98,17 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch the cache off if nothing uses it, and refuse packed documents that would attend to each other."""
+        """Switch off the cache if it is not used, and refuse packed documents that would attend to each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.ndim == 2 else None
         if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
             kwargs["use_cache"] = False
-        # Only a mask or a cache joins documents. Without either, skip the check: it would wait for the GPU every step.
+        # Only a mask or a cache lets documents attend to each other. Without either, skip the check, because it would
+        # wait for the GPU every step.
         if positions is None or (mask is None and kwargs.get("use_cache") is False):
             return
         again = positions[..., 1:] <= positions[..., :-1]
-        if mask is not None:  # Positions of padding have no meaning.
+        if mask is not None:  # The positions of padding have no meaning.
             again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
         if not again.any():
             return
@@ -124,7 +125,8 @@ class Parallelized(nn.Module):
         kwargs["use_cache"] = False
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
-        """Refuse a router's loss: transformers would compute it from each process's own sequences."""
+        """Refuse an auxiliary loss of routers, because transformers would compute it from each process's own sequences
+        only."""
         by_default = getattr(getattr(self.module, "config", None), "output_router_logits", False)
         if self.grid.batch.size > 1 and (by_default if wanted is None else wanted):
             raise UserError(
@@ -147,7 +149,7 @@ class Parallelized(nn.Module):
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:
-        """Return the number of tokens that the loss counts, over all processes.
+        """Return the number of tokens in the loss, over all processes.
 
         Args:
             labels: Labels [B, S] of this process. IGNORE_INDEX (-100) marks tokens that the loss leaves out.
@@ -155,7 +157,7 @@ class Parallelized(nn.Module):
         return all_reduce((labels[..., 1:] != IGNORE_INDEX).sum(), self.grid.tokens, "kept tokens")
 
     def total(self, share: Tensor) -> Tensor:
-        """Return the sum of a loss over all processes that hold different sequences, without a gradient.
+        """Return the sum of a loss over all processes that hold different sequences. The result has no gradient.
 
         Args:
             share: This process's loss, a scalar.
@@ -167,7 +169,7 @@ class Parallelized(nn.Module):
 
         Args:
             loss: The loss of one micro-batch, a scalar.
-            last: Whether this is the last micro-batch of the step, which completes the sums over all processes.
+            last: Whether this is the last micro-batch of the step. Its backward completes the sums over all processes.
 
         Raises:
             UserError: The gradients of the previous step are still there, and would be summed over ranks again.
@@ -191,7 +193,7 @@ class Parallelized(nn.Module):
             self._take_gradients_in(self.stage.types.stored)
 
     def _take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Cast the gradients. Sums are float32, but torch's optimizers need the type of the weights."""
+        """Cast the gradients to ``dtype``. Sums are float32, but torch's optimizers need the dtype of the weights."""
         for shard in self.shards:
             parameter = shard.parameter
             if parameter.requires_grad and parameter.dtype != self.stage.types.gradient:
@@ -278,7 +280,7 @@ class Parallelized(nn.Module):
             optimizer: If given, its state is filled too.
 
         Raises:
-            UserError: ``folder`` is not such a checkpoint, or it has no state for the optimizer.
+            UserError: ``folder`` is not a checkpoint of this model, or it has no state for the optimizer.
         """
         numbers = read_numbers(Path(folder), optimizer is not None)
         with self.on_grid.replacing_weights():
@@ -289,7 +291,8 @@ class Parallelized(nn.Module):
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free gathered weights if no backward pass will, so that the next forward pass gathers the updated ones."""
+        """Free the gathered weights if no backward pass will free them, so that the next forward pass gathers the
+        updated weights."""
         if not torch.is_grad_enabled():
             self.on_grid.free_gathered()
 

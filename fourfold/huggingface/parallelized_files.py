@@ -33,29 +33,29 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_regular
 
 PROGRESS_FILE = "parallelized.json"
-"""File of a checkpoint with the numbers that the optimizer keeps, such as the number of steps."""
+"""File of a checkpoint for numbers that the optimizer keeps, such as the number of steps."""
 
 Numbers = dict[str, dict[str, Any]]
 """Maps each parameter to the numbers in its optimizer state and to the names of the tensors in that state."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. A shard's global shape may have the last dim in several parts (``InputFirst``)."""
+"""The shape of each weight in files. A shard's global shape may split the last dim into several parts
+(``InputFirst``)."""
 
 
 @dataclass(frozen=True)
 class ParallelizedTensors:
-    """How the parameters of a model are stored in files. They are described before the model is put on the grid."""
+    """How the parameters of a model are stored in files. This is determined before the model is put on the grid."""
 
     shapes: Shapes
     rows: Mapping[str, Rows]
-    """Maps each name of a parameter to the tensors in files that it consists of, and to the rows that each tensor
-    fills."""
+    """For each name of a parameter, the tensors in files that it consists of, and the rows that each tensor fills."""
     tied: Sequence[Sequence[str]]
     """The names of each parameter that has more than one name."""
 
 
 def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: ParallelizedTensors, folder: Path) -> None:
-    """Fill the shards from a folder of safetensors. Names in files may lack the prefix of the model's base.
+    """Fill the shards from a folder of safetensors. Names in files may lack the prefix of the base model.
 
     Raises:
         UserError: A tensor is missing, or files have different tensors for one tied weight.
@@ -86,7 +86,7 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], layout: Paralle
 
 
 def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Yield the pieces of a shard, each with its slices of the tensor in files."""
+    """Yield the pieces of a shard, each with its slices of the corresponding tensor in files."""
     if shape == shard.global_shape:
         yield shard.local, shard.slices
         return
@@ -100,7 +100,7 @@ def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor
 
 
 def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, range]) -> None:
-    """Fill a shard of stacked experts from files with a matrix for each expert. Only the first dim is sharded."""
+    """Fill a shard of stacked experts from files that have one matrix per expert. Only the first dim is sharded."""
     _, rows, columns = shard.global_shape
     mine = range(*shard.slices[0].indices(shard.global_shape[0]))
     for name, part in matrices.items():
@@ -128,15 +128,15 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # This is our own error, or transformers refuses to write a configuration.
+        except ValueError as error:  # The error is either our own, or transformers refuses to write a configuration.
             raise UserError(str(error)) from None
         finally:
-            while waiting:  # All other ranks take part here. Rank 0 joins them if it cannot write.
+            while waiting:  # All other ranks take part in this loop. Rank 0 joins them if it cannot write.
                 _gather(waiting.pop(0))
 
 
 def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
-    """Return the tensors of files for a parameter: the parameter itself, or one matrix for each expert in it."""
+    """Return the tensors to write for a parameter: the parameter itself, or one matrix for each expert in it."""
     dtype, rows, shape = shard.local.dtype, layout.rows[shard.name], layout.shapes[shard.name]
     if len(rows) == 1:
         return [Entry(min(rows), dtype, shape, lambda: gather(shard))]
@@ -151,7 +151,7 @@ def _entries(shard: LocalShard, layout: ParallelizedTensors, gather: Callable[[L
 def write_checkpoint(
     shards: Sequence[LocalShard], grid: Grid, folder: Path, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Write a checkpoint that any grid can load. It replaces an earlier one at ``folder``."""
+    """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``."""
     partial = folder.with_name(f".{folder.name}.partial")
     parts, numbers = _parts(shards, optimizer)
     layout = layout_of(parts, grid)
@@ -176,7 +176,8 @@ def write_checkpoint(
 
 
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
-    """Read the numbers of a checkpoint. Raises ``UserError`` if an optimizer needs them and there are none."""
+    """Read the optimizer's numbers in a checkpoint. Raise ``UserError`` if an optimizer needs them and there are
+    none."""
     try:
         numbers: Numbers = parse_json(check_regular(folder / PROGRESS_FILE).read_text())
         if not isinstance(numbers, dict) or any(set(of_one) != {"numbers", "tensors"} for of_one in numbers.values()):
@@ -191,7 +192,7 @@ def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
 def read_checkpoint(
     shards: Sequence[LocalShard], folder: Path, optimizer: torch.optim.Optimizer | None, numbers: Numbers
 ) -> None:
-    """Fill the shards, and the optimizer's state if given, from a checkpoint that any grid has written."""
+    """Fill the shards from a checkpoint that any grid has written. If an optimizer is given, fill its state too."""
     if optimizer is not None:
         _make_state(shards, optimizer, numbers)
     parts, _ = _parts(shards, optimizer)
@@ -224,7 +225,8 @@ def _gathered(shard: LocalShard) -> Tensor:
 
 
 def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[Parts, Numbers]:
-    """Return the tensors of a checkpoint by name (weights and optimizer state), and the numbers of the optimizer."""
+    """Return the tensors of a checkpoint by name (weights and optimizer state), and the numbers in the optimizer
+    state."""
     parts = {f"model.{shard.name}": SavedPart(shard, shard.local) for shard in shards}
     numbers: Numbers = {}
     if optimizer is None:

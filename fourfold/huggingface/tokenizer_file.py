@@ -1,4 +1,4 @@
-"""A Hugging Face model's tokenizer.json: check it against a model and a corpus, and write it with an export."""
+"""Check a Hugging Face model's tokenizer.json against a model and a corpus, and write it with an export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold.huggingface.model_folder import GENERATION_FILE, TOKENIZER_FILE
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
-    """Raise ``UserError`` if the corpus was tokenized with another vocabulary than the model ``name`` uses.
+    """Raise ``UserError`` if the corpus was tokenized with another vocabulary than that of the model ``name``.
 
     If the corpus or the model names no tokenizer, nothing is checked.
     """
@@ -37,10 +37,11 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
 
 
 def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
-    """Return the added tokens of a tokenizer.json with ids beyond a vocabulary, such as a pad token without a row.
+    """Return the added tokens in a tokenizer.json whose ids are beyond the vocabulary, such as a pad token without an
+    embedding row.
 
     Raises:
-        UserError: The file is no tokenizer.json, or an ordinary token is beyond the vocabulary.
+        UserError: The file is not a tokenizer.json, or an ordinary token is beyond the vocabulary.
     """
     tokenizer = _opened(file)
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
@@ -53,7 +54,7 @@ def tokens_beyond(file: Path, vocab_size: int) -> list[str]:
 
 
 def added_beyond(model: ModelConfig) -> int:
-    """Return the number of tokens that the tokenizer of ``model.from_hf`` adds beyond the embedding."""
+    """Return how many of the tokens that the tokenizer of ``model.from_hf`` adds are beyond the embedding."""
     file = local_folder(str(model.from_hf), (TOKENIZER_FILE,)) / TOKENIZER_FILE
     return len(tokens_beyond(file, model.vocab_size)) if file.is_file() else 0
 
@@ -62,7 +63,7 @@ def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
     """Warn if a tokenizer.json exists and adds tokens for which the model's embedding has no row.
 
     Raises:
-        UserError: The file is no tokenizer.json, or an ordinary token has no row.
+        UserError: The file is not a tokenizer.json, or an ordinary token has no row.
     """
     beyond = tokens_beyond(file, model.vocab_size) if file.is_file() else []
     if beyond:
@@ -81,7 +82,8 @@ def _opened(file: Path) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelConfig) -> dict[str, Any]:
-    """Write a tokenizer as transformers reads it (bytes have no such file). Return the keys to add to config.json."""
+    """Write a tokenizer in the form that transformers reads (the bytes tokenizer has no such form). Return the keys
+    to add to config.json."""
     if tokenizer is None:
         return {}
     begin = next(iter(begin_of(tokenizer)), None)

@@ -17,16 +17,17 @@ from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder
 
 SEVERAL_SEQUENCES = ("num_return_sequences", "num_beams", "num_beam_groups", "early_stopping", "length_penalty")
-"""Keys of a generation_config.json that matter only for several sequences."""
+"""Keys of a generation_config.json that matter only when several sequences are generated."""
 
 
 def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
-    """Load a causal language model of the transformers library, ready to generate. No code of the model runs.
+    """Load a causal language model of the transformers library, ready to generate. Code that comes with the model is
+    never run.
 
     Args:
         name: A folder, or an id on the Hub.
-        dtype: fp32, bf16, fp16, or auto for the stored type.
-        device: By default a GPU if there is one.
+        dtype: fp32, bf16, fp16, or auto for the stored dtype.
+        device: The device, by default a GPU if there is one.
 
     Returns:
         The model.
@@ -40,7 +41,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
-    # Do not print transformers' table of keys. Missing keys that matter raise errors below.
+    # Do not print transformers' table of keys. If a missing key matters, an error is raised below.
     transformers.logging.set_verbosity_error()
     try:
         settings = _generation_settings(Path(name), transformers)
@@ -53,7 +54,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
             generation_config=settings,
         )
         if getattr(model.config, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # sdpa ignores the cap before transformers 5.21
+            model.set_attn_implementation("eager")  # sdpa ignores the cap in transformers before 5.21.
         model = model.to(device).eval()
     except (*FOREIGN_ERRORS, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {needs_its_code(error) or first_line(error)}") from error
@@ -77,11 +78,11 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
 
 @torch.no_grad()
 def _is_causal(model: Any) -> bool:
-    """Return whether two texts that differ only at their ends have the same logits at their beginning, up to
+    """Return whether two texts that differ only at their ends have the same logits at their beginnings, up to
     rounding."""
     tokens_2S = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=model.device) % model.config.vocab_size
     one_V, other_V = model(input_ids=tokens_2S, use_cache=False).logits[:, 0].float()
-    # NaN logits differ from themselves. Another check refuses them.
+    # The condition is negated so that NaN logits pass. Another check refuses them.
     return not (one_V - other_V).abs().max() > 0.05 * one_V.abs().max()
 
 
@@ -93,12 +94,12 @@ def _generation_settings(folder: Path, transformers: Any) -> Any:
     settings = parse_json(file.read_bytes())
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is not a table of settings")
-    # transformers refuses a file that asks for several sequences if its remaining settings can give only one.
+    # transformers refuses a file that asks for several sequences if its other settings can generate only one.
     return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 
 def checked_device(name: str | None) -> str:
-    """Return the name of a device that this machine has, by default a GPU if there is one."""
+    """Return the name of a device, after checking that this machine has it. The default is a GPU if there is one."""
     is_there = torch.cuda.is_available()
     name = name or ("cuda" if is_there else "cpu")
     kind, _, number = name.partition(":")
@@ -110,7 +111,7 @@ def checked_device(name: str | None) -> str:
 
 
 def checked_ids(model: Any, ids: list[int]) -> list[int]:
-    """Return the same ids. Raise ``UserError`` if the model has no such tokens."""
+    """Return the ids unchanged. Raise ``UserError`` if the model does not have all these tokens."""
     known = model.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
         raise UserError(

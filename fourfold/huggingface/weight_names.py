@@ -1,8 +1,8 @@
 """Map every parameter of the decoder to the tensors in a Hugging Face model's files. Each family has one table.
 
-A row maps one Hugging Face tensor to those of our parameters that it joins along the output dim, in this order, whole
-or head by head. ``i`` is the layer's number, and ``e`` the number of an expert in a parameter that stacks experts. A
-parameter that a model lacks (a bias) has no row in its map.
+A row maps one Hugging Face tensor to the parameters of ours that it joins along the output dim, in this order, whole or
+head by head. ``i`` is the layer's index, and ``e`` is an expert's index in a parameter that stacks experts. If a model
+lacks a parameter (such as a bias), its map has no row for it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _GPT_NEOX: Table = {
 def _experts(block: str, **matrices: str) -> Table:
     """Return rows for a router and its experts.
 
-    ``matrices`` maps our names of an expert's matrices to the Hugging Face names.
+    ``matrices`` maps our names for an expert's matrices to the Hugging Face names.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     router = ("gate.weight", "gate.e_score_correction_bias")
@@ -132,20 +132,20 @@ _SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layer
 
 @dataclass(frozen=True)
 class Format:
-    """The files of a family."""
+    """The format of a family's files."""
 
     table: Table
     prefix: str = "model."
-    """A prefix that is missing from the names in files of a model without its head."""
+    """A prefix that the names in files lack if the model was saved without its head."""
     transposed: tuple[str, ...] = ()
-    """Tensors stored as [in, out]. Ours are [out, in]."""
+    """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
     by_head: tuple[str, ...] = ()
-    """Tensors that join the rows of our parameters head by head."""
+    """Tensors that interleave the rows of our parameters head by head."""
     layers_beyond: str | None = None
-    """Key of config.json for the number of extra layers, which predict further tokens and are not imported."""
+    """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
 
     def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the beginnings of the names of layers after the ``last``, which are not imported."""
+        """Return the name prefixes of layers after the ``last`` layer. These layers are not imported."""
         count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
         return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
 
@@ -172,7 +172,7 @@ BUFFERS = (
     ".attention.masked_bias",
     ".rotary_emb.inv_freq",
 )
-"""Endings of tensor names in older files that are not weights."""
+"""Endings of tensor names in older files that are buffers, not weights."""
 
 HEAD = "lm_head.weight"
 
@@ -184,8 +184,8 @@ VOCABULARY = ("embed_tokens.weight", HEAD)
 class TensorPiece:
     """One of our parameters inside a Hugging Face tensor: ``rows`` of the output dim, in ``groups`` of equal size.
 
-    The first group begins at row ``first``, and each next group ``stride`` rows later. Any remaining rows of our
-    parameter are padding.
+    The first group begins at row ``first``, and each following group begins ``stride`` rows later. Any remaining rows
+    of our parameter are padding.
     """
 
     name: str
@@ -197,12 +197,12 @@ class TensorPiece:
     """The index of the expert, if our parameter stacks experts along the first dim."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the parameter, or one expert of a parameter that stacks experts."""
+        """Return the whole parameter, or one expert of a parameter that stacks experts."""
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield consecutive runs of our rows (all inside ``self.rows``): their positions in our parameter, counted from
-        the first row, and in the Hugging Face tensor."""
+        """Yield runs of consecutive rows (all inside ``self.rows``). Each run gives their positions in our parameter,
+        counted from its first row, and in the Hugging Face tensor."""
         size = self.rows // self.groups
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
             begin, end = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
@@ -212,7 +212,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and those of our parameters that it joins."""
+    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
 
     name: str
     shape: tuple[int, ...]
@@ -220,8 +220,8 @@ class TheirTensor:
     pieces: tuple[TensorPiece, ...]
 
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
-        """Join the pieces to the Hugging Face tensor: drop the padding, stack the rows, and transpose if that tensor is
-        stored as [in, out]."""
+        """Join the pieces into the Hugging Face tensor: drop the padding, stack the rows, and transpose if that
+        tensor is stored as [in, out]."""
         groups = [t[: piece.rows].unflatten(0, (piece.groups, -1)) for piece, t in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
         return whole.T.contiguous() if self.transposed else whole
@@ -247,8 +247,8 @@ def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
 
 
 def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """Yield a table's rows for every layer and expert: the Hugging Face name, our names, and the expert's index or
-    None."""
+    """Yield a table's rows for every layer and expert: the Hugging Face name, our names, and the expert's index (or
+    None)."""
     yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
     layered = [row for row in table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):

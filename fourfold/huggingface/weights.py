@@ -22,8 +22,8 @@ class Pretrained:
     """A transformers folder, opened for a model of the same sizes without reading weights.
 
     Raises:
-        UserError: A file or tensor is missing, a shape is wrong, the model has no place for a tensor, or weights exist
-            only as pickles. The message names the file and the tensor.
+        UserError: A file or tensor is missing, a shape is wrong, the model does not use a tensor, or weights exist only
+            as pickles. The message names the file and the tensor.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -33,7 +33,7 @@ class Pretrained:
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
         self._places: dict[str, list[tuple[TheirTensor, TensorPiece]]] = {}
-        """Location of each of our parameters in the files. A stack of experts has one location per expert, in order."""
+        """Where each of our parameters is in the files. A stack of experts has one location per expert, in order."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
@@ -42,7 +42,8 @@ class Pretrained:
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored type of one of our parameters. Raise ``UserError`` if its experts have several types."""
+        """Return the stored dtype of one of our parameters. Raise ``UserError`` if its experts have different
+        dtypes."""
         types = {self.files.dtype(self._names[tensor.name]) for tensor, _ in self._places[name]}
         if len(types) > 1:
             raise UserError(
@@ -51,7 +52,7 @@ class Pretrained:
         return types.pop()
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one of our parameters whole, or one expert of a parameter that stacks experts."""
+        """Read one of our parameters as a whole, or one expert of a parameter that stacks experts."""
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
         self.read_into(whole, name, slices)
@@ -59,7 +60,7 @@ class Pretrained:
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy the part ``slices`` of one of our parameters into ``out``. Rows that pad the vocabulary are zero."""
+        """Copy the part ``slices`` of one of our parameters into ``out``. Rows of vocabulary padding are zero."""
         places = self._places[name]
         if places[0][1].expert is None:
             self._read_piece(out, *places[0], slices)
@@ -80,8 +81,9 @@ class Pretrained:
                 self.files.read_into(out[here], self._names[tensor.name], (there, *slices[1:]))
 
     def _names_in_files(self, name: str) -> list[str]:
-        """Return the names that a tensor may have in files. A model without its head leaves out the prefix."""
-        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head
+        """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
+        prefix."""
+        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 uses this name for every head.
         return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
 
-if TYPE_CHECKING:  # torch is imported inside functions, because the parent of local workers never needs it
+if TYPE_CHECKING:  # torch is imported inside functions, because the parent of local workers never needs it.
     import torch
 
 WantedDevice = Literal["auto", "cpu", "cuda"]
@@ -44,7 +44,7 @@ def run_on_grid(
         args: Arguments of the function after the place.
         world_size: Number of processes.
         wanted_device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        timeout: Longest time to wait for another process, in seconds.
+        timeout: Longest time in seconds to wait for another process.
         heeds_stop_signals: Whether the function enters `stop_request`. Stop signals are held back until then.
         restarts: Number of times that local workers were restarted.
         started: Start of the command, by `time.time` (default: now).
@@ -53,7 +53,7 @@ def run_on_grid(
         The result of this process's call, or of rank 0's call if the workers were started here.
 
     Raises:
-        UserError: The launcher does not fit the run, or a worker raised it.
+        UserError: The launcher does not fit the run, or a worker raised this error.
         WorkerFailed: A worker crashed.
     """
     raise_file_limit()
@@ -63,7 +63,7 @@ def run_on_grid(
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
             return _run_here(place, function, args, world_size, wanted_device, timeout, started)
     with temporary_folder() as folder:
-        meeting_point = (folder / "store").as_uri()  # Meet through a file, because another program could take a port.
+        meeting_point = (folder / "store").as_uri()  # Meet through a file, because a port may already be in use.
         task = (meeting_point, function, args, wanted_device, timeout)
         modules = [function.partition(":")[0], "fourfold.parallel.grid.process_group"]
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
@@ -78,14 +78,14 @@ def _run_here(
     timeout: timedelta,
     started: float,
 ) -> Any:
-    """Run this process's part of the job: one process of a launcher, or a job of one process."""
+    """Run this process's part of the job. It is either one process of a launcher, or the only process of the job."""
     meeting_point = None
     if place is None:
         keep_gloo_local()
         place = Place(0, 0, 1, 1, launcher="local")
     else:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_starter()  # Without this, a killed torchrun leaves its processes running.
+            end_with_starter()  # Without this, a killed torchrun would leave its processes running.
         _check_world_size(place, world_size)
         host, port = rendezvous(os.environ, place)
         meeting_point = f"tcp://{host}:{port}"
@@ -104,7 +104,7 @@ def run_in_group(
 
     Args:
         place: This process's place in the job.
-        meeting_point: torch's init_method, or None for a group of one.
+        meeting_point: torch's init_method, or None for a group of one process.
         function: "package.module:name".
         args: Arguments of the function after the place.
         wanted: See `wanted_device` of `run_on_grid`.
@@ -116,19 +116,18 @@ def run_in_group(
         try:
             with _no_silent_exit():
                 return call(place, *args)
-        except SystemExit as end:  # A library raised it, so its exit code says nothing about the job.
+        except SystemExit as end:  # A library raised this, so its exit code says nothing about the job.
             raise RuntimeError(f"something called sys.exit({end.code!r}) before the job had finished") from end
 
 
 @contextlib.contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Turn `os._exit(0)` in this process into a crash, so that no launcher or job script thinks that the job is
-    done.
-    """
+    """Turn `os._exit(0)` in this process into a crash. Otherwise a launcher or job script would think that the job is
+    done."""
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # Forked children may exit this way.
+        if status == DONE and os.getpid() == process_id:  # Forked children are allowed to exit this way.
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH

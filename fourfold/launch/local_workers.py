@@ -1,4 +1,4 @@
-"""Start the processes of a job on this machine if no launcher did, report their failures, and end them.
+"""Start the processes of a job on this machine if no launcher did. Report their failures, and end them.
 
 This module does not import torch. The parent of the workers does not need torch and starts faster without it.
 """
@@ -29,7 +29,7 @@ from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
-"""Seconds without a new report after a failure until the cause is chosen among the reports."""
+"""After a failure, wait until no new report has come for this many seconds. Then choose the cause among the reports."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -51,9 +51,9 @@ class WorkerEnd:
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """Return value, message of the UserError, exit code, or traceback."""
+    """The return value, the message of the UserError, the exit code, or the traceback."""
     time: float = field(default_factory=time.monotonic)
-    """Time at which the worker ended, by the clock that all processes of a machine share."""
+    """Time at which the worker ended, on the clock that all processes of a machine share."""
 
 
 class JobHung(WorkerFailed):
@@ -76,9 +76,9 @@ def run_workers(
 
     Args:
         target: The function.
-        args: Its arguments after the place.
+        args: Arguments of the function after the place.
         world_size: Number of processes.
-        heeds_stop_signals: Whether the target enters `stop_request`. The workers hold stop signals back until then.
+        heeds_stop_signals: Whether the target enters `stop_request`. Until it does, the workers hold back stop signals.
         restarts: Number of times that the workers were restarted.
         modules: Modules that the target imports. They are imported once for all workers.
         started: `Place.started` of the workers (default: now).
@@ -113,20 +113,20 @@ def run_workers(
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor. Rank 0's progress display may have hidden it before rank 0 was killed."""
+    """Show the terminal's cursor, in case rank 0 was killed while its progress display had hidden the cursor."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
 def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
     """Run the task and report the result. The task is unpickled here, because unpickling may import torch."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent relays Ctrl-C to the workers.
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        # This worker may be killed when another one fails, and a terminal's encoding may lack a character.
+        # This worker may be killed when another worker fails, and the terminal's encoding may lack a character.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     else:
         with open(os.devnull, "w") as nowhere:
@@ -143,7 +143,8 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
 
 
 def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
-    """Collect the reports of all workers or, after a failure, of the workers that end soon after. Sort them by time."""
+    """Collect the reports of all workers. After a failure, collect only the reports that come soon after it. Sort the
+    reports by time."""
     waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[WorkerEnd] = []
     failed = False
@@ -158,13 +159,13 @@ def _collect_reports(workers: WorkerProcesses) -> list[WorkerEnd]:
 def _receive(workers: WorkerProcesses, rank: int) -> WorkerEnd:
     try:
         report: WorkerEnd = pickle.loads(workers.reports[rank].recv_bytes())
-    except (EOFError, OSError):  # It may have died while it sent its report.
+    except (EOFError, OSError):  # The worker may have died while it sent its report.
         report = WorkerEnd(rank, "died", workers.exit_code(rank))
     return report
 
 
 def _return_or_raise(reports: Sequence[WorkerEnd], world_size: int, received: Sequence[int]) -> Any:
-    """Return rank 0's value, or raise the first failure. Workers that lose a peer fail later."""
+    """Return rank 0's value, or raise the first failure. Later failures may come from workers that lost a peer."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -180,7 +181,7 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value == HANG:
         return JobHung("the job hung and was ended")
-    # The watchdog killed the worker, because it did not stop in time.
+    # The watchdog killed the worker, because the worker did not stop in time.
     if report.value > 128 and report.value - 128 in received:
         return SystemExit(report.value)
     if report.value >= 0:
@@ -197,8 +198,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    With `heeded`, the workers hold the signals back until they can save. A signal that arrives before all workers exist
-    is only listed and is sent later, because some workers would miss it. Without `heeded`, such a signal ends the job
+    With `heeded`, the workers hold back the signals until they can save. If a signal arrives before all workers exist,
+    it is only recorded, and it is sent later so that no worker misses it. Without `heeded`, such a signal ends the job
     here.
 
     Raises:
@@ -220,7 +221,7 @@ def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[in
 
     with contextlib.ExitStack() as handlers:
         for signum in RELAYED:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
                 handlers.enter_context(_handler(signum, relay))
         yield received
 
@@ -233,7 +234,7 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block the stop signals while workers start. The workers inherit the block and keep it until they are ready."""
-    resource_tracker.ensure_running()  # Start the resource tracker now, because its start unblocks SIGINT.
+    resource_tracker.ensure_running()  # Start the resource tracker now, because starting it later would unblock SIGINT.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Signals that ask a job to save and stop: Ctrl-C, a closed terminal, and the signals that schedulers send."""
+"""Handle signals that ask a job to save and stop: Ctrl-C, a closed terminal, and the signals that schedulers send."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""Tells local workers about a Ctrl-C. They ignore the terminal's SIGINT, because their parent relays it."""
+"""Signal that tells local workers about a Ctrl-C. They ignore the terminal's SIGINT, because their parent relays it."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 
 SAME_CTRL_C_SECONDS = 0.5
-"""A second SIGINT within this time is the same Ctrl-C: both the terminal and the launcher delivered it."""
+"""A second SIGINT within this many seconds belongs to the same Ctrl-C, delivered by both the terminal and the
+launcher."""
 
 SAVING = b"\nfourfold: saving a checkpoint after this step; press Ctrl-C again to stop without saving\n"
 
 
 class StopRequest:
-    """Set by the first stop signal, or when the time is up. A second Ctrl-C raises KeyboardInterrupt.
+    """A request to stop. It is set by the first stop signal, or when the time is up. A second Ctrl-C raises
+    KeyboardInterrupt.
 
     Args:
         announce: Whether to answer a Ctrl-C on standard error.
         launched: Whether a launcher may deliver a Ctrl-C twice.
-        seconds: Time from now that the job may take. 0 means any time.
+        seconds: Number of seconds from now that the job may run. 0 means no limit.
     """
 
     def __init__(self, announce: bool, launched: bool, seconds: float = 0) -> None:
@@ -39,7 +41,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Whether the job should save and stop."""
+        """Return whether the job should save and stop."""
         return self._received or time.monotonic() >= self._deadline
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
@@ -61,7 +63,8 @@ class StopRequest:
 
 @contextmanager
 def stop_request(announce: bool = True, launched: bool = False, seconds: float = 0) -> Iterator[StopRequest]:
-    """Yield a request that stop signals set while the block runs. Signals that were held back before set it too.
+    """Yield a request to stop, which stop signals set while the block runs. Signals that were held back before also set
+    it.
 
     Ignored signals (nohup) stay ignored.
 
@@ -94,7 +97,7 @@ def held_stop_signals() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Discard output to a terminal that is gone, because writing to it would fail."""
+    """Discard output to a terminal that has been closed, because writing to it would fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):

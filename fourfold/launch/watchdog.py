@@ -1,7 +1,7 @@
-"""Start a watchdog for each process of a job. It ends a job that hangs and names the rank that went silent.
+"""Start a watchdog for each process of a job. It ends a job that hangs, and names the rank that went silent.
 
-The watchdog is a separate process (`watchdog_process`), so it notices even a process that is stopped or waits inside a
-library. It reads the heartbeat and the signals that arrive. Python itself handles signals only between two
+The watchdog is a separate process (`watchdog_process`), so it notices a hang even if the process is stopped or waits
+inside a library. It reads the heartbeat and the signals that arrive. Python itself handles signals only between two
 instructions, so it does not handle them in a collective that never ends.
 """
 
@@ -27,7 +27,7 @@ from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.launch.watchdog_process import DONE, STACK_SIGNAL, Watch
 
 LEAVE_SECONDS = 30.0
-"""Longest wait for the watchdog to exit when the job is done."""
+"""Longest time in seconds to wait for the watchdog to exit when the job is done."""
 
 
 @contextlib.contextmanager
@@ -56,11 +56,11 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
             heartbeat.send_signs_to(None)
             signal.set_wakeup_fd(before)
             faulthandler.unregister(STACK_SIGNAL)
-            with contextlib.suppress(BrokenPipeError):  # Something has killed the watchdog.
+            with contextlib.suppress(BrokenPipeError):  # Another process has killed the watchdog.
                 os.write(signals, bytes([DONE]))
             try:
                 process.wait(LEAVE_SECONDS)
-            except subprocess.TimeoutExpired:  # Something has stopped the watchdog.
+            except subprocess.TimeoutExpired:  # Another process has stopped the watchdog.
                 process.kill()
                 process.wait()
             os.close(signals)
@@ -69,7 +69,8 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
 def _start_watching(
     folder: Path, place: Place, limits: FaultToleranceConfig, shared: int, stacks: int
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the watchdog process. Return it, and the pipe that takes the numbers of this process's signals."""
+    """Start the watchdog process. Return it, and the pipe through which this process reports the signals that it
+    receives."""
     alive, signals = os.pipe()
     ended, told = os.pipe()
     watch = Watch(
@@ -98,12 +99,12 @@ def _start_watching(
 
 
 def _memory() -> str | None:
-    """Return a folder in memory, if the machine has one."""
+    """Return a folder in memory if the machine has one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 def _leave_when_told(ended: int) -> None:
-    """Exit with the code that the watchdog sends. The main thread may be stuck in a collective forever."""
+    """Exit with the code that the watchdog sends. The main thread may be stuck in a collective that never ends."""
     code = os.read(ended, 1)
     os.close(ended)
     if code:

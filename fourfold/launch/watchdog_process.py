@@ -1,4 +1,4 @@
-"""The watchdog process of a rank: wait for signs of life, and report and end a rank that hangs.
+"""Run the watchdog process of a rank: wait for signs of life, and report and end the rank if it hangs.
 
 It imports only the standard library and a few small modules of fourfold.
 """
@@ -22,22 +22,22 @@ from fourfold.launch.stop_signals import STOP_SIGNALS
 from fourfold.processes import lossy_output
 
 STACK_SIGNAL = signal.SIGQUIT
-"""Signal that makes a rank write its stacks. No scheduler sends it."""
+"""Signal that makes a rank write its stack traces. No scheduler sends it."""
 
 DONE = 0
 """Sent instead of a signal's number when there is nothing left to watch."""
 
 SAME_STOP_SECONDS = 1.0
-"""A second signal within this time is the same stop, delivered twice."""
+"""A second signal within this many seconds belongs to the same stop request, delivered twice."""
 
 UNWIND_SECONDS = 5.0
-"""Time that a rank has to exit by itself after a second stop signal."""
+"""Number of seconds that a rank has to exit by itself after a second stop signal."""
 
 REPORT_SECONDS = 20.0
-"""Time that the first rank waits for the reports of all ranks."""
+"""Number of seconds that the first rank waits for the reports of all ranks."""
 
 STOPPED = "Tt"
-"""The kernel's state letters of stopped processes."""
+"""The kernel's state letters for stopped processes."""
 
 FORMAT = "%Y-%m-%d %H:%M:%S"
 
@@ -48,9 +48,9 @@ class Watch(NamedTuple):
     heartbeat: int
     stacks: int
     signals: int
-    """Pipe with the numbers of the signals that the rank receives. It closes when the rank ends."""
+    """Pipe with the numbers of the signals that the rank receives. The pipe closes when the rank ends."""
     tell: int
-    """Pipe that tells the rank which exit code to exit with."""
+    """Pipe that tells the rank the exit code to use."""
     process: int
     rank: int
     world_size: int
@@ -69,7 +69,7 @@ class HangingRank(NamedTuple):
     host: str
     process: int
     state: str
-    """The kernel's state letter: R runs, S sleeps, D waits for a disk, T and t are stopped."""
+    """The kernel's state letter: R for running, S for sleeping, D for waiting on a disk, T and t for stopped."""
     step: int
     doing: str
     last_sign: float
@@ -105,7 +105,7 @@ def _watch(watch: Watch) -> None:
             end_rank(watch, ended_by(signal.SIGTERM))
             return
         beat = heart.read()
-        # Time during which the watchdog itself was also stopped, for example by Ctrl-Z, does not count as silence.
+        # While the watchdog itself is stopped too, for example by Ctrl-Z, the time does not count as silence.
         silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
         number = beat.number
         limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
@@ -123,7 +123,7 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 
 
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
-    """Return whether a second stop signal arrived, or the grace period after the first one is over."""
+    """Return whether a second stop signal has arrived, or the grace period after the first one is over."""
     if not stops:
         return False
     if watch.grace and now - stops[0] >= watch.grace:
@@ -133,7 +133,7 @@ def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
 
 
 def end_rank(watch: Watch, code: int) -> None:
-    """Tell the rank to exit with `code`. Kill it if it does not."""
+    """Tell the rank to exit with `code`. Kill the rank if it does not exit."""
     with contextlib.suppress(BrokenPipeError):
         os.write(watch.tell, bytes([code]))
     with contextlib.suppress(ProcessLookupError):
@@ -149,7 +149,7 @@ def end_rank(watch: Watch, code: int) -> None:
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
     """Write this rank's report.
 
-    The first rank that can names the rank that went silent. All other ranks wait for it.
+    The first rank that is able to do so names the rank that went silent. All other ranks wait for it.
     """
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
@@ -201,10 +201,11 @@ def describe(reports: list[HangingRank], world_size: int, folder: Path) -> str:
 
 
 def find_awaited(reports: list[HangingRank]) -> HangingRank:
-    """Return the rank that all ranks wait for, directly or through ranks that wait too.
+    """Return the rank that all other ranks wait for, directly or indirectly.
 
-    If a rank is stopped, return it. Otherwise return a rank that is behind some peer and ahead of none. If no rank is
-    behind, return the rank that has been silent longest. Clocks are compared only within a machine.
+    If a rank is stopped, return it. Otherwise return a rank that is behind at least one peer and ahead of no peer. If
+    no rank is behind, return the rank that has been silent longest. Silence is compared only within one machine,
+    because clocks differ between machines.
     """
     stopped = [report for report in reports if report.state in STOPPED]
     behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]
@@ -219,7 +220,8 @@ def find_awaited(reports: list[HangingRank]) -> HangingRank:
 
 
 def _is_behind(one: HangingRank, other: HangingRank) -> bool:
-    """Return whether one rank is in an earlier step, or has entered fewer collectives of a group that both are in."""
+    """Return whether one rank is in an earlier step than the second rank, or has entered fewer collectives of a
+    group that both are in."""
     if one.steps_begun != other.steps_begun:
         return one.steps_begun < other.steps_begun
     return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
@@ -254,7 +256,8 @@ def _read_state(process: int) -> str:
 
 
 def _collect_stacks(watch: Watch) -> list[str]:
-    """Return the rank's stacks. The rank writes them at a signal, even in the middle of a collective."""
+    """Return the rank's stack traces. The rank writes them when it gets a signal, even in the middle of a
+    collective."""
     os.kill(watch.process, STACK_SIGNAL)
     os.kill(watch.process, signal.SIGCONT)
     size, deadline = -1, time.monotonic() + 2.0
@@ -276,7 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
+    """Write a file under a temporary name and rename it, so that no reader sees an incomplete file."""
     partial = path.with_name(f".{path.name}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

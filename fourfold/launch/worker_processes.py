@@ -1,8 +1,8 @@
-"""Start the processes of local workers by forking a starter that has imported the modules they need.
+"""Start local workers by forking a starter process that has already imported the modules they need.
 
 Imports take seconds of CPU time, so they run only once. The starter is a new process without threads, because threads
 of the caller would not survive a fork. If the libraries do not support forking (macOS), the starter spawns new
-processes, and each imports for itself.
+processes instead, and each of them imports the modules.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Work = Callable[..., None]
 """The function that a worker runs: `work(*args, sender)`, where `sender` is the pipe for its report."""
 
 STARTED_BY: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-"""How multiprocessing starts the starter itself."""
+"""multiprocessing's method for starting the starter itself."""
 
 
 class WorkerProcesses:
-    """The workers of one job, by rank. They end when the starter ends, and the starter ends when the caller does."""
+    """The workers of one job, by rank. They end when the starter ends, and the starter ends when the caller ends."""
 
     def __init__(self, world_size: int) -> None:
         self.ids: dict[int, int] = {}
@@ -47,20 +47,20 @@ class WorkerProcesses:
         """Start the starter. It inherits blocked signals, and the workers inherit them from the starter.
 
         Args:
-            work: What each worker does.
+            work: The function that each worker runs.
             args: Arguments of `work`, by rank.
             modules: Modules that the workers will import.
         """
-        # A daemon could not have children.
+        # The starter must not be a daemon, because a daemon cannot have children.
         self._starter = STARTED_BY.Process(
             target=_start, args=(self._starters_control, work, args, self._senders, modules), name="fourfold-starter"
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            end.close()  # Close our end, so that a worker's pipe closes when the worker dies.
+            end.close()  # Close our end of the pipe, so that the pipe closes when its worker dies.
 
     def wait_for_start(self) -> None:
-        """Wait until all workers exist, or the starter has failed and said why."""
+        """Wait until all workers exist, or until the starter has failed and reported why."""
         wait([self._control])
 
     def take_ids(self) -> None:
@@ -79,8 +79,8 @@ class WorkerProcesses:
         try:
             self._control.send(rank)
             code = self._control.recv()
-            self.ids.pop(rank, None)  # The system may give the id to another process.
-        except (EOFError, OSError):  # The workers ended with their starter.
+            self.ids.pop(rank, None)  # The system may reuse this id for another process.
+        except (EOFError, OSError):  # The workers ended together with their starter.
             assert self._starter is not None, "it was started"
             self._starter.join()
             code = self._starter.exitcode
@@ -89,7 +89,7 @@ class WorkerProcesses:
 
     def kill(self) -> None:
         """Kill all workers and wait until they are gone."""
-        self.send(signal.SIGKILL)  # At SIGTERM the workers would try to save, but their peers are gone.
+        self.send(signal.SIGKILL)  # At SIGTERM the workers would try to save, but their peers no longer exist.
         if self._starter is not None and self._starter.pid is not None:
             if not self.ids:
                 self._starter.kill()
@@ -99,7 +99,7 @@ class WorkerProcesses:
             pipe.close()
 
 
-@lossy_output(any_error=True)  # Starting a process flushes the output, which may have lost its reader.
+@lossy_output(any_error=True)  # Starting a process flushes the output, and the reader of the output may be gone.
 def _start(
     control: Connection,
     work: Work,
@@ -117,15 +117,15 @@ def _start(
     forks = sys.platform == "linux"
     if forks:
         for module in modules:
-            with importing(), contextlib.suppress(Exception):  # The workers will report the error.
+            with importing(), contextlib.suppress(Exception):  # The workers will report any error.
                 importlib.import_module(module)
-        gc.freeze()  # A garbage collection in a worker would copy every shared page.
+        gc.freeze()  # A garbage collection in a worker would copy every shared memory page.
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     try:
         for rank, sender in enumerate(senders):
             others = [control, *senders[rank + 1 :]] if forks else []
-            # A daemon could not have the children that load its data.
+            # The worker must not be a daemon, because a daemon could not have the children that load its data.
             process = context.Process(target=_work, args=(work, args[rank], sender, others), name=f"fourfold-{rank}")
             process.start()
             sender.close()
@@ -144,7 +144,7 @@ def _start(
 
 
 def _end(processes: Sequence[BaseProcess], code: int) -> NoReturn:
-    """Kill the workers and exit at once, because an interpreter with torch takes long to exit normally."""
+    """Kill the workers and exit at once, because a normal exit takes long if torch is loaded."""
     for process in processes:
         process.kill()
     for process in processes:

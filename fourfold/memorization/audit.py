@@ -1,4 +1,4 @@
-"""Audit a model on documents, and return one record."""
+"""Audit a model on documents, and return the results as one record."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from fourfold.run_file.load import load_run
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRequest(ScoringRequest):
-    """A model, documents, and the options of an audit."""
+    """A request to audit a model on documents, with the options of the audit."""
 
     documents: Path
     """A .jsonl file with the documents that the model was trained on."""
     control: Path | None = None
-    """More documents, which the model was not trained on."""
+    """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
     """A second model to compare with."""
     run: Path | None = None
     """A run file whose goldfish mask is replayed. By default the audit replays the checkpoint's own mask."""
     suffix: int = 50
-    """Number of tokens at a document's end that the model must reproduce."""
+    """Number of tokens at the end of a document that the model must reproduce."""
     prefix: int = 50
     """Smallest number of tokens before the suffix."""
     offset: int = 0
@@ -56,7 +56,7 @@ class AuditRequest(ScoringRequest):
     generate: int = 0
     """Number of documents to continue token by token."""
     text_key: str = "text"
-    """Key of the text in a line."""
+    """Key of the text in each line."""
     count_key: str = "count"
     """Key of the number of times that the model was trained on a document."""
 
@@ -88,7 +88,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     generated = _generated(scorer, documents, inputs, request)
     reference = None
     if other_model is not None:
-        del scorer  # Free the first model's memory for the second model.
+        del scorer  # Free the first model's memory before the second model is loaded.
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
@@ -114,8 +114,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay: the mask of --run, which must be replayable, or else the model's own if it is
-    replayable."""
+    """Return the mask to replay. With --run, it is the run's mask, which must be replayable. Otherwise it is the
+    model's own mask if it is replayable."""
     if request.run is not None:
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish
@@ -131,7 +131,7 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
 def _reference_scorer(
     request: AuditRequest, model: ScoredModel, device: torch.device, inputs: Sequence[Tokens]
 ) -> Scorer:
-    """Open the model to compare with. It must have the same tokenizer."""
+    """Open the reference model. It must have the same tokenizer."""
     scorer = open_scorer(model, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= scorer.vocab_size:
@@ -151,7 +151,7 @@ def _reference_scorer(
 def _documents(
     request: AuditRequest, scorer: Scorer, tokenizer: AnyTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
-    """Read the documents, then the control file's documents with count 0.
+    """Read the documents, and then the control file's documents, which get the count 0.
 
     Returns:
         The documents, and the number of documents that the context truncates.
@@ -207,7 +207,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # -inf if the attacker never draws the token
+    excluded = FIELDS.index("sampled")  # The value is -inf if the attacker never draws the token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
@@ -216,7 +216,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
 def _generated(
     scorer: Scorer, documents: Sequence[AuditDocument], inputs: Sequence[Tokens], request: AuditRequest
 ) -> dict[int, Tokens] | None:
-    """Continue the first members greedily. Return the continuations by document number."""
+    """Continue the first members greedily. Return the continuations by document index."""
     members = [number for number, document in enumerate(documents) if document.count != 0][: request.generate]
     if not members:
         return None
@@ -225,5 +225,5 @@ def _generated(
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text with the decoded scored tokens, because truncated text must not count."""
+    """Replace the text by decoding the scored tokens, because text that was truncated must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

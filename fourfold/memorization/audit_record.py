@@ -1,4 +1,5 @@
-"""Build an audit's record from scores: JSON values, each rate with its interval and the control's rate."""
+"""Build an audit's record from scores. The record holds JSON values, and gives each rate with its interval and the
+rate of the controls."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class AuditInputs:
     sampling: AttackSampling
     reference: Sequence[TokenScores] | None = None
     generated: Mapping[int, NDArray[np.int64]] | None = None
-    """Greedy continuations by document number."""
+    """Greedy continuations by document index."""
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
@@ -51,8 +52,8 @@ class AuditInputs:
 
 
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
-    """Return the record: the members' measures in total, by count, by prefix, and by position, then the controls'
-    measures.
+    """Return the record. It has the measures of the members in total, by count, by prefix, and by position, followed by
+    the measures of the controls.
 
     Members are documents whose count is not 0. Documents with an unknown count are members.
     """
@@ -111,7 +112,8 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize the members and compare them with the controls. Training on the documents causes the difference."""
+    """Summarize the members and compare them with the controls. The difference is the effect of training on the
+    documents."""
     summary = _summary(found)
     if controls:
         exact, other = (sum(each.exact_match for each in side) for side in (found, controls))
@@ -124,7 +126,7 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """Return, for each n, how often the suffix matches after the first n tokens, over the documents that are long
+    """For each n, return how often the suffix matches after the first n tokens, over the documents that are long
     enough."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
@@ -153,7 +155,7 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
 def _membership(
     inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the attacks and the bag-of-words guard, or None if there are too few documents."""
+    """Return the results of the attacks and of the bag-of-words guard, or None if there are too few documents."""
 
     def score(number: int) -> dict[str, float]:
         reference = None if inputs.reference is None else inputs.reference[number]
@@ -181,7 +183,8 @@ def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | 
 
 
 def _generation(inputs: AuditInputs) -> dict[str, Any] | None:
-    """Return how similar greedy continuations are to the true text, and how often they confirm the one-pass result."""
+    """Return how similar the greedy continuations are to the true text, and how often they confirm the result of the
+    single pass."""
     if not inputs.generated:
         return None
     texts = list(inputs.generated.values())

@@ -26,17 +26,17 @@ class AuditDocument:
     tokens: Tokens
     text: str | None
     count: int | None
-    """Number of times the model was trained on it. None if unknown."""
+    """Number of times the model was trained on the document. None if unknown."""
     canary: int | None = None
-    """Number of the document in the ledger. None if ``fourfold prepare`` did not plant it."""
+    """Index of the document in the ledger of canaries. None if ``fourfold prepare`` did not plant the document."""
     planted: Canaries | None = None
-    """The noise and shift of its planted copies."""
+    """The noise and shift of the document's planted copies."""
     eod_id: int | None = None
     """Token that ends the document in its corpus. None if unknown."""
 
     @property
     def shift(self) -> int:
-        """The largest number of tokens that was cut off the start of a copy."""
+        """Return the largest number of tokens that were cut off the start of a copy."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> AuditDocument:
@@ -56,10 +56,10 @@ def read_documents(
     """Read the documents of an audit.
 
     Args:
-        path: A .jsonl file. A line has "text" or, as ``fourfold prepare --canaries`` writes it, "tokens".
-        tokenizer: The model's tokenizer. None if it is unknown, and then lines need "tokens".
-        vocab_size: Number of the model's tokens.
-        shortest: Smallest number of tokens of a document.
+        path: A .jsonl file. Each line has "text", or "tokens" if ``fourfold prepare --canaries`` wrote it.
+        tokenizer: The model's tokenizer. If it is None (unknown), each line needs "tokens".
+        vocab_size: Size of the model's vocabulary.
+        shortest: Smallest allowed number of tokens in a document.
         text_key: Key of the text.
         count_key: Key of the number of times that the model was trained on the document.
 
@@ -97,8 +97,8 @@ def read_documents(
 def with_others_before(documents: Sequence[AuditDocument], offset: int) -> list[Tokens]:
     """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
 
-    Each unrelated document ends with the token that ends it in its corpus. Recall can depend on a document's position
-    in the context (arXiv 2505.13171).
+    Each unrelated document is followed by the token that ends documents in its corpus. Recall can depend on a
+    document's position in the context (arXiv 2505.13171).
 
     Raises:
         UserError: The unrelated documents have too few tokens.
@@ -146,7 +146,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """Return the number of a planted canary, and the noise and shift of its copies."""
+    """Return the index of a planted canary, and the noise and shift of its copies."""
     noise = row.get("noise")
     if not isinstance(noise, int | float) or not 0 <= noise < 1:
         return None, None
@@ -156,5 +156,5 @@ def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether this is a whole number that fits into an array."""
+    """Return whether this is an integer that fits into an array."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

@@ -16,23 +16,23 @@ from fourfold.memorization.scores import TokenScores
 
 @dataclass(frozen=True)
 class Extraction:
-    """Measures of one document, for a suffix of S tokens."""
+    """Measures of one document with a suffix of S tokens."""
 
     exact_match: bool
-    """Whether greedy decoding after the tokens before the suffix gives the suffix (Carlini et al. 2023, arXiv
+    """Whether greedy decoding, after the tokens before the suffix, produces the suffix (Carlini et al. 2023, arXiv
     2202.07646)."""
     longest_span: int
-    """Longest run of tokens that each are the most likely one after the true text before them."""
+    """Longest run of tokens in which each is the most likely token after the true text before it."""
     token_agreement: float
-    """Fraction of all tokens that are the most likely ones."""
+    """Fraction of all tokens that are the most likely token at their position."""
     extraction_strength: float
-    """Largest fraction of the document that greedy decoding completes to its end (Wang et al. 2025)."""
+    """Largest fraction of the document, counted from its end, that greedy decoding completes (Wang et al. 2025)."""
     log_p: float
     """ln of the probability of sampling the suffix."""
     first_divergence: int | None
-    """Index in the suffix of the first token that differs. None for a match."""
+    """Index in the suffix of the first token that differs. None if the suffix matches."""
     loss: float
-    """Mean of -ln p, in nats."""
+    """Mean of -ln p over the tokens, in nats."""
 
     def queries(self, p: float) -> float:
         """Return how many samples an attacker needs to see the suffix with probability p (Hayes et al., arXiv
@@ -45,7 +45,7 @@ class Extraction:
             return math.inf
         if self.log_p > -1e-12:
             return 1.0
-        if self.log_p < -700:  # e^700 is about the largest float
+        if self.log_p < -700:  # e^700 is close to the largest float.
             return math.inf
         # Below e^-30, 1 - p_z is 1 in floating point, and ln(1 - p_z) = -p_z.
         chance = math.exp(self.log_p)
@@ -70,7 +70,7 @@ def extraction(scores: TokenScores, suffix: int) -> Extraction:
 
 
 def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
-    """Return whether greedy decoding after the first ``prefix`` tokens gives the next ``suffix`` tokens.
+    """Return whether greedy decoding after the first ``prefix`` tokens produces the next ``suffix`` tokens.
 
     Return None if the document has too few tokens.
     """
@@ -97,7 +97,8 @@ def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
 
 
 def exposure(loss: float, control_losses: Sequence[float]) -> float:
-    """Return log2(N) - log2(rank) of a canary by loss, among itself and N - 1 controls (Carlini, arXiv 1802.08232).
+    """Return the exposure log2(N) - log2(rank) of a canary. Its rank is by loss, among itself and N - 1 controls
+    (Carlini, arXiv 1802.08232).
 
     The result is at most log2(N), so more controls raise the limit.
     """

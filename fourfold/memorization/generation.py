@@ -16,12 +16,13 @@ from fourfold.memorization.scorers import Scorer
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
     """Replace the last ``suffix`` tokens of each document by greedy decoding, and return the new tokens.
 
-    Every process of the model's grid must call this. Each new token takes one pass over the whole text. There is no
-    cache, so this works on any grid.
+    Every process of the model's grid must call this. Each new token takes one forward pass over the whole text. There
+    is no cache, so this works on any grid.
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass predicts each token of a document, so the new token needs a placeholder, which is never an input.
+        # A pass predicts every token of a document after the first, so the new token needs a placeholder, which is
+        # never an input.
         fields = scorer.score([np.append(text, 0) for text in texts])
         new = [0] * len(texts)
         if fields is not None:  # Drop the columns of padding.
@@ -52,7 +53,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match). A running maximum carries the third case, best[j-1].
+        # best[j] = max(row[j], row[j-1] + match). The running maximum handles the third case, best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -76,5 +77,5 @@ def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
         cost = np.empty_like(row)
         cost[0] = number
         cost[1:] = np.minimum(row[1:] + 1, row[:-1] + (b != token))
-        row = np.minimum.accumulate(cost - places) + places  # Each further column costs one more insertion.
+        row = np.minimum.accumulate(cost - places) + places  # Each additional column costs one more insertion.
     return int(row[-1])

@@ -1,4 +1,5 @@
-"""Replay a goldfish mask over audited documents to see whether the model memorized kept tokens and not dropped ones."""
+"""Replay a goldfish mask on audited documents, to see whether the model memorized kept tokens but not dropped
+tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ REPLAYABLE = ("hash", "hash-table")
 
 @dataclass(frozen=True)
 class MaskReplay:
-    """The mask of one document of T tokens in training."""
+    """The mask that one document of T tokens had in training."""
 
     known: NDArray[np.bool_]
-    """Whether the document alone decides if a token is dropped [T - 1]."""
+    """Whether the document alone determines if a token is dropped [T - 1]."""
     dropped: NDArray[np.bool_]
     """Whether a token was dropped [T - 1]."""
 
@@ -54,7 +55,7 @@ def replay_mask(
 ) -> MaskReplay:
     """Return the mask of a document.
 
-    "hash" keeps the first h tokens. In "hash-table", their mask depends on the document before.
+    "hash" keeps the first h tokens. With "hash-table", their mask depends on the previous document.
 
     Args:
         shift: The largest number of tokens that were cut off the start of a copy. Each copy kept its own first tokens.
@@ -120,10 +121,10 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Compare how many planted copies train a token that the original drops with ``near_duplicate_law``.
+    """Compare the fraction of planted copies that train a token that the original drops with ``near_duplicate_law``.
 
-    Only copies with that token unchanged count. Return None without noisy canaries, or without the tokenizer whose
-    vocabulary the noise was drawn from.
+    Only copies that keep this token unchanged count. Return None if there are no noisy canaries, or if the tokenizer
+    whose vocabulary the noise was drawn from is missing.
     """
     if tokenizer is None:
         return None
@@ -155,6 +156,7 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean of the tokens at ``where`` with its interval over documents, or None without such a token."""
+    """Return the mean over the tokens at ``where`` with its interval over documents, or None if there is no such
+    token."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

@@ -1,6 +1,6 @@
 """Predict extraction under a goldfish mask before any training.
 
-Both laws assume that a model memorizes every token that is kept. This is true if a document is repeated often enough.
+Both laws assume that a model memorizes every kept token. This holds if a document is repeated often enough.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ NOISES = (0.01, 0.05)
 
 
 def exact_match_law(k: int, suffix: int) -> float:
-    """Return (1 - 1/k)^S: the chance that no token of a suffix of S tokens is dropped, so that it can be extracted
-    whole.
+    """Return (1 - 1/k)^S, the probability that no token in a suffix of S tokens is dropped, so that the whole suffix
+    can be extracted.
 
     A model can also extract a suffix by guessing its dropped tokens. If it guesses a fraction q of them, 1/k becomes (1
     - q)/k.
@@ -24,21 +24,21 @@ def exact_match_law(k: int, suffix: int) -> float:
 
 
 def near_duplicate_law(noise: float, h: int, k: int) -> float:
-    """Return (1 - (1 - ε)^h) · (1 - 1/k): the fraction of near-duplicates that train a token that the original drops.
+    """Return (1 - (1 - ε)^h) · (1 - 1/k), the fraction of near-duplicates that train a token that the original drops.
 
     Args:
         noise: The fraction ε of tokens that differ in a near-duplicate.
-        h: The number of tokens that decide the mask, which changes if one of them differs.
+        h: The number of tokens that determine the mask. The mask changes if one of them differs.
         k: One of k tokens is dropped.
     """
     return (1 - (1 - noise) ** h) * (1 - 1 / k)
 
 
 def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
-    """Return both laws for common sizes: the fraction of suffixes without a dropped token, and the fraction of
-    near-duplicates that train a dropped token.
+    """Return the predictions of both laws for common sizes: the fraction of suffixes without a dropped token, and the
+    fraction of near-duplicates that train a dropped token.
 
-    Return None without a mask, and for a mask that differs between copies.
+    Return None if there is no mask, or if the mask differs between copies.
     """
     if config.strategy in ("none", "random"):
         return None

@@ -1,4 +1,5 @@
-"""Audit the canaries during training: memorization against tokens, in the run's memorization.jsonl."""
+"""Audit the canaries during training. The results, by number of trained tokens, go to memorization.jsonl in the run's
+folder."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from fourfold.training.validation_loss import is_last_step
 class CanaryAudit:
     """A training callback that scores the ledger's canaries in one pass every ``audit.interval`` steps.
 
-    Every process of the job calls it, and the first one writes. A resumed run replaces the lines of later steps.
+    Every process of the job calls it, and the first process writes. A resumed run replaces the lines of later steps.
 
     Raises:
         UserError: The ledger cannot be used.
@@ -33,7 +34,7 @@ class CanaryAudit:
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.run, self.job, self.path = run, job, run_dir / MEMORIZATION_FILE
         self.scorer = GridScorer(job, AttackSampling())
-        assert run.audit.documents is not None  # Without documents there is no audit.
+        assert run.audit.documents is not None  # Without documents, this callback is not created.
         documents = read_documents(
             Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1
         )
@@ -41,7 +42,7 @@ class CanaryAudit:
         self.exempt = () if tokenizer is None else tokenizer.special_ids
 
     def after_step(self, steps: int) -> None:
-        """Audit if an audit is due after this many steps."""
+        """Run the audit if one is due after this many steps."""
         if steps % self.run.audit.interval and not is_last_step(self.job.best, self.run, steps):
             return
         fields = self.scorer.score([document.tokens for document in self.documents])

@@ -1,4 +1,4 @@
-"""Compute rates, means, and AUCs with 95 % intervals. Resampling is seeded."""
+"""Compute rates, means, and AUCs with 95 % confidence intervals. Resampling is seeded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Interval = tuple[float, float]
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Return the interval of a rate (Wilson 1927), or [0, 1] without a trial. 0 of 64 has an upper end of 5.7 %."""
+    """Return the interval of a rate (Wilson 1927), or [0, 1] if there are no trials. For 0 of 64, the upper end is
+    5.7 %."""
     if trials == 0:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z * Z
@@ -31,10 +32,10 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
     """Return the interval of the difference between two independent rates (Newcombe 1998, method 10).
 
     Args:
-        successes: Successes of the first rate.
-        trials: Trials of the first rate.
-        other_successes: Successes of the second rate, which is subtracted.
-        other_trials: Trials of the second rate.
+        successes: Number of successes for the first rate.
+        trials: Number of trials for the first rate.
+        other_successes: Number of successes for the second rate, which is subtracted.
+        other_trials: Number of trials for the second rate.
     """
     if trials == 0 or other_trials == 0:
         return -1.0, 1.0
@@ -46,7 +47,7 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
 
 
 def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
-    """Return the percentile interval of a statistic of rows that are resampled with replacement."""
+    """Return the percentile interval of a statistic of the rows, which are resampled with replacement."""
     generator = np.random.default_rng(0)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
@@ -59,7 +60,8 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the ratio of the sums of (part, whole) pairs and its interval, resampled by pair, for a record."""
+    """Return the sum of parts divided by the sum of wholes, with its interval resampled by (part, whole) pair, for a
+    record."""
 
     def ratio(rows: NDArray[Any]) -> float:
         return float(rows[:, 0].sum() / rows[:, 1].sum())
@@ -69,7 +71,8 @@ def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
-    """Return the area under the ROC curve: the chance that a member scores above a control, ties counting half."""
+    """Return the area under the ROC curve: the probability that a member scores above a control, where ties count
+    half."""
     ordered = np.sort(controls)
     below = np.searchsorted(ordered, members, side="left")
     not_above = np.searchsorted(ordered, members, side="right")
@@ -96,7 +99,8 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """Return the fraction of members above all but 1/``one_in`` of the controls, or None with fewer than ``one_in``."""
+    """Return the fraction of members that score above all but 1/``one_in`` of the controls. Return None with fewer than
+    ``one_in`` controls."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

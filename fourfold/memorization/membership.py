@@ -1,4 +1,4 @@
-"""Membership inference: whether a score separates documents that the model was trained on from unseen documents.
+"""Membership inference: test whether a score separates documents that the model was trained on from unseen documents.
 
 All scores are oriented so that members should score higher.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fourfold.memorization.intervals import auc, auc_interval, true_positive_rate
 
-if TYPE_CHECKING:  # Reports read ATTACKS, so this module must not import torch.
+if TYPE_CHECKING:  # torch is not imported at run time, because reports import ATTACKS from this module.
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
@@ -22,7 +22,7 @@ LOWEST_SHARE = 0.2
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
-"""Smallest number of members, and of controls, for membership attacks."""
+"""Smallest number of members, and smallest number of controls, for membership attacks."""
 
 ATTACKS = {
     "loss": "loss",
@@ -31,13 +31,13 @@ ATTACKS = {
     "min_k_plus_plus": "min-k %++",
     "reference": "reference model",
 }
-"""Names of the attacks for readers."""
+"""Names of the attacks, for display."""
 
 
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
     """Return each attack's score for one document.
 
-    Attacks that need its text or a reference model are left out if these are missing.
+    Attacks that need the document's text or a reference model are left out if these are missing.
 
     Sources: loss, Yeom et al. 2018. zlib and reference, Carlini et al. 2021. min-k %, Shi et al. 2024 (arXiv
     2310.16789). min-k %++, Zhang et al. 2024 (arXiv 2404.02936).
@@ -55,7 +55,7 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
 def attacks(
     members: Sequence[Mapping[str, float]], controls: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the AUC and the true-positive rates at low false-positive rates for every attack with scores for all
+    """Return the AUC and the true-positive rates at low false-positive rates, for every attack that has scores for all
     documents.
 
     The result is empty with fewer than ``FEWEST`` members or controls.
@@ -76,7 +76,7 @@ def attacks(
 
 
 def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """State the result of the attacks in words, from the intervals of their AUCs."""
+    """Summarize the result of the attacks in words, based on the intervals of their AUCs."""
     above = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][0] > 0.5]
     below = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][1] < 0.5]
     sentences = []
@@ -130,14 +130,15 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once. A copy on both sides of a fold would be recognized at once."""
+    """Return each document once. If copies were on both sides of a fold, the classifier would recognize them at
+    once."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 
 def _held_out_scores(
     counts: NDArray[np.float64], is_member: NDArray[np.bool_], fold: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the log-likelihood ratio of each document's words, fitted to the documents outside its fold."""
+    """Return the log-likelihood ratio of each document's words, fitted on the documents outside its fold."""
     score = np.empty(len(counts))
     for number in range(FOLDS):
         seen = fold != number
@@ -147,7 +148,7 @@ def _held_out_scores(
 
 
 def _log_frequencies(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    frequencies: NDArray[np.float64] = (totals + 1) / (totals + 1).sum()  # Laplace smoothing
+    frequencies: NDArray[np.float64] = (totals + 1) / (totals + 1).sum()  # Adding 1 is Laplace smoothing.
     return np.log(frequencies)
 
 

@@ -1,4 +1,5 @@
-"""Find and open the model to score: a checkpoint on a grid or a Hugging Face model, its tokenizer, and its context."""
+"""Find and open the model to score, with its tokenizer and its context. It is a checkpoint on a grid or a Hugging Face
+model."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context in tokens of a model that states none. It is also the upper limit for imported models."""
+"""Context length in tokens to assume for a model that states none. It is also the upper limit for imported models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringRequest:
-    """A model and how to run it."""
+    """A request to score documents with a model, and how to run the model."""
 
     model: str
     """A checkpoint, a run's folder, or a Hugging Face folder or name."""
@@ -44,13 +45,13 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model that was found, and the run that describes it."""
+    """A model to score, and the run that describes it."""
 
     name: str
     checkpoint: Path | None = None
-    """None for a Hugging Face model."""
+    """Path of the checkpoint. None for a Hugging Face model."""
     run: RunConfig | None = None
-    """Sizes and grid. None for a Hugging Face model."""
+    """Run with the model's sizes and grid. None for a Hugging Face model."""
     knows_data: bool = False
     """Whether the checkpoint's run file, which names the training data, was found."""
 
@@ -98,12 +99,12 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
         table = read_table(run_file)
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    # An imported model states its largest number of positions, but not the sequence length of its training.
+    # An imported model states its largest number of positions, but not the sequence length that it was trained with.
     longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # All other sections concern only training.
+    # All other sections affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     for override in request.overrides:
         apply_override(table, override)
@@ -117,7 +118,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
     """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
 
     Returns:
-        What the first process returned.
+        The value that the first process returned.
     """
     model = find_model(request.model, request)
     world_size = 1 if model.run is None else model.run.parallel.world_size
@@ -126,7 +127,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
 
 
 def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: bool = True) -> AnyTokenizer | None:
-    """Return the request's tokenizer, by default the model's own. Return None if it is unknown.
+    """Return the request's tokenizer, which is by default the model's own. Return None if the tokenizer is unknown.
 
     Args:
         special_tokens: Whether a Hugging Face tokenizer adds its usual tokens to a text. Our tokenizers never do.

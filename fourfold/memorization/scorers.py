@@ -1,4 +1,5 @@
-"""Score every token in one forward pass on the ranks that hold the logits. Grids and Hugging Face models both work."""
+"""Score every token in one forward pass on the ranks that hold the logits. This works for models on a grid and for
+Hugging Face models."""
 
 from __future__ import annotations
 
@@ -39,12 +40,13 @@ class Scorer(Protocol):
     """Longest input in tokens. None if unknown."""
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        """Return fields [5, T - 1] of ``score_logits`` per document of T tokens on rank 0, and None elsewhere."""
+        """Return on rank 0, for each document of T tokens, the fields [5, T - 1] of ``score_logits``. Return None on
+        other ranks."""
         ...
 
 
 class GridScorer:
-    """The forward pass of a job on its grid.
+    """Runs the forward pass of a job on its grid.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
     rank scores at once. Documents are distributed over dp and z.
@@ -57,8 +59,8 @@ class GridScorer:
 
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
-        """Load a checkpoint's weights onto the grid of ``run``, without an optimizer and averages."""
-        # Tuned layouts apply only to whole training steps.
+        """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
+        # Tuned layouts were measured for whole training steps only.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
@@ -80,7 +82,7 @@ class GridScorer:
             )
         ]
         with scoring_head(self.job, self.sampling):
-            outputs = self.job.outputs(micro_batches)  # The result is empty except on ranks of the last stage.
+            outputs = self.job.outputs(micro_batches)  # On ranks without the last stage, the result is empty.
         scored = [
             (number, fields_5S)
             for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
@@ -89,7 +91,7 @@ class GridScorer:
         return self._gather(scored, len(documents))
 
     def _width(self, longest: NDArray[np.int64]) -> int:
-        """Return the smallest input width that the grid can split. A pipeline always sends the full width."""
+        """Return the smallest input width that the grid can split. A pipeline always uses the full width."""
         axes = self.job.run.parallel
         if axes.pp > 1:
             return self.job.run.training.seq_length
@@ -97,7 +99,7 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_5BT: Tensor) -> Tensor:
-        """Return the fields [5, B, S] of whole sequences, which cp may have split."""
+        """Return the fields [5, B, S] of whole sequences in order, because cp may have split them."""
         cp = self.job.grid.cp
         whole = all_gather(fields_5BT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -116,7 +118,7 @@ class GridScorer:
 
 
 class HuggingFaceScorer:
-    """A model of the transformers library in one process."""
+    """Scores with a model of the transformers library in one process."""
 
     def __init__(self, name: str, device: torch.device, sampling: AttackSampling, micro_batch_size: int) -> None:
         self.model = load_model(name, device=str(device))
@@ -125,7 +127,7 @@ class HuggingFaceScorer:
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
         types = [str(getattr(module, "rope_type", "")) for module in self.model.modules()]
         self.depends_on_length = any("dynamic" in each or "longrope" in each for each in types)
-        """Whether the rotary frequencies follow the longest sequence of a batch."""
+        """Whether the rotary frequencies depend on the longest sequence of a batch."""
 
     @torch.no_grad()
     def score(self, documents: Rows) -> list[NDArray[np.float32]]:
@@ -150,7 +152,7 @@ class HuggingFaceScorer:
 def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
     """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
 
-    Replace the head's ``forward`` and not the head, so that FSDP2 still gathers its weights.
+    This replaces the head's ``forward`` instead of the head, so that FSDP2 still gathers the head's weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:
@@ -166,7 +168,7 @@ def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: AttackSampling
 ) -> Tensor:
-    """Score a chunk of tokens at a time. Each rank of y computes whole logits for its share of the chunk."""
+    """Score one chunk of tokens at a time. Each y rank computes whole logits for its share of the chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
     size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)
@@ -188,7 +190,8 @@ def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: AttackSampl
 
 
 def _padded(documents: Rows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [rows, width]: all tokens but the last, and all but the first, padded with zeros."""
+    """Return inputs and targets [rows, width], padded with zeros. Inputs are all tokens except the last, and targets
+    are all tokens except the first."""
     tokens = np.zeros((2, rows, width), dtype=np.int64)
     for row, document in enumerate(documents):
         tokens[0, row, : len(document) - 1] = document[:-1]

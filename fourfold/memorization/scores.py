@@ -1,4 +1,5 @@
-"""Score every token in one teacher-forced pass. The scores suffice for extraction at any position and for membership.
+"""Score every token in one teacher-forced pass. These scores are all that extraction at any position and membership
+inference need.
 
 Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
 token after the true tokens before it. One forward pass therefore decides every prefix and suffix at once.
@@ -37,7 +38,7 @@ class TokenScores:
     """Scores of one document of T tokens. Every field is [T - 1], for the tokens after the first."""
 
     tokens: NDArray[np.int64]
-    """Token ids [T]."""
+    """Token ids of the document [T]."""
     log_prob: NDArray[np.float64]
     """ln p of the token, in nats."""
     predicted: NDArray[np.int64]
@@ -45,13 +46,13 @@ class TokenScores:
     mean: NDArray[np.float64]
     """Mean of ln p over the model's own distribution at this token."""
     variance: NDArray[np.float64]
-    """Variance of ln p over the same distribution."""
+    """Variance of ln p over the model's own distribution at this token."""
     sampled: NDArray[np.float64]
     """ln p of the token under the sampling scheme."""
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """Whether greedy decoding continues with the document's own token."""
+        """Return whether greedy decoding continues with the document's own token, for each token."""
         agrees: NDArray[np.bool_] = self.predicted == self.tokens[1:]
         return agrees
 
@@ -63,7 +64,7 @@ class TokenScores:
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the fields [5, m] of m tokens in float32. Their whole logits are overwritten.
+    """Return the fields [5, m] of m tokens in float32. The logits are overwritten.
 
     Token ids are exact in float32 up to 2^24.
     """
@@ -84,13 +85,14 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
 
 
 def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens cut off."""
+    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens that these
+    exclude."""
     scaled_mV = logits_mV / sampling.temperature
     target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
     columns = scaled_mV.shape[1]
     if sampling.top_k is None and sampling.top_p is None:
         return target_m - scaled_mV.logsumexp(1)
-    kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # Sort in descending order.
+    kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # topk sorts in descending order.
     if sampling.top_p is not None:
         share_mK = kept_mK.softmax(1)
         before_mK = share_mK.cumsum(1) - share_mK

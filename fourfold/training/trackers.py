@@ -78,8 +78,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Do not wait for a prompt, because nobody can answer it. Leave the console alone, because the run draws its own
-    display there."""
+    """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
+
+    The step is logged as a separate metric (``step``), because W&B's own step cannot go back.
+    """
 
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         import wandb
@@ -93,7 +95,8 @@ class WeightsAndBiases:
             dir=str(tracked.run_dir),
             config=tracked.description(),
             allow_val_change=True,
-            # Nobody can answer a prompt for an API key, and the terminal belongs to the run's own display.
+            # Do not wait for an answer to a prompt, and leave the console alone, because the run draws its own display
+            # there.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())

@@ -1,4 +1,4 @@
-"""Draw random samples for verification: documents of random lengths with some tokens left out of the loss."""
+"""Draw random samples for verification. Documents have random lengths, and some tokens are left out of the loss."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from fourfold.training.corpora import micro_batches
 
 
 class RandomSamples:
-    """Random token samples for a loader. Each sample is a function of its number alone.
+    """Random token samples for a loader. Each sample depends only on its index.
 
-    They are as uneven as real data can be:
+    The samples are as uneven as real data can be:
 
     - The labels that count are spread very unevenly (see ``kept``).
-    - Documents have random lengths. Every fourth sequence has a row of documents of one token.
-    - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are kept apart,
-      every fourth sequence has a document of padding between the others.
-    - One micro-batch of a step repeats a single token, so a few experts get all its rows and the others get none.
+    - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token.
+    - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
+      each other, every fourth sequence also has a document of padding between its other documents.
+    - One micro-batch of a step repeats a single token, so a few experts get all its rows and all other experts get
+      none.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -43,7 +44,7 @@ class RandomSamples:
         return masks if self.goldfish is None else [*masks, self.goldfish]
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Return the samples with these numbers. The labels that count are the answers of the windows."""
+        """Return the samples with these indices. The labels that count are marked as the answers of the windows."""
         numbers = np.asarray(numbers, dtype=np.int64)
         length = self.look_back + self.seq_length + 1
         generators = [np.random.default_rng((1, number)) for number in numbers]
@@ -54,16 +55,17 @@ class RandomSamples:
         is_padding = self._is_padding(numbers, documents[:, self.look_back :])
         tokens[:, self.look_back :][is_padding] = 0
         kept = self.kept(numbers) & ~is_padding[:, 1:]
-        answers = np.concatenate([~kept[:, :1], kept], axis=1)  # the first token is never predicted, so its mark is odd
+        answers = np.concatenate([~kept[:, :1], kept], axis=1)  # The first token is never predicted.
         return Windows(tokens, documents, numbers, self.look_back, answers, self._reference(numbers, kept), ~is_padding)
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
 
-        In the first sequence of a batch all labels count, in the last only one in twenty. One micro-batch of each batch
-        has no label at all. Another has labels only in the last eighth of its sequences, so some cp or x ranks have
-        none, and a mean over a rank's own tokens would divide by zero. The two micro-batches change with every step, so
-        no rank is spared. A batch of two or three micro-batches has one with all its labels, so no step is empty.
+        In the first sequence of a batch all labels count, and in the last sequence only one label in twenty. One
+        micro-batch of each batch has no labels at all. Another has labels only in the last eighth of its sequences, so
+        some cp or x ranks have none, and a mean over a rank's own tokens would divide by zero. The choice of these two
+        micro-batches changes with every step, so every rank gets them. If a batch has only two or three micro-batches,
+        one of them has all its labels, so no step is empty.
         """
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
@@ -78,7 +80,7 @@ class RandomSamples:
         return found
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """Return which samples belong to a micro-batch of their step. Its number is ``place`` + the step."""
+        """Return which samples belong to the micro-batch with the index ``place`` + step, in their step."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found
@@ -86,7 +88,8 @@ class RandomSamples:
     def _documents(
         self, numbers: NDArray[np.int64], generators: list[np.random.Generator], length: int
     ) -> NDArray[np.int64]:
-        """Return the document of each token: about four in a sequence. The window's first token is in document 0."""
+        """Return the document index of each token, with about four documents per sequence. The window's first token
+        is in document 0."""
         is_start = np.stack([generator.random(length) < 4 / self.seq_length for generator in generators])
         ones = slice(self.look_back + self.seq_length // 2, self.look_back + self.seq_length * 5 // 8)
         is_start[numbers % 4 == 2, ones] = True
@@ -94,7 +97,7 @@ class RandomSamples:
         return documents - documents[:, self.look_back, None]
 
     def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose the padding of each window, [samples, S + 1], and make padding at the end a document of its own."""
+        """Choose the padding of each window, [samples, S + 1], and make padding at the end a separate document."""
         most = self.seq_length + 1
         data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
         is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])
@@ -104,7 +107,8 @@ class RandomSamples:
         return found
 
     def _reference(self, numbers: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-        """Return reference log-probabilities near an untrained model, so that no margin is far from zero."""
+        """Return reference log-probabilities close to those of an untrained model, so that no margin is far from
+        zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * kept.sum(1)

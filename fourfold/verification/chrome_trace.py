@@ -16,15 +16,15 @@ from fourfold.data.files import write_output
 from fourfold.verification.step_times import Span
 
 OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
-"""Names of CPU computation: operators such as ``aten::mm``, and graphs that the compiler made from several operators.
-"""
+"""Names of CPU computation: operators such as ``aten::mm``, and graphs that the compiler built from several
+operators."""
 
 PROCESS_OF_FLIGHTS = 1 << 30
-"""Process id of the collectives' tracks in the trace. No real process has this id."""
+"""Process id of the tracks that show collectives in the trace. No real process has this id."""
 
 
 class NamedSpan(NamedTuple):
-    """Axis, name, and time span of one collective."""
+    """The axis, the name, and the time span of one collective."""
 
     axis: str
     name: str
@@ -39,12 +39,12 @@ class ChromeTrace:
         self._events: list[dict[str, Any]] = self._record["traceEvents"]
 
     def span(self, start: int, end: int) -> Span:
-        """Convert two values of ``time.time_ns`` to the trace's times."""
+        """Convert two values of ``time.time_ns`` to the time scale of the trace."""
         origin = int(self._record["baseTimeNanoseconds"])
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Return the CPU computation on the thread that has a range called ``mark``."""
+        """Return the CPU computation on the thread that has a range named ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
@@ -57,7 +57,7 @@ class ChromeTrace:
         """Return the collectives on the GPU.
 
         Args:
-            axis_of: The axis for each name of a range that issues a collective.
+            axis_of: Maps the name of each range that issues a collective to its axis.
         """
         ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
         for event in self._of_category("user_annotation"):
@@ -78,7 +78,7 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the compressed trace with one more track per axis, which shows the collectives in flight."""
+        """Write the compressed trace, with one additional track per axis that shows the collectives in flight."""
         lanes: dict[tuple[str, int], float] = {}  # On one track, each event must end before the next one begins.
         events: list[dict[str, Any]] = []
         for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
@@ -109,6 +109,6 @@ def _is_nccl(kernel: Mapping[str, Any]) -> bool:
 
 
 def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
-    """Return the name of the last range that began before ``moment``, if the range was still open then."""
+    """Return the name of the last range that began before ``moment`` if that range was still open then."""
     place = bisect_right(ranges, moment, key=lambda each: each[0]) - 1
     return ranges[place][2] if place >= 0 and moment <= ranges[place][1] else None

@@ -14,7 +14,7 @@ FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_red
 
 
 class CollectiveNames:
-    """Name the collectives of a process on a grid."""
+    """Names the collectives that a process issues on a grid."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -31,7 +31,7 @@ class CollectiveNames:
         """Name the collective that is being issued.
 
         Args:
-            operation: The operation that torch runs. It may be part of the implementation of another operation.
+            operation: The operation that torch runs. It may implement another operation.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

@@ -1,4 +1,4 @@
-"""Compare the grid's numbers with one process, step by step."""
+"""Compare the grid's results with one process, step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fourfold.verification.uneven_experts import skew_router_biases
 
 
 class Comparison:
-    """Gather a job's numbers on rank 0, where the references take the same steps."""
+    """Gathers a job's results on rank 0, where the reference models take the same steps."""
 
     def __init__(self, job: Job, against: Against) -> None:
         """Start the references from the job's weights."""
@@ -48,7 +48,7 @@ class Comparison:
         """The initial weights. Only rank 0 has them."""
         self.references: list[Reference] = []
         if against == "transformers":
-            config_of(job.run.model)  # raise on every process, not on rank 0 alone
+            config_of(job.run.model)  # Raise an error on every process, not only on rank 0.
         initial = self.gather(job.shards, [shard.local for shard in job.shards])
         skew_router_biases(job)
         weights = self.gather(job.shards, [shard.local for shard in job.shards])
@@ -86,7 +86,8 @@ class Comparison:
         self._compare_averages("averages", job)
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place) -> None:
-        """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights."""
+        """Train a run with the trainer itself, resume it on another grid, and compare its record and its weights
+        with the references."""
         try:
             job, recorded = train_and_resume(run, other, place)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
@@ -102,7 +103,7 @@ class Comparison:
     def dropped_step(self, job: Job, step: int) -> None:
         """Drop a step, as training does when gradients overflow. The references never see it.
 
-        Expert loads do count a dropped step, so models with experts drop none.
+        The load of experts also counts a dropped step, so models with experts do not drop steps.
         """
         if job.run.model.num_experts:
             return
@@ -115,7 +116,7 @@ class Comparison:
             job.update(step, math.inf)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
-        """Compare the first step's samples the way validation computes them."""
+        """Compute the first step's samples as validation does, and compare the results."""
         loss = job.evaluate(micro_batches)
         batch = random_batch(job.run, 0, job.device) if self.references else None
         of_references = [reference.evaluate(batch)["loss"] for reference in self.references if batch is not None]
@@ -126,10 +127,10 @@ class Comparison:
         self._add(quantity, deviations(weights, one, exact, self._noise()))
 
     def _noise(self) -> dict[str, float]:
-        """Return the deviation of one process in float32 before Lion's sign clips the updates.
+        """Return the deviation of one process in float32, measured before Lion's sign clips the updates.
 
-        The sign hides the noise of most entries, both on the grid and on one process. Chance then decides how much
-        noise the remaining entries show.
+        The sign hides the noise of most entries, both on the grid and on one process. How much noise the remaining
+        entries show is then a matter of chance.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return largest_differences(one, exact)
@@ -149,7 +150,7 @@ class Comparison:
         self.deviations.setdefault(quantity, []).extend(found)
 
     def gather(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Return whole tensors on rank 0, after comparing the replicas."""
+        """Compare the replicas, and return whole tensors on rank 0."""
         parts = gather_parts(shards, tensors)
         if parts is None:
             return None

@@ -1,8 +1,8 @@
-"""Extrapolate from a few small traces to a large run: choose the small runs, and extend their results linearly.
+"""Extrapolate from a few small traces to a large run: choose the small runs, and extrapolate their results linearly.
 
 All layers are alike and all micro-batches are alike, so the bytes sent are linear in both. Memory is linear in the
-number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one more micro-batch for each
-stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
+number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one additional micro-batch for
+each stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """A run as one pipeline rank sees it: the layers of each of its stages, the number of micro-batches, and the number
-    of layers before its first stage."""
+    """The size of a run from the point of view of one pipeline rank: the layers of each of its stages, the number of
+    micro-batches, and the number of layers before its first stage."""
 
     layers: int
     micro_batches: int
@@ -28,7 +28,7 @@ class ContinuedRun(NamedTuple):
 
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
-    """Return the point of the run itself."""
+    """Return the point that stands for the whole run."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
@@ -41,30 +41,31 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 
 
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
-    """Return the points to trace instead of a rank's part of the run: one, two, or four, or the run itself if it is
-    small.
+    """Return the one, two, or four points to trace instead of a rank's part of the run. If the run is small, return the
+    run itself.
 
     Args:
-        timed: Whether seconds are needed too. With whole weights, the step waits for the sums over replicas only at its
-            end. Their backlog is not linear in the number of layers, so every layer is traced. Muon also needs every
-            layer, because each owner has whole matrices.
+        timed: Whether seconds are needed too. With whole weights, the step waits for the gradient sums over replicas
+            only at its end. The backlog of these sums is not linear in the number of layers, so every layer is traced.
+            Muon also needs every layer, because each owner has whole matrices.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Fill the pipeline, and add whole rounds. Schedules other than 1F1B accept only some numbers of micro-batches.
+        # Fill the pipeline, and add whole rounds. Schedules other than 1F1B accept only certain numbers of
+        # micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
             pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
     elif target.micro_batches > 4:
-        # From the third micro-batch on, the gradients of an earlier one exist.
+        # From the third micro-batch on, gradients of earlier micro-batches exist.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # All layers are alike except the first layers, the last layers, and the layers whose weights are gathered ahead.
-    # With a single micro-batch, gradients outgrow activations only after several layers.
+    # With a single micro-batch, gradients take more memory than activations only after several layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Block kinds repeat with a period, because every n-th block recomputes and attention types alternate. So add whole
+    # Blocks repeat with a period, because every n-th block recomputes and attention types alternate. So add whole
     # periods, and keep the position of the last block within its period.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
     period = math.lcm(recomputed, _type_period(run))
@@ -88,16 +89,17 @@ def _type_period(run: RunConfig) -> int:
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """Return 1F1B pipelines with the same rank at the end or in the middle, and two or three stages after this rank.
+    """Return small 1F1B pipelines in which the rank is also at the end or in the middle, with two or three stages after
+    it.
 
-    All middle ranks that begin at the same place in the period share their points.
+    All middle ranks whose stages begin at the same position in the period share their points.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    alike = max(run.model.first_k_dense_replace, place)  # From here on, the kinds repeat.
+    alike = max(run.model.first_k_dense_replace, place)  # After this layer, the pattern of layers repeats.
     before = min(target.before, alike + (target.before - alike) % _type_period(run))
     return [ContinuedRun(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 
@@ -115,10 +117,10 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 
 
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
+    """Return the number of layers of each stage at a point.
 
-    This rank's stages begin with the same kinds of layers as in the run. The other ranks' stages are never built and
-    take the layers in between.
+    This rank's stages begin with the same types of layers as in the run. The stages of other ranks are never built.
+    They take the layers in between.
     """
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)
@@ -134,13 +136,13 @@ def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
 
 
 def continue_sent(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Return the bytes or counts of collectives at ``target``."""
+    """Extrapolate the bytes or counts of collectives to ``target``."""
     at = {(point.layers, point.micro_batches): value for point, value in values.items()}
     return _bilinear(at, (target.layers, target.micro_batches))
 
 
 def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Return the bytes held at ``target``."""
+    """Extrapolate the bytes held in memory to ``target``."""
     if len({point.pp for point in values} | {target.pp}) == 1:
         return continue_sent(values, target)
     at = {(point.layers, point.pp - point.pp_rank): value for point, value in values.items()}
@@ -148,7 +150,7 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """Return the value at ``wanted`` of the bilinear surface through one or two values along each of two directions."""
+    """Return the value at ``wanted`` by bilinear extrapolation from one or two values along each of two directions."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

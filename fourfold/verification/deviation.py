@@ -17,9 +17,9 @@ from fourfold.verification.parity_report import Deviation
 
 
 def amplification(run: RunConfig) -> float:
-    """Return by how much a run amplifies the rounding of float32, at least 1.
+    """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
 
-    [dpo] subtracts log-probabilities of whole answers, which are large numbers, and multiplies the result with beta.
+    [dpo] subtracts log-probabilities of whole answers, which are large numbers, and multiplies the result by beta.
     """
     return max(1.0, run.dpo.beta * run.training.seq_length * math.log(run.model.vocab_size))
 
@@ -32,7 +32,7 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor, ampli
         grid: The grid's result, on the CPU.
         one_process: The result of one process in float32.
         exact: The result of one process in float64.
-        amplification: See the function of that name.
+        amplification: See the function ``amplification``.
     """
     ulp = amplification * torch.finfo(torch.float32).eps * float(exact.abs().max())
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
@@ -50,8 +50,8 @@ def deviations(
     A tensor that is missing on the grid or in the reference has an infinite deviation.
 
     Args:
-        amplification: See the function of that name.
-        noise: The smallest deviation to assume for one process, by tensor name. Absent names have no such minimum.
+        amplification: See the function ``amplification``.
+        noise: For some tensors, by name: the smallest deviation to assume for one process.
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
@@ -82,7 +82,7 @@ def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
     """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
     known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
     shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
-    return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # a step may have no label that counts
+    return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # A step may have no label that counts.
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

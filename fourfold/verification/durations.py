@@ -34,7 +34,7 @@ class _Matrix(NamedTuple):
 
 
 class Durations:
-    """Durations on a machine, in picoseconds."""
+    """Durations of operations on a machine, in picoseconds."""
 
     def __init__(self, run: RunConfig, machine: Machine) -> None:
         """Prepare the machine's rates for a run.
@@ -48,10 +48,10 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Number of keys for which a query's scores are computed if scores are capped, because capped scores have no
-        fused kernel."""
+        """If scores are capped, the number of keys per query for which scores are computed, because capped scores
+        have no fused kernel."""
         self.exposed = float(self._constants.exposed)
-        """Fraction of a hidden collective's time by which it slows concurrent computation down."""
+        """Fraction of a hidden collective's duration by which it slows down concurrent computation."""
         # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)
@@ -114,7 +114,7 @@ class Durations:
         group = group_of(ranks, stride, self._machine, self._constants)
         if operation == "all_reduce":
             return picoseconds(reduce_seconds(size, 1, group))
-        if operation == "send":  # A ring transfer is one step. A gather takes one step for each other rank.
+        if operation == "send":  # A ring transfer is one step. A gather takes one step per remote rank.
             return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
         return picoseconds(gather_seconds(size, 1, group))
 

@@ -6,14 +6,14 @@ from collections import Counter
 from typing import NamedTuple
 
 Line = tuple[str, str, str]
-"""Axis, operation, and purpose of a collective."""
+"""The axis, the operation, and the purpose of a collective."""
 
 
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    ``matmuls`` and ``computed`` are the number of matmuls before it and the time they took. ``duration`` is its own
-    time, without earlier collectives on its axis. ``end`` is when it finishes.
+    ``matmuls`` and ``computed`` are the number of matmuls issued before it and the time they took. ``duration`` is its
+    own time, without waiting for earlier collectives on its axis. ``end`` is the time when it finishes.
     """
 
     line: Line
@@ -25,22 +25,22 @@ class IssuedCollective(NamedTuple):
 
 
 class Flights:
-    """Collectives from their issue to the moment when the step needs their results.
+    """Tracks collectives from their issue to the moment when the step needs their results.
 
-    On a GPU, a collective overlaps all computation that is issued before its wait. It is *exposed* if that computation
-    contains no matmul, because nothing that takes time hides it. If durations are known, a collective is exposed for as
-    long as the step waits. Collectives of one axis run one after the other, and collectives of different axes run
-    concurrently. Pointwise operations are much shorter than matmuls and hide nothing.
+    On a GPU, a collective overlaps all computation that is issued before its wait. A collective is *exposed* if that
+    computation contains no matmul, because only matmuls take enough time to hide it. If durations are known, a
+    collective is exposed for as long as the step waits for it. Collectives of one axis run one after the other, and
+    collectives of different axes run concurrently. Pointwise operations are much shorter than matmuls and hide nothing.
     """
 
     def __init__(self, slowed: float = 0.0) -> None:
         """Start with an empty record.
 
         Args:
-            slowed: Fraction of a hidden collective's duration that it adds to the concurrent computation.
+            slowed: Fraction of a hidden collective's duration by which it slows down concurrent computation.
         """
         self.exposed: Counter[Line] = Counter()
-        """Exposed bytes by line."""
+        """Number of exposed bytes by line."""
         self.taken: Counter[Line] = Counter()
         """Sums of durations by line."""
         self.waited: Counter[Line] = Counter()
@@ -48,7 +48,7 @@ class Flights:
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """Time at which the last collective of each axis ends. The two levels of a shard group take turns."""
+        """Time at which the last collective of each axis ends. The two levels of a shard group run in turn."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
@@ -66,8 +66,8 @@ class Flights:
         """Record a collective of ``size`` bytes. Any earlier collective with the same key and line has finished.
 
         Args:
-            key: The storage of its result, or its line. Both levels of a two-level gather have the same result, so they
-                finish together.
+            key: The storage of the collective's result, or its line. Both levels of a two-level gather have the same
+                result, so they finish together.
         """
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)
@@ -78,7 +78,7 @@ class Flights:
         flying.append(IssuedCollective(line, size, self._matmuls, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """Record that the result has moved to another storage than the one given to ``issue``."""
+        """Record that a result has moved from the storage given to ``issue`` to another storage."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:

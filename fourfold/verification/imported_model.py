@@ -1,6 +1,5 @@
-"""Compare an imported model with the transformers library, which opens the same folder itself: config.json, weights,
-and tokenizer.
-"""
+"""Compare an imported model with the transformers library, which opens the same folder itself. Compare config.json,
+weights, and tokenizer."""
 
 from __future__ import annotations
 
@@ -31,19 +30,21 @@ TEXTS = ("def main():\n    return 3.14\n", "  Zwei Äpfel,\t„zwei“ Euro € 
 
 
 def compare_import(job: Job) -> list[Deviation]:
-    """Fill a job with the model that its run file imports, and compare its losses with the library's model.
+    """Fill a job with the model that its run file imports, and compare its losses with the losses of the library's
+    model.
 
-    Every process calls this. The job's weights are then the imported ones.
+    Every process calls this. The job has the imported weights afterwards.
 
     Returns:
-        On rank 0, the deviations of the losses of random batches, and of the tokens of some texts. Empty elsewhere.
+        On rank 0, the deviations of losses on random batches, and of the tokens of some texts. Empty on other ranks.
 
     Raises:
         UserError: The folder cannot be opened. Every process raises it.
     """
     name, found = job.run.model.from_hf, list[Deviation]()
     assert name is not None, "only imported models are compared"
-    # With documents kept apart, parity would have to give the library a mask, which replaces the model's own windows.
+    # With documents masked from each other, parity would have to pass a mask to the library, which would replace the
+    # model's own windows.
     run = job.run.model_copy(update={"data": job.run.data.model_copy(update={"mask_documents": False})})
     load_pretrained(job, name)
     losses = [job.evaluate(random_micro_batches(run, step, job.grid, job.device)) for step in range(BATCHES)]
@@ -64,7 +65,7 @@ def compare_import(job: Job) -> list[Deviation]:
 
 
 def _logits(folder: Path, device: torch.device, dtype: torch.dtype) -> Logits:
-    """Return the model that transformers opens from a folder. It computes with its own weights."""
+    """Return the logits function of the model that transformers opens from a folder, with that model's own weights."""
     model = load_model(folder, "fp32", str(device)).to(dtype)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

@@ -17,8 +17,8 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
     """Return the largest deviation of a tensor's first, second, or fourth moment from its distribution, in standard
     errors.
 
-    The result is infinite if a grid's weights differ from those of one process, if a constant has another value, if
-    rows repeat within a tensor or between two tensors, or if the seed makes no difference.
+    The result is infinite if the grid's weights differ from the weights of one process, if a constant has a wrong
+    value, if rows repeat within a tensor or between two tensors, or if the seed makes no difference.
     """
     model = build_model(run)
     own = dict(model.named_parameters())
@@ -49,7 +49,7 @@ def _constant(name: str, run: RunConfig) -> float:
 
 
 def _std(name: str, weight: Tensor, run: RunConfig) -> float:
-    """Return the documented standard deviation: as in GPT-2 for the decoder, and as in peft for LoRA."""
+    """Return the documented standard deviation, which follows GPT-2 for the decoder and peft for LoRA."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * weight.shape[1])
     is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -57,11 +57,9 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 
 
 def _standard_errors(z: Tensor) -> float:
-    """Return the largest error of the mean, the mean square, and the mean fourth power.
+    """Return the largest error of the mean, the mean square, and the mean fourth power, in standard errors.
 
-    The numbers should be standard normal.
-
-    The errors are in standard errors. The variances of the three powers are 1, 2, and 96.
+    The values of ``z`` should be standard normal. Then the variances of the three powers are 1, 2, and 96.
     """
     deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
     return max(

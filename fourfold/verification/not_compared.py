@@ -14,11 +14,11 @@ COMPARED = (
     *("model", "parallel", "overlap", "activation_checkpoint", "training", "optimizer", "lr_scheduler", "lora", "moe"),
     *("ema.decay", "dpo.beta", "masks.goldfish", "data.mask_documents", "data.format", "loss_scaling.initial"),
 )
-"""Sections and keys whose effect parity compares unless it replaces their values."""
+"""Sections and keys whose effect parity compares, unless it replaces their values."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that change no number. The paths of the data are included, because the report has a separate
-sentence about them."""
+"""Sections and keys that change no results. Paths of the data are included, because the report has a separate sentence
+about them."""
 
 ALWAYS = {
     "data": "parity trains on random tokens in the format of this data, and never reads the data itself",
@@ -33,14 +33,14 @@ SMALL_VOCABULARY = "the vocabulary is too small for parity's conversations, so t
 
 _TYPES = ("precision", "master_weights", "reduce_dtype")
 OWN_TYPES = ("optimizer.stochastic_rounding", *(f"training.{name}" for name in _TYPES))
-"""Keys that parity replaces in its comparison in float32, and exercises when it runs the file in its own types."""
+"""Keys that parity replaces when it compares in float32, and keeps when it runs the file in its own dtypes."""
 
 
 def in_own_types(run: RunConfig) -> bool:
-    """Return whether parity also runs the file in its own types.
+    """Return whether parity also runs the file in its own dtypes.
 
-    It cannot emulate float8 on one process. If a router chooses some of its experts, rounding changes the choice. While
-    LoRA's B is zero, the gradient of A is only rounding, and Muon turns it into whole steps.
+    Float8 cannot be emulated on one process. If a router chooses among experts, rounding changes its choice. While
+    LoRA's B is zero, the gradient of A is only rounding noise, and Muon turns this noise into full steps.
     """
     chooses = run.model.num_experts > run.model.num_experts_per_tok
     is_noise = run.lora.rank > 0 and run.optimizer.name == "muon"

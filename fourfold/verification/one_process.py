@@ -1,6 +1,6 @@
 """Train a run on one process with code that is independent of the trainer, as the reference of parity.
 
-Loss, clipping, and AdamW are torch's. Labels, the learning-rate schedule, all other optimizers, and the settings of
+Loss, clipping, and AdamW come from torch. Labels, the learning-rate schedule, all other optimizers, and the settings of
 parameter groups are implemented a second time. The grid and this file share only the random samples and, for the
 reference ``plain``, the decoder.
 """
@@ -31,27 +31,27 @@ Parameters = Mapping[str, Tensor]
 
 
 class Figures(NamedTuple):
-    """The numbers of one training step."""
+    """The results of one training step."""
 
     loss: Tensor
     grad_norm: Tensor
-    """Before clipping."""
+    """Gradient norm before clipping."""
     gradients: dict[str, Tensor]
-    """Before clipping."""
+    """Gradients before clipping, by parameter name."""
     preferences: dict[str, Tensor]
-    """With [dpo], the metrics of the pairs before the step. Otherwise empty."""
+    """With [dpo], the metrics of the pairs, computed before the step. Otherwise empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
-"""A function from (parameters by our names, sequences) to logits [B, S, V]. If there are documents, attention must stay
-within them."""
+"""A function from parameters (with fourfold's names) and sequences to logits [B, S, V]. If there are documents,
+attention must stay within them."""
 
 
 class Reference:
     """A model that one process trains, in float32 or float64."""
 
     loss_scale = 1.0
-    """Factor on the loss in the backward pass. Gradients are divided by it."""
+    """Factor on the loss in the backward pass. Gradients are divided by this factor afterwards."""
 
     def __init__(
         self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, dtype: torch.dtype
@@ -65,7 +65,8 @@ class Reference:
         self.averages: dict[str, Tensor] = {}
         """Moving averages of the trained weights. Empty if the run has none."""
         self.pairs: list[Tensor] = []
-        """With [dpo], margins and rewards of the chosen answers of the pairs of each forward pass, [2, P]."""
+        """With [dpo], the margins of the pairs and the rewards of their chosen answers, [2, P], for each forward
+        pass."""
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
@@ -81,12 +82,12 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, batch: Sequences) -> Tensor:
-        """Return the log-probability of the kept tokens of each sequence under the weights, [B]."""
+        """Return the log-probability of each sequence's kept tokens under the current weights, [B]."""
         with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
             return self._answers(batch, self.parameters())
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
-        """Train one step on its samples, and return its numbers."""
+        """Train one step on its samples, and return the results."""
         size = self.run.training.micro_batch_size
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with self._precision():
@@ -115,18 +116,18 @@ class Reference:
         """Called after the backward pass of each micro-batch."""
 
     def after_step(self) -> None:
-        """Called after each step of the optimizer."""
+        """Called after each optimizer step."""
 
     def _average(self) -> None:
         decay = self.run.ema.decay
         for name, weight in self.trained.items() if decay else ():
-            if is_router_bias(name):  # The grid does not average it either.
+            if is_router_bias(name):  # The grid does not average router biases either.
                 continue
             before = self.averages.get(name, weight.detach())
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights that Lion steps, computed as if its update were not limited to ±1."""
+        """Return the weights that Lion updates, as if its updates had not been limited to ±1."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -152,15 +153,15 @@ class Reference:
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return the log-probability of the kept tokens of each sequence, [B]."""
+        """Return the log-probability of each sequence's kept tokens, [B]."""
         log_probs_BSV = self.logits(parameters, batch).float().log_softmax(-1)
         log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
         return (log_probs_BS * batch.kept_BS).sum(1)
 
     def _take_preferences(self) -> dict[str, Tensor]:
-        """Return the metrics of the pairs since the last call, by their names in metrics.jsonl.
+        """Return the metrics of the pairs since the last call, with their names in metrics.jsonl.
 
-        A margin near zero may have either sign, so the accuracy is left out.
+        Accuracy is left out, because a margin near zero may have either sign.
         """
         if not self.pairs:
             return {}
@@ -189,7 +190,7 @@ class PlainLogits:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Compute in evaluation mode while the block runs."""
+        """Switch to evaluation mode while the block runs."""
         self.model.eval()
         yield
         self.model.train()
@@ -210,7 +211,8 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """Return the router losses of the last sequences that the decoder has seen, as a share of the step's mean."""
+        """Return the router losses of the sequences that the decoder has seen last, as their part of the step's
+        mean."""
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()
@@ -230,7 +232,7 @@ class RouterLosses:
 
     @torch.no_grad()
     def end_step(self, parameters: Parameters) -> None:
-        """Keep this step's load for the losses of the next step, and move the biases."""
+        """Save this step's load for the losses of the next step, and update the biases."""
         for layer, rows in self.rows.items():
             self.load[layer] = rows.double() / rows.sum()
             bias = parameters.get(f"layers.{layer}.mlp.gate.e_score_correction_bias")

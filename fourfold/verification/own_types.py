@@ -1,7 +1,8 @@
-"""Run the file in its own types on the grid, and compare its rounding with one process in the same types.
+"""Run the file on the grid in its own dtypes, and compare its rounding errors with one process in the same dtypes.
 
-Low precision rounds in every operation, so single numbers say little. The error over several steps is a statistic that
-the grid shares with one process: it may be half larger, because the grid also rounds partial sums.
+Low precision rounds in every operation, so single values say little. The error over several steps is a statistic that
+should be similar on the grid and on one process. The grid's error may be half larger, because the grid also rounds
+partial sums.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from fourfold.verification.reference_batches import random_batch
 STEPS = 4
 
 FP16_SCALE = 1024.0
-"""A loss scale with neither overflows nor lost gradients in small models."""
+"""A loss scale that causes neither overflows nor lost gradients in small models."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale at which every gradient overflows."""
 
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
-"""Returns whole tensors on rank 0, after comparing the replicas."""
+"""Compares the replicas, and returns whole tensors on rank 0."""
 
 
 class SameTypes(Reference):
-    """One process that rounds where the run file says: weights, activations, sums, and stored weights."""
+    """One process that rounds wherever the run file's dtypes require it: weights, activations, sums, and stored
+    weights."""
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
@@ -45,13 +47,13 @@ class SameTypes(Reference):
         self.rounding = torch.Generator(device).manual_seed(0)
 
     def parameters(self, averaged: bool = False) -> Parameters:
-        """Return the weights in the type of the step."""
+        """Return the weights in the dtype of the step."""
         dtype = DTYPES[self.run.training.precision]
         whole = super().parameters(averaged)
         return {name: weight if is_router_bias(name) else weight.to(dtype) for name, weight in whole.items()}
 
     def after_backward(self) -> None:
-        """Round the sums of gradients."""
+        """Round the sums of gradients to their dtype."""
         dtype = DTYPES[self.run.training.reduce_dtype]
         for parameter in self.trained.values():
             if parameter.grad is not None:
@@ -59,26 +61,27 @@ class SameTypes(Reference):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Round the weights at random, if the run file says so: noise in the lower half of the bits carries upward."""
+        """If the run file asks for it, round the weights stochastically: noise in the lower half of the bits carries
+        into the upper half."""
         for weight in self.trained.values() if self.run.optimizer.stochastic_rounding else ():
             noise = torch.randint(0, 1 << 16, weight.shape, generator=self.rounding, device=weight.device)
             weight.copy_(((weight.view(torch.int32) + noise.int()) & -(1 << 16)).view(torch.float32))
 
 
 def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: Gather) -> list[Deviation]:
-    """Train a few steps on the grid in the run's own types. Every process calls this.
+    """Train a few steps on the grid in the run's own dtypes. Every process calls this.
 
-    With fp16, one more step overflows, and must change nothing.
+    With fp16, one additional step overflows, and must change nothing.
 
     Returns:
-        On rank 0, the relative errors of gradients and weights of the grid and of one process. Empty elsewhere.
+        On rank 0, the relative errors of gradients and weights of the grid and of one process. Empty on other ranks.
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
     weights = gather(job.shards, [shard.local for shard in job.shards])
     exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
-    squares = torch.zeros(2, 2)  # of one process and of the grid, for gradients and weights
+    squares = torch.zeros(2, 2)  # Sums of squares for one process and for the grid, of gradients and of weights.
     for step in range(STEPS):
         if job.loss_scale is not None:
             if step == 1:
@@ -96,7 +99,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
 def _errors(
     job: Job, references: list[Reference], step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> Tensor:
-    """Take a step with the references, and return the errors of gradients and weights of one process and the grid."""
+    """Take a step with the references. Return the errors of gradients and weights, for one process and for the grid."""
     batch = random_batch(job.run, step, job.device)
     one, exact = (reference.step(step, batch, job.run.optimizer.max_grad_norm) for reference in references)
     of_one, of_exact = (reference.weights() for reference in references)
@@ -105,7 +108,7 @@ def _errors(
 
 
 def _step(job: Job, step: int) -> tuple[list[LocalShard], list[Tensor]]:
-    """Take a step on its random samples, and return the shards that have gradients, and the gradients."""
+    """Take a step on its random samples. Return the shards that have gradients, and these gradients."""
     micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
     job.forward_backward(micro_batches, job.count_kept(micro_batches))
     scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
@@ -115,5 +118,6 @@ def _step(job: Job, step: int) -> tuple[list[LocalShard], list[Tensor]]:
 
 
 def _stored(run: RunConfig) -> torch.dtype:
-    """Return the type that holds the weights. Stochastic rounding computes in float32 what bfloat16 stores."""
+    """Return the dtype that holds the weights. Stochastic rounding computes in float32, and the weights are stored in
+    bfloat16."""
     return torch.float32 if run.optimizer.stochastic_rounding else DTYPES[run.training.master_weights]

@@ -1,8 +1,8 @@
 """Parity: check that the layout of a run file computes what one process computes.
 
-The run file's model trains for a few steps on its grid in float32. A reference on rank 0 alone takes the same steps
-from the same weights and samples, once in float64 and once in float32. For each tensor, the grid may be as far from
-float64 as one process in float32 is, times a limit.
+The run file's model trains for a few steps on its grid in float32. A reference on rank 0 takes the same steps from the
+same weights and samples, once in float64 and once in float32. For each tensor, the grid's distance from float64 may be
+at most a limit times the distance of one process in float32.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from fourfold.verification.random_corpora import can_write
 from fourfold.verification.trained_run import trained_run
 
 LEARNING_RATE = 1e-3
-"""Learning rate and weight decay for parity, large enough that a missing update or a missing decay shows in the
+"""Learning rate and weight decay for parity. They are so large that a missing update or a missing decay shows in the
 weights."""
 
 ADAM_EPS = 1e-3
-"""Adam divides by √v + eps. With a small eps, rounding noise moves weights with nearly zero gradients by whole steps,
-and differently on any two machines."""
+"""Adam divides by √v + eps. With a small eps, rounding noise moves weights with nearly zero gradients by full steps,
+and differently on each machine."""
 
 LION_EPS = 1e-4
-"""Lion's eps for parity. Lion's sign is linear below it, and rounding noise is far smaller. Without it, noise would
-flip whole signs."""
+"""Lion's eps for parity. Lion's sign is linear below it, and rounding noise is far smaller. Without this eps, noise
+would flip signs."""
 
 WARMUP_STEPS = 2
-"""Smallest number of steps in which a warm-up shows."""
+"""Smallest number of steps in which a warm-up has an effect."""
 
 MAX_GRAD_NORM = 0.1
-"""Clipping limit below any model's initial gradient norm, so that clipping shows."""
+"""Clipping limit. It is below any model's initial gradient norm, so that clipping has an effect."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""The limit in the last step, so that a step without clipping shows too."""
+"""Clipping limit in the last step. It is never reached, so that a step without clipping is tested too."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
@@ -67,19 +67,19 @@ def parity(
     Args:
         run: The run whose layout is checked.
         device: The device of this process.
-        steps: Number of training steps to compare. One more follows, after a step that is dropped.
+        steps: Number of training steps to compare. After these, a dropped step and one more step follow.
         against: The reference: "plain" is our decoder in plain PyTorch, "transformers" is the library's model.
         place: This process's place in the job (default: all processes are on one machine).
 
     Returns:
-        The report on rank 0, and None on the other processes.
+        The report on rank 0, and None on all other processes.
 
     Raises:
         UserError: The transformers library is not installed, or it has no such model.
     """
     asked, run = run, as_verified(run, steps)
     job = Job(run, Grid(run.parallel, device.type), device)
-    if asked.training.precision == "fp16":  # a power of two adds no rounding in float32
+    if asked.training.precision == "fp16":  # Scaling by a power of two adds no rounding in float32.
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
     imported = compare_import(job) if against == "transformers" and run.model.from_hf is not None else []
     job.initialize(run.training.seed)
@@ -115,7 +115,7 @@ def as_verified(run: RunConfig, steps: int) -> RunConfig:
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
-    """Return a run of a few steps in which the schedule, the masks, clipping, and the optimizer all show."""
+    """Return a run of a few steps in which the schedule, the masks, clipping, and the optimizer all have an effect."""
     optimizer = {
         "lr": LEARNING_RATE,
         "eps": max(run.optimizer.eps, LION_EPS if run.optimizer.name == "lion" else ADAM_EPS),
@@ -135,10 +135,10 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """Return the same run on another grid with as many processes.
+    """Return the same run on another grid with the same number of processes.
 
-    The new grid exchanges axes, or merges them, or changes ``zero`` or ``ep``. If possible, it splits experts over
-    another number of ranks. One process has no other grid.
+    The new grid exchanges or merges axes, or changes ``zero`` or ``ep``. If possible, it splits experts over another
+    number of ranks. For one process, there is no other grid.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}
@@ -160,7 +160,7 @@ def resharded(run: RunConfig) -> RunConfig:
 
 
 def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
-    """Return the numbers of ranks that can share the experts of a grid, the largest first."""
+    """Return the numbers of ranks over which a grid can split the experts, largest first."""
     ranks = math.prod(sizes.get(axis, 1) for axis in ("dp", "cp", "z"))
     if not run.model.num_experts:
         return [1]

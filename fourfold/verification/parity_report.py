@@ -1,4 +1,5 @@
-"""The result of parity. Nothing here imports torch, so the parent of local workers can receive it without torch."""
+"""Hold the result of parity. Nothing here imports torch, so the parent of local workers can receive it without
+torch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LIMIT = 10.0
-"""The largest allowed ratio of the grid's rounding error to one process's rounding error. They differ because the grid
-adds in another order."""
+"""The largest allowed ratio of the grid's rounding error to one process's rounding error. The two errors differ because
+the grid adds in another order."""
 
 INITIAL_LIMIT = 10.0
 """Largest allowed error of the moments of initial weights, in standard errors. It is generous because the fourth moment
@@ -31,7 +32,8 @@ class Deviation(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Return the grid's deviation divided by one process's deviation. It is infinite if either is not finite."""
+        """Return the grid's deviation divided by one process's deviation. The ratio is infinite if either is not
+        finite."""
         if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
             return math.inf
         if self.grid == 0:
@@ -44,8 +46,8 @@ class ParityReport:
     """The deviations of the grid and of one float32 process from the float64 reference."""
 
     deviations: dict[str, list[Deviation]]
-    """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed" has
-    the record and the weights of a short run of the trainer that was resumed on another grid."""
+    """Deviations per quantity: loss, grad_norm (before clipping), gradients, and weights of every step. "resumed"
+    has the record and the weights of a short run that the trainer resumed on another grid."""
 
     replicas: float
     """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
@@ -59,15 +61,15 @@ class ParityReport:
     """Keys and sections of the run file that parity replaces or leaves out, each with a reason."""
 
     own_types: list[Deviation] = field(default_factory=list)
-    """Relative errors of gradients and weights in the run's own types, of the grid and of one process. Empty if the run
-    computes in float32, or if parity cannot compare its types."""
+    """Relative errors of gradients and weights in the run's own dtypes, on the grid and on one process. Empty if the
+    run computes in float32, or if parity cannot compare its dtypes."""
 
     limit: float = LIMIT
     """The largest allowed ratio of the grid's deviation to one process's deviation."""
 
     initial_limit: float = INITIAL_LIMIT
     own_types_limit: float = OWN_TYPES_LIMIT
-    """The same for ``own_types``."""
+    """The largest allowed ratio for ``own_types``."""
 
     def worst(self, quantity: str) -> Deviation:
         """Return the deviation with the largest ratio."""

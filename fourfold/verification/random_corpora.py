@@ -19,13 +19,15 @@ def can_write(run: RunConfig) -> bool:
 
 
 def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return which tokens belong to answers: odd ones and the end token. So the reference knows it without marks."""
+    """Return which tokens belong to answers: the odd tokens and the end token. So the reference can find the answers
+    without marks."""
     found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
     return found
 
 
 def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
-    """Write a corpus of about two global batches. Its documents have one token or more, and few fill a window."""
+    """Write a corpus of about two global batches. Its documents have at least one token, and only a few fill a
+    window."""
     draw = np.random.default_rng((5, seed))
     length, is_text = run.training.seq_length, run.data.format == "text"
     split = CorpusSplit(prefix, trained=None if is_text else 0)

@@ -31,7 +31,7 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    # The operations with which gloo implements them (see parallel.communicate.by_all_to_all).
+    # gloo implements reduce-scatter with these operations (see parallel.communicate.by_all_to_all).
     "alltoall_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",
@@ -39,7 +39,7 @@ OPERATIONS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Record a job's operations from ``start`` until the context closes.
+    """Records a job's operations from ``start`` until the context closes.
 
     A storage counts from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
     """
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Leave the memory of a step's input out of the count."""
+        """Leave the memory of a step's inputs out of the count."""
         for micro_batch in micro_batches:
             for field in fields(micro_batch):
                 tensor = getattr(micro_batch, field.name)
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
                     self._storages[storage._cdata] = ("batch", storage.nbytes())
 
     def start(self) -> None:
-        """Forget the collectives and peaks of construction."""
+        """Clear the collectives and memory peaks that were recorded during construction."""
         self.collectives.clear()
         self.flights.start()
         self.peaks.clear()
@@ -97,8 +97,8 @@ class Recorder(TorchDispatchMode):
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
         """Separate the peaks before the end of the last layer's backward ("early") from later peaks ("late").
 
-        Early, the activations of all layers are alive. Late, gradients accumulate. Each peak is linear in the number of
-        layers, but the larger of the two is not.
+        In the early part, the activations of all layers are alive. In the late part, gradients accumulate. Each peak is
+        linear in the number of layers, but the larger of the two is not.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         def enter_late_in_the_backward(
             module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
         ) -> None:
-            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first part runs last.
+            first = out if isinstance(out, Tensor) else out[0]  # The backward of the first batch part runs last.
             first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
             layers[-2].register_forward_hook(enter_late_in_the_backward)
 
     def __enter__(self) -> Self:
-        # FSDP2 frees and restores gathered weights by resizing their storage, which dispatches no operation.
+        # FSDP2 frees and restores gathered weights by resizing their storage. This dispatches no operation.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Treat operations as a single one, and count its memory."""
+        """Treat several operations as one, and count its memory."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -182,7 +182,8 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        # FSDP2 waits for each unit's gradient sum before the next one. By then, the result may be freed.
+        # FSDP2 waits for the gradient sum of each unit before it issues the next sum. By then, the result may have been
+        # freed.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -192,13 +193,13 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """A ring step waits for the data that it receives while it sends its own."""
+        """Record that a ring step, while it sends its own data, waits for the data that it receives."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
         self._sent = None
 
     def _land_what_is_read(self, args: tuple[Any, ...]) -> None:
-        """FSDP2 waits for gathered weights when it copies them out."""
+        """Record that FSDP2 waits for gathered weights when it copies them out."""
         for tensor in tree_iter(args):
             if isinstance(tensor, Tensor):
                 self.flights.land(tensor.untyped_storage()._cdata)
@@ -254,7 +255,7 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Raise the peaks to the bytes alive now.
 
-        Call this before the next operation, when new tensors have their tags. FSDP2 allocates weights before it
+        Call this before the next operation, when new tensors already have their tags. FSDP2 allocates weights before it
         gathers them, and gradients before it sums them.
         """
         for name in ("activations", "weights", "total"):
@@ -289,7 +290,7 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """Return the operations of an attention with capped scores, which has no kernel.
+    """Return the operations that compute attention with capped scores, for which there is no kernel.
 
     Return None for any other operation.
     """
@@ -329,7 +330,7 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
 def flash_backward_bytes(
     sequences: int, tokens: int, keys: int, heads: int, key_heads: int, width: int, documents: int | None = None
 ) -> int:
-    """Return the bytes that FlashAttention 2's backward allocates besides the gradients of q, k, and v.
+    """Return the bytes that FlashAttention 2's backward allocates in addition to the gradients of q, k, and v.
 
     The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/
     flash_api.cpp: a float32 sum of dQ and a float32 number per query, and with grouped heads dK and dV per query head.

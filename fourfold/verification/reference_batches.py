@@ -1,4 +1,5 @@
-"""Batches of the reference: whole steps on one process, with labels and positions of its own."""
+"""Create the batches of the reference: whole steps on one process, with labels and positions that the reference
+computes itself."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None
     reference_B: Tensor | None
-    """With [dpo]: the reference's log-probability of the kept tokens of each sequence."""
+    """With [dpo], the log-probability of each sequence's kept tokens under the DPO reference model."""
     is_data_BS: Tensor | None
     """False for padding. None if there is no padding."""
 
     def part(self, rows: slice) -> Sequences:
-        """Return some of the sequences."""
+        """Return the sequences in these rows."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
 
@@ -52,7 +53,7 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # tell answers without the file of marks
+    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # Find answers without the file of marks.
         windows = replace(windows, answers=are_answers(windows.tokens) & windows.is_data)
     is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
     kept_BS = kept_tokens(windows, goldfish, [is_masked] * len(windows.numbers))

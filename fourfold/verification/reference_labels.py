@@ -1,4 +1,4 @@
-"""Compute labels and masks from the documents, token by token. This is the reference's own code, not the loader's."""
+"""Compute labels and masks from the documents, token by token. This code is independent of the loader."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORD = 2**64
 
 
 def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[bool]) -> Tensor:
-    """Return bool [B, S]: whether the loss counts the prediction of token i + 1 from token i.
+    """Return as bool [B, S] whether the prediction of token i + 1 from token i counts in the loss.
 
     Args:
         windows: The samples. Only tokens of their answers count.
         goldfish: The goldfish mask.
-        is_masked: For each sample, whether the goldfish mask has begun.
+        is_masked: For each sample, whether the goldfish mask is already in effect.
     """
     marks = np.ones(windows.tokens.shape, dtype=bool) if windows.answers is None else windows.answers
     found = torch.tensor([row[1:] for row in marks.tolist()])
@@ -38,13 +38,13 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
 
 
 def positions(documents_BS: Tensor) -> Tensor:
-    """Return int64 [B, S]: the number of earlier tokens of the same document within the sequence."""
+    """Return as int64 [B, S] the number of earlier tokens of the same document within the sequence."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril(-1).sum(dim=2)
 
 
 def document_ends(documents_BS: Tensor) -> Tensor:
-    """Return int64 [B, E]: the ends of each sequence's documents.
+    """Return the ends of each sequence's documents as int64 [B, E].
 
     The last end is S, repeated in rows with fewer documents.
     """
@@ -55,7 +55,7 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """Apply the goldfish rule to one token of a stream. The sequence begins at index ``ahead``."""
+    """Return whether the goldfish rule drops one token of a stream. The sequence begins at index ``ahead``."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0
@@ -89,5 +89,5 @@ def _mix(bits: int) -> int:
 
 @functools.cache
 def _published_table() -> Tensor:
-    """Return the uniform numbers of the published code (commit 35d29f9)."""
+    """Return the table of uniform random numbers in the published code (commit 35d29f9)."""
     return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2_971_215_073))

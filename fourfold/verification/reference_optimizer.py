@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fourfold.config.run import RunConfig
 
 NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
-"""Matrices that AdamW steps even with Muon: a router's weight and the gate of a shared expert."""
+"""Matrices that AdamW updates even with Muon: a router's weight and the gate of a shared expert."""
 
 
 class ReferenceOptimizer:
-    """Step whole parameters in their own type."""
+    """Updates whole parameters in their own dtype."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
         self.run, name = run, run.optimizer.name
@@ -30,7 +30,7 @@ class ReferenceOptimizer:
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
         self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
-        """Sum over all steps of the part of Lion's updates that the limits ±1 have clipped off."""
+        """For each parameter, the part of Lion's updates that the limits ±1 have cut off, summed over all steps."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
             of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps
@@ -39,7 +39,7 @@ class ReferenceOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Step with the parameters' gradients, and drop the gradients."""
+        """Update the parameters with their gradients, and drop the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         self.adamw.step()
@@ -57,9 +57,9 @@ class ReferenceOptimizer:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return Lion's direction in units of eps (arXiv 2302.06675, algorithm 2), and update its mean.
+        """Return Lion's direction in units of eps (arXiv 2302.06675, algorithm 2), and update its running mean.
 
-        The sign is linear below eps: ``step`` clips the direction at ±1.
+        ``step`` clips the direction at ±1, so the sign is linear below eps.
         """
         beta1, beta2 = self.run.optimizer.betas
         between = beta1 * mean + (1 - beta1) * gradient
@@ -67,7 +67,7 @@ class ReferenceOptimizer:
         return between / self.run.optimizer.eps
 
     def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return Muon's direction with Nesterov momentum for every matrix of a stack, and the next mean."""
+        """Return Muon's direction with Nesterov momentum for every matrix of a stack, and the next running mean."""
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient
@@ -77,7 +77,8 @@ class ReferenceOptimizer:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """Run five fifth-order Newton-Schulz iterations (Jordan 2024, scaled as in arXiv 2502.16982)."""
+    """Orthogonalize a matrix with five fifth-order Newton-Schulz iterations (Jordan 2024, scaled as in arXiv
+    2502.16982)."""
     x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.T if len(x) <= x.shape[1] else x.T @ x

@@ -1,4 +1,4 @@
-"""Split the time of a step into computation and exposed or hidden collectives, by axis. Spans are in µs."""
+"""Split the time of a step into computation, and exposed and hidden collectives by axis. Spans are in µs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SpanOfAxis = tuple[str, Span]
 
 @dataclass(frozen=True)
 class AxisTimes:
-    """The collectives of an axis, in seconds of one process."""
+    """Times of the collectives of an axis, in seconds on one process."""
 
     issued: float
-    """Time with at least one collective in flight."""
+    """Time during which at least one collective is in flight."""
     hidden: float
-    """Time with at least one collective in flight while the process computes."""
+    """Time during which at least one collective is in flight while the process computes."""
     exposed: float
     """On a CPU: time spent issuing or waiting. On a GPU: time with a collective in flight and no computation."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of a span of time, in seconds of one process. Their sum is the whole span."""
+    """How a span of time is divided, in seconds on one process. The parts add up to the whole span."""
 
     seconds: float
     compute: float
@@ -46,7 +46,7 @@ class StepTimes:
         flights: list[SpanOfAxis],
         held: list[SpanOfAxis] | None,
     ) -> Self:
-        """Split a window of time that has a number of equal ``parts`` (steps), and return the mean over these parts.
+        """Split a time window of several equal ``parts`` (steps), and return the mean over these parts.
 
         Args:
             compute: Spans of computation.
@@ -101,6 +101,6 @@ def _both(first: list[Span], second: list[Span]) -> list[Span]:
 
 
 def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """Return the first union without the second."""
+    """Return the first union without the parts that the second one covers."""
     edges = [-float("inf"), *(edge for span in others for edge in span), float("inf")]
     return _both(spans, list(pairwise(edges))[::2])

@@ -25,7 +25,7 @@ from fourfold.verification.step_times import StepTimes
 from fourfold.verification.watched_collectives import WatchedCollectives
 
 WARM_UP = 2
-"""Steps before the first recorded one. They compile code and connect NCCL."""
+"""Number of steps before the first recorded one. They compile code and connect NCCL."""
 
 STEPS = 3
 """Number of recorded steps."""
@@ -40,11 +40,11 @@ class Timeline:
         self._taken = 0
         self._recording, self._step = ExitStack(), ExitStack()
         if dist.get_rank() == 0:
-            # Remove files of an earlier start, which may have had more processes.
+            # Remove the files of an earlier start, which may have had more processes.
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:
-        """Start recording, keep recording, or stop and write. Every process of the job calls this."""
+        """Start, continue, or stop recording, and write the trace at the end. Every process of the job calls this."""
         self._taken += 1
         if self._taken == WARM_UP:
             self._start()
@@ -61,7 +61,7 @@ class Timeline:
     def _start(self) -> None:
         on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
         self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
-        dist.barrier()  # Processes take different times to start recording.
+        dist.barrier()  # Processes take different amounts of time to start recording.
         self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
         self._started = self._now()
 
@@ -89,7 +89,7 @@ class Timeline:
         return time.time_ns()
 
     def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
-        """Write the trace of this process. Return its times and the traffic of one step."""
+        """Write the trace of this process. Return the times and the traffic of one step."""
         temporary = temporary_name(path)
         with writing(path):
             path.parent.mkdir(exist_ok=True)

@@ -49,29 +49,30 @@ WINDOWS = ("early", "late")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, without the step's tokens and labels and without tensors offloaded to the CPU."""
+    """Bytes in memory on one rank, without the step's tokens and labels, and without tensors that are offloaded to the
+    CPU."""
 
     parameters: int
-    """Bytes of the stored shards."""
+    """Number of bytes of the stored shards."""
 
     gradients: int
-    """Bytes of the stored shards' gradients when the optimizer steps."""
+    """Number of bytes of the stored shards' gradients when the optimizer steps."""
 
     optimizer: int
 
     activations_peak: int
-    """Bytes of saved activations and workspaces."""
+    """Peak number of bytes of saved activations and workspaces."""
 
     gathered_weights_peak: int
-    """Bytes of gathered weights and their buffers."""
+    """Peak number of bytes of gathered weights and their buffers."""
 
     total_peak: int
-    """The largest sum of all categories at one moment."""
+    """Largest sum of bytes over all categories at one moment."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a step."""
+    """All collectives in a step with the same axis, operation, and purpose."""
 
     axis: str
     op: str
@@ -82,23 +83,24 @@ class Collective:
     """Sum of the sizes of the full tensors: after a gather, or before a reduction."""
 
     exposed_bytes: int
-    """Bytes that no matmul hides, because none is issued between the collective and the wait for its result."""
+    """Number of bytes that no matmul hides, because none is issued between the collective and the wait for its
+    result."""
 
     seconds: float | None = None
-    """Sum of the durations on a machine if each collective has its axis to itself. None without a machine."""
+    """Sum of the durations on a machine, if each collective has its axis to itself. None without a machine."""
 
     exposed_seconds: float | None = None
-    """Seconds that the step waits for the collectives or is slowed down by them."""
+    """Number of seconds that the step waits for the collectives or is slowed down by them. None without a machine."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank of a pipeline."""
+    """The trace of one pipeline rank."""
 
     pp_rank: int
 
     layers: list[tuple[int, int]]
-    """Range of layers [first, last + 1] of each of its stages."""
+    """Range of layers [first, last + 1] in each of the rank's stages."""
 
     memory: Memory
     collectives: list[Collective]
@@ -106,14 +108,14 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """One optimizer step of rank 0."""
+    """The trace of one optimizer step on rank 0."""
 
     world_size: int
     memory: Memory
     collectives: list[Collective]
 
     pipeline: list[RankTrace]
-    """One rank per pp rank. Empty without a pipeline."""
+    """The trace of one rank per pipeline rank. Empty without a pipeline."""
 
     def record(self) -> dict[str, Any]:
         """Return the report as JSON values, with seconds only if a machine is known."""
@@ -124,10 +126,10 @@ class TraceReport:
 
 
 class Sample(NamedTuple):
-    """One traced step."""
+    """The result of tracing one step."""
 
     collectives: dict[Line, tuple[int, ...]]
-    """Count, bytes, exposed bytes, and on a machine picoseconds and exposed picoseconds."""
+    """For each line: count, bytes, exposed bytes, and with a machine also picoseconds and exposed picoseconds."""
 
     memory: dict[str, tuple[int, ...]]
     """Peak memory in each window of the step."""
@@ -140,8 +142,8 @@ def trace(
 
     Args:
         run: The run to trace.
-        whole: Run every layer and micro-batch instead of extrapolating from a few.
-        machine: Report seconds on this machine too.
+        whole: Whether to run every layer and micro-batch instead of extrapolating from a few.
+        machine: A machine on which to report seconds too.
         expert_load: Relative number of rows of each expert. By default all experts have the same number.
     """
     traced: dict[ContinuedRun, Sample] = {}
@@ -161,7 +163,7 @@ def _trace_rank(
     """Trace one pipeline rank.
 
     Args:
-        traced: The steps traced so far. Ranks in the middle of a pipeline share them.
+        traced: The steps that were traced so far. Ranks in the middle of a pipeline share them.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
@@ -202,7 +204,7 @@ def _trace_rank(
 
 
 def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_load: Sequence[float] | None) -> Sample:
-    """Run one real training step on fake tensors, as a rank at one place on pp."""
+    """Run one real training step on fake tensors, as one rank of the pipeline."""
     world_size = run.parallel.world_size
     with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
         durations = None if machine is None else Durations(run, machine)
@@ -211,7 +213,8 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # Use the chunks, the loss, and the attention of the machine that the run is for, not of the machine that traces.
+    # Use the chunks, the loss, and the attention of the machine that will run the step, not of the machine that traces
+    # it.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):
@@ -224,7 +227,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         micro_batches = []
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
-            if batch.document_ends is not None:  # one document per sequence: the kernels allocate memory for each
+            if batch.document_ends is not None:  # There is one per sequence. Kernels allocate memory for each.
                 batch = replace(batch, document_ends=batch.document_ends[:, :1])
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
             is_padded = run.model.num_experts > 0 and run.data.format != "text"
@@ -236,7 +239,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
             job = Job(run, grid, torch.device("cpu"), stages)
             if job.expert_load is not None:
                 job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
-            job.loss_scale = None  # The overflow test of loss scaling would need data.
+            job.loss_scale = None  # Loss scaling's check for overflows would need data.
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()
@@ -254,7 +257,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
 
 @contextmanager
 def fake_processes(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process one rank of a job of ``world_size`` whose collectives move nothing."""
+    """Make this process one rank of a simulated job of ``world_size`` processes, whose collectives move no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

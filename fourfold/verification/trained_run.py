@@ -1,7 +1,7 @@
 """Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
 
 The trainer reads the data, validates, keeps averages, and computes the reference of preference optimization. The
-reference reads the same corpora step by step, without a loader and without resuming.
+reference model of parity reads the same corpora step by step, without a loader and without resuming.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ STEPS, RESUMES_AFTER = 3, 2
 VALIDATION_STEPS = 2
 
 AT_DEFAULTS = ("checks", "fault_tolerance", "metrics", "evaluation", "audit", "sample")
-"""Sections of the run file that the trained run does not have."""
+"""Sections of the run file that the trained run leaves at their defaults."""
 
 Record = dict[str, float | None]
-"""What the trainer records about a step. NaN is None."""
+"""The metrics that the trainer records for a step. NaN is stored as None."""
 
 
 def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig:
-    """Return the run as the trainer runs it: a few steps on corpora in ``folder``, and a validation after each."""
+    """Return the run that the trainer trains: a few steps on corpora in ``folder``, with a validation after each
+    step."""
     train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
     is_split, kind = run.data.mask_documents, run.data.format
-    exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # special tokens are never left out
+    exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # Special tokens are never left out.
     return run.model_copy(
         update={
             "output_dir": str(folder),
@@ -72,11 +73,11 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tup
     """Train a run in an empty folder, and resume it on another grid. Every process calls this.
 
     Returns:
-        The job after the last step, and on rank 0 what the trainer recorded about each step.
+        The job after the last step, and on rank 0 the trainer's record of each step.
     """
     with failing_together(), writing(Path(run.output_dir)):
         if dist.get_rank() == 0:
-            shutil.rmtree(run.output_dir, ignore_errors=True)  # of a parity that was interrupted
+            shutil.rmtree(run.output_dir, ignore_errors=True)  # Remove what an interrupted parity has left behind.
             Path(run.output_dir).mkdir(parents=True)
             for seed, corpora in enumerate((run.data.train, run.data.validation)):
                 write_corpus(Path(corpora[0].path), run, seed)
@@ -94,11 +95,12 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tup
 
 
 def compare_records(run: RunConfig, recorded: list[Record], references: list[Reference]) -> list[Deviation]:
-    """Take the steps of the run with the references, and compare what the trainer recorded. Only rank 0 calls this.
+    """Take the steps of the run with the references, and compare the results with the trainer's record. Only rank 0
+    calls this.
 
     Args:
         run: The run that was trained.
-        recorded: The figures of each step.
+        recorded: The recorded metrics of each step.
         references: The run on one process in float32 and in float64, with its initial weights.
     """
     held_out, *batches = _batches(run, references[0].device)
@@ -110,7 +112,7 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
     found = []
     for step, batch in enumerate(batches):
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
-        is_undecided = step == 0  # the model is the reference, so only rounding tells the two answers apart
+        is_undecided = step == 0  # The model is still the DPO reference, so only rounding distinguishes the answers.
         names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward")))]
         for name in names:
             value = recorded[step].get(name)
@@ -121,7 +123,7 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
 
 
 def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
-    """Return the validation batch and the batches of all steps, with labels of the reference's own."""
+    """Return the validation batch and the batches of all steps, with labels that the reference computes itself."""
     goldfish, training = run.masks.goldfish, run.training
     unmasked = run.model_copy(update={"masks": MasksConfig()})
     look_back = goldfish.h if goldfish.strategy == "hash" else 0
@@ -132,7 +134,7 @@ def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
 
 
 def _figures(reference: Reference, step: int, batch: Sequences, held_out: Sequences) -> dict[str, Tensor]:
-    """Take one step and validate, and return the figures by their names in metrics.jsonl."""
+    """Take one step and validate, and return the metrics with their names in metrics.jsonl."""
     run = reference.run
     taken = reference.step(step, batch, run.optimizer.max_grad_norm)
     share = torch.ones(()) if run.dpo.beta else batch.kept_BS.double().mean()

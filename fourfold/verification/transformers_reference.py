@@ -1,5 +1,5 @@
-"""Use the Hugging Face model of a run's family as the parity reference: independent code, connected by our map of
-names."""
+"""Use the Hugging Face model of a run's family as the parity reference. It is independent code, connected to
+fourfold by the map of weight names."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     scale = run.lora.alpha / max(1, run.lora.rank)
 
     def merged(parameters: Parameters, name: str) -> Tensor:
-        """Return a parameter, with its LoRA update added if it has one."""
+        """Return a parameter. If it has a LoRA adapter, add the adapter's update."""
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_A" not in parameters:
             return parameters[name]
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return one mask per kind of layer if the model has kinds.
+        """Return the mask for transformers, or one mask per attention type if the model has several types.
 
-        A mask that is passed in replaces the model's windows.
+        A mask that is passed in replaces the model's own windows.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}

@@ -1,4 +1,4 @@
-"""Make one expert of each layer the choice of every token, and one the choice of none."""
+"""Make every token choose one expert of each layer, and no token choose another one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fourfold.models.mixture import is_router_bias
 from fourfold.training.job import Job
 
 OUTWEIGHS_SCORES = 4.0
-"""Scores are at most 1."""
+"""A bias of this size outweighs any score, because scores are at most 1."""
 
 
 def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process calls this.
 
-    A router favors one expert if a token has several, and it rules out another one. The two change with the layer.
-    Checkpoints of LoRA do not save the biases, so with LoRA they stay zero.
+    Each router favors one expert, if a token has several experts, and rules out another expert. These two experts
+    differ from layer to layer. Checkpoints of LoRA do not save the biases, so with LoRA they stay zero.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():

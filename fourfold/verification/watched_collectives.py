@@ -1,4 +1,5 @@
-"""Watch the collectives of a running process: when each was issued, when it finished, and who waited for it."""
+"""Watch the collectives of a running process: when each was issued, when it finished, and how long the process
+waited for it."""
 
 from __future__ import annotations
 
@@ -29,27 +30,27 @@ OPERATIONS = {
     "send": "send",
     "recv": "recv",
 }
-"""Methods of a process group, as torch's functions and FSDP2 call them."""
+"""Methods of a process group, with the names that torch's functions and FSDP2 call."""
 
 
 @dataclass
 class TimedCollective:
-    """A collective that has been issued. Times are in ns since 1970."""
+    """A collective that has been issued. Times are in ns since the start of 1970."""
 
     axis: str
     name: str
     start: int
     end: int | None = None
-    """Time of the end. None while the collective is in flight."""
+    """Time at which the collective ended. None while it is in flight."""
 
     def land(self) -> None:
-        """Record the end unless it is recorded already."""
+        """Record the end of the collective unless it is already recorded."""
         if self.end is None:
             self.end = time.time_ns()
 
 
 class WatchedCollectives:
-    """Watch every collective, including FSDP2's, while the context is open, and name it in the profiler's trace.
+    """Watches every collective while the context is open, including FSDP2's, and names it in the profiler's trace.
 
     On a GPU, the ends of collectives are not known here. The profiler's own trace has them.
     """
@@ -57,10 +58,12 @@ class WatchedCollectives:
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
-        """Count and bytes of each line, as ``fourfold trace`` counts them: bytes of the full tensor."""
+        """Count and bytes of each line, in the way that ``fourfold trace`` counts them: with the bytes of the full
+        tensor."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
-        """Axis, start, and end (ns since 1970) of each time that this process spent issuing or waiting."""
+        """Axis, start, and end (ns since the start of 1970) of each time span that this process spent issuing or
+        waiting."""
         self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
@@ -98,14 +101,14 @@ class WatchedCollectives:
                 entry[1] += whole[0].nbytes if isinstance(whole, list) else whole.nbytes
             if work is not None:
                 self._flight_of[work] = flight
-                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report when they finish.
+                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report their end.
                     work.get_future().then(lambda _: flight.land())
             return work
 
         return issue
 
     def _ending(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """NCCL runs sends and receives that were issued together when their group ends."""
+        """Name the end of a group in the trace, because NCCL runs the group's sends and receives at that point."""
 
         def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             with record_function(self.flights[-1].name):
@@ -128,6 +131,7 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Record what the step's thread did until now. Other threads wait too (see ``parallel.fsdp_on_gloo``)."""
+        """Record the time that the step's thread has spent until now. Other threads wait too (see
+        ``parallel.fsdp_on_gloo``)."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

@@ -1,1 +1,1 @@
-"""transformers' architectures that the decoder computes, and their config.json. Nothing here imports torch."""
+"""The transformers architectures that the decoder can compute, and their config.json. Nothing here imports torch."""

@@ -1,7 +1,7 @@
-"""Convert between a Hugging Face config.json and the keys of ``[model]``. Refuse models that the decoder does not
+"""Convert between a Hugging Face config.json and the keys of ``[model]``. Refuse models that the decoder cannot
 compute.
 
-Keys that transformers ignores are ignored here too. A missing key has transformers' default.
+Keys that transformers ignores are ignored here too. A missing key gets transformers' default.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ DECISIVE_KEYS = (
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
     "first_k_dense_replace",
 )  # fmt: skip
-"""Keys of [model] that decide which family a model can be."""
+"""Keys of [model] that determine which families a model can belong to."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OF_SLIDING = {"rope_type", "rope_theta"}
-"""Keys that the rotary table of sliding layers can have."""
+"""Keys that the rotary table of sliding-window layers can have."""
 
 MOST_LAYERS = 10_000
-"""Number of layers up to which layer types are listed one by one. No model has more."""
+"""Limit on the number of layers, up to which layer types are listed one by one. No model has more layers."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of config.json in which null means none. The keys of [model] use 0."""
+"""Keys for which config.json uses null to mean none, and [model] uses 0."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
 def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the table ``[model]`` that a config.json describes.
 
-    Raise ``UserError`` if the decoder does not compute the model.
+    Raise ``UserError`` if the decoder cannot compute the model.
     """
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
@@ -116,7 +116,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for theirs in NONE_IS_0:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
-    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # One key sets all four biases.
+    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # A single key sets all four.
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys["num_experts"]:
         raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")
@@ -135,7 +135,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the model that a config.json describes. Raise ``UserError`` if the decoder does not compute it."""
+    """Return the model that a config.json describes. Raise ``UserError`` if the decoder cannot compute it."""
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
@@ -143,7 +143,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the keys of [model] for sliding layers."""
+    """Return the keys of [model] that describe sliding-window layers."""
     window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
     if family.slides is None or window is None or not given.get("use_sliding_window", True):
         return none
@@ -154,7 +154,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
     kinds = given.get("layer_types")
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
-        # transformers reads such a Mistral file as Ministral.
+        # transformers reads such a Mistral file as a Ministral model.
         raise UserError(
             f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
             f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"
@@ -202,7 +202,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     rope = {key: value for key, value in rope.items() if value is not None}
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
-    # Some files have original_max_position_embeddings with linear scaling too, where it changes nothing.
+    # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
     if kind != "linear":
@@ -219,7 +219,8 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
 def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the base of sliding layers, and the table of full layers, which rope_scaling changes."""
+    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers, to which
+    rope_scaling applies."""
     if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores a single table for all layers.
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
@@ -240,7 +241,7 @@ def _local_rope(
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
-    """Return the number of layers with a dense MLP. They must be the first ones."""
+    """Return the number of layers with a dense MLP. These must be the first layers."""
     layers = given.get("mlp_only_layers") or []
     if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(
@@ -278,7 +279,7 @@ def _check_count(name: str, value: Any, least: int, where: str) -> None:
 
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is given."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -290,7 +291,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         patterns: The files that are needed.
 
     Raises:
-        UserError: The name is neither.
+        UserError: The name is neither a folder nor an id on the Hub.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -1,4 +1,5 @@
-"""transformers' architectures that the decoder computes: keys, defaults, and requirements of their config.json."""
+"""The transformers architectures that the decoder can compute: keys, defaults, and requirements of their
+config.json."""
 
 from __future__ import annotations
 
@@ -7,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
-"""Keys of config.json from which sliding layers are counted, with their smallest value."""
+"""Keys of config.json that determine which layers have a sliding window, with their smallest allowed value."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The keys that decide the rotary frequencies, by type of scaling."""
+"""The keys that determine the rotary frequencies, by type of scaling."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
-"""Keys of every family that must have one of these values, because the decoder computes nothing else."""
+"""Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    """Maps our keys to their names in config.json. A file need not give all of them."""
+    """Maps our keys to their names in config.json. A file may omit some of them."""
     defaults: Mapping[str, Any]
     """The family's default values for missing keys."""
     fixed: Mapping[str, Any]
@@ -35,27 +36,28 @@ class Family:
     """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
     activation_key: str = "hidden_act"
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json that must have one of these values, because the decoder computes nothing else."""
+    """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
     rope_theta: str = "rope_theta"
-    """The key in files of transformers 4."""
+    """Name of this key in files of transformers 4."""
     partial_rotary_factor: str | None = None
-    """The key in files of transformers 4. None if rotary embeddings rotate whole heads."""
+    """Name of this key in files of transformers 4. None if rotary embeddings always rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
-    """The scalings of rotary frequencies that the family can have."""
+    """The types of rotary scaling that the family supports."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
     lists_dense_layers: bool = False
-    """Whether mlp_only_layers names the layers without experts. The decoder requires that these come first."""
+    """Whether mlp_only_layers lists the layers without experts. The decoder requires that these layers come first."""
     counts_shared_experts: bool = False
     """Whether n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
-    """Function that returns whether a layer has the config's sliding_window. None if the family has no such key."""
+    """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
+    window."""
     lists_layer_types: bool = False
-    """Whether the key layer_types, if given, decides this instead."""
+    """Whether the key layer_types, if given, replaces ``slides``."""
     rope_local_theta: float | None = None
-    """Default base of the rotary frequencies of sliding layers. None if they have no base of their own."""
+    """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False
-    """Whether the key rope_local_base_freq gives this base."""
+    """Whether the key rope_local_base_freq sets this base."""
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
@@ -202,7 +204,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
         _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
-        # In the family's first files, "gelu" means the approximation too, and transformers reads it so.
+        # In the family's first files, "gelu" also means the approximation, and transformers reads it that way.
         _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
         required={"use_bidirectional_attention": (None, False)},
     ),
@@ -303,7 +305,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # The norms are hidden_size wide.
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # The norms' width is hidden_size.
         | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
         _LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}

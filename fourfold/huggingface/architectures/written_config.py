@@ -1,4 +1,4 @@
-"""Write the config.json of a Hugging Face model for a model of ours."""
+"""Write the config.json of a Hugging Face model for one of our models."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fourfold.huggingface.architectures.families import FAMILIES, ROPE_KEYS, Fam
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
-    """Return a config.json of the family ``kind`` for a model of ours.
+    """Return a config.json of the family ``kind`` for one of our models.
 
-    By default it is the first family that can compute the model.
+    The default is the first family that can compute the model.
 
     Raises:
-        UserError: No family computes what the model does.
+        UserError: No family computes the same as the model.
     """
     kinds = [kind] if kind is not None else list(FAMILIES)
     for each in kinds:
@@ -39,7 +39,7 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
 
 
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a model of ours. Names and the vocabulary's padding may differ."""
+    """Return whether a config.json describes one of our models. Names and the vocabulary's padding may differ."""
     aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
         theirs = model_of(config, CONFIG_FILE)
@@ -51,7 +51,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
-    # Without these keys, the ids of the family's first model would apply, perhaps beyond this model's vocabulary.
+    # Without these keys, transformers would use the ids of the family's first model, which may be beyond this model's
+    # vocabulary.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
@@ -87,7 +88,7 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     slides = model.sliding_layers > 0
-    # Models with layer_types need a window even if no layer slides.
+    # Models with layer_types need a window size even if no layer uses it.
     unused = family.defaults["sliding_window"] if family.lists_layer_types else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
     if "use_sliding_window" in family.defaults:

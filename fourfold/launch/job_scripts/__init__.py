@@ -1,1 +1,1 @@
-"""Write job scripts for batch systems. Sites are data files."""
+"""Write job scripts for batch systems. Each site is described in a data file."""

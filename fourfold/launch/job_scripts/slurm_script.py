@@ -1,4 +1,4 @@
-"""Write the batch script that trains a run file on a SLURM site: `slurm.sh` with the site's conventions."""
+"""Write the batch script that trains a run file on a SLURM site, from `slurm.sh` and the site's conventions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 
 WAIT_SECONDS = 120
-"""Seconds between the end of a job's first process and the end of all its processes. Rank 0 writes the report in this
-time."""
+"""Number of seconds to wait after a job's first process has ended before all its processes are ended. Rank 0 writes the
+report in this time."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
-"""SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
+"""Pattern of SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and DAYS-HOURS to
+DAYS-HOURS:MINUTES:SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class SlurmJob:
     account: str | None = None
     partition: str | None = None
     sbatch: Sequence[str] = ()
-    """More options of sbatch, as NAME=VALUE or NAME. They replace the site's options."""
+    """Further options of sbatch, as NAME=VALUE or NAME. They override the site's options."""
     srun: Sequence[str] = ()
-    """More options of srun, as NAME=VALUE or NAME. They replace the site's options."""
+    """Further options of srun, as NAME=VALUE or NAME. They override the site's options."""
     setup: str | None = None
-    """Shell file that the script sources, for modules and the Python environment."""
+    """Shell file that the script sources to load modules and the Python environment."""
     wrapper: str | None = None
     """Shell text before `fourfold`, such as a container's command."""
     save_seconds: int = 300
@@ -107,7 +108,7 @@ def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
 
 
 def _check_time(job: SlurmJob) -> None:
-    """Check that the wall time is valid for SLURM, and longer than the time for saving."""
+    """Check that the wall time is valid in SLURM, and longer than the time reserved for saving."""
     if job.time is None:
         return
     if not re.fullmatch(TIME, job.time):
@@ -140,14 +141,15 @@ def _option(name: str, value: str) -> str:
 
 
 def _directive(name: str, value: str) -> str:
-    """Return an option for a line of #SBATCH. sbatch splits such lines at spaces and does not expand variables."""
+    """Return an option for an #SBATCH line. sbatch splits such lines at spaces and does not expand variables."""
     if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
         raise UserError(f"--{name}={value} cannot be in an #SBATCH line: it has a space, a quote, # or \\")
     return _option(name, value)
 
 
 def _setup(site: Site, job: SlurmJob) -> str:
-    """Return the user's setup, then the site's commands and variables. Variables that the setup has set are kept."""
+    """Return the user's setup, followed by the site's commands and variables. Variables that the setup has set are
+    kept."""
     lines = []
     if job.setup is not None:
         path = shlex.quote(one_line(job.setup, "--setup"))

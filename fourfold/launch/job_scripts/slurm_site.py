@@ -1,4 +1,4 @@
-"""The conventions of a SLURM site: nodes, options of sbatch and srun, and environment variables.
+"""Load the conventions of a SLURM site: nodes, options of sbatch and srun, and environment variables.
 
 Sites are TOML files in `fourfold/launch/job_scripts/sites`. Every value in them names its source.
 """
@@ -25,13 +25,14 @@ Options = dict[str, str]
 
 @dataclass(frozen=True)
 class Site:
-    """One site. Environment values are shell text between double quotes, so `$USER` works."""
+    """The conventions of one site. Environment values are shell text between double quotes, so `$USER` works."""
 
     name: str
     gpus_per_node: int | None = None
-    """GPUs per node. None means as many as the grid needs."""
+    """Number of GPUs per node. None means as many as the grid needs."""
     cpus_per_task: int | None = None
-    """Passed to sbatch and srun, because since SLURM 22.05 a step does not inherit it from the job."""
+    """Value that is passed to both sbatch and srun, because since SLURM 22.05 a step does not inherit it from the
+    job."""
     sbatch: Options = field(default_factory=dict)
     srun: Options = field(default_factory=dict)
     commands: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Site:
     environment: Options = field(default_factory=dict)
     """Environment variables that the script sets, unless the user's setup has set them."""
     environment_of_several_nodes: Options = field(default_factory=dict)
-    """More variables, for jobs of two or more nodes."""
+    """Further environment variables, for jobs on two or more nodes."""
 
 
 COUNTS, TABLES = ("gpus_per_node", "cpus_per_task"), ("sbatch", "srun", "environment", "environment_of_several_nodes")
@@ -51,7 +52,8 @@ def site_names() -> list[str]:
 
 
 def load_site(name: str, given_as: str = "--site") -> Site:
-    """Load the site with a built-in name or from a TOML file. Messages begin with the option that gave it.
+    """Load a site by its built-in name or from a TOML file. Messages begin with ``given_as``, the option that named the
+    site.
 
     Raises:
         UserError: The site is unknown or invalid.
@@ -102,7 +104,7 @@ def parse_site(text: str, where: str) -> Site:
 
 
 def one_line(text: Any, what: str) -> str:
-    """Return text that will be part of one line of the script.
+    """Return the text, after checking that it can be part of one line of the script.
 
     Raises:
         UserError: `text` is not a string of one line.
