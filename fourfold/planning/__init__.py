@@ -1,1 +1,1 @@
-"""Predict a layout's memory and time before anything runs. This room uses NumPy only and never imports torch."""
+"""Predict a layout's memory and time before anything runs. This package uses only NumPy and never imports torch."""

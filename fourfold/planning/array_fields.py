@@ -1,4 +1,4 @@
-"""Dataclasses whose fields are numbers or arrays, so that one call predicts many layouts (cases)."""
+"""Dataclasses whose fields are numbers or arrays, so that one call can predict many layouts (cases)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 Number = float | np.ndarray
-"""A number, or an array [n] with one number for each of n cases that are predicted at once."""
+"""A number, or an array [n] with one number for each of n cases that are predicted together."""
 Flag = bool | np.bool_ | np.ndarray
 """A boolean, or an array [n] of booleans."""
 
 
 @dataclass(frozen=True)
 class ArrayFields:
-    """A dataclass of numbers, of arrays [n], and of further cases."""
+    """A dataclass whose fields are numbers, arrays [n], or further ``ArrayFields``."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Return a copy with every array changed. Scalars stay scalars."""
+        """Return a copy with ``change`` applied to every array. Scalars are kept."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -33,7 +33,7 @@ class ArrayFields:
         return self.map_arrays(lambda array: array[index])
 
     def followed_by(self, more: Self) -> Self:
-        """Return these cases followed by ``more``. Scalars are the same in both."""
+        """Return these cases, followed by the cases of ``more``. Scalars must be the same in both."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -51,7 +51,7 @@ SomeArrayFields = TypeVar("SomeArrayFields", bound=ArrayFields)
 
 
 def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
-    """Stack single cases.
+    """Stack single cases into arrays.
 
     Numbers become arrays (bool if the field's default is bool). Other fields are taken from the first case.
     """
@@ -66,17 +66,17 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each unique row of whole-number ``columns`` [n], and every row's position among the unique
+    """Return the indices of the unique rows in integer ``columns`` [n], and for every row its position among the unique
     rows."""
     codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
-        if any(np.asarray(column).strides):  # A broadcast scalar is equal in all rows.
+        if any(np.asarray(column).strides):  # Skip a broadcast scalar, because it is equal in all rows.
             values = int(column.max()) + 1
             if numbers * values >= 2**63:
                 kinds, codes = np.unique(codes, return_inverse=True)
                 numbers = len(kinds)
             codes, numbers = codes * values + column.astype(np.int64), numbers * values
-    # Consecutive rows are often equal, and finding them is quicker than sorting.
+    # Consecutive rows are often equal. Finding these first is quicker than sorting all rows.
     begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
     _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)
     return begins[first], np.repeat(back, np.diff(begins, append=len(codes)))

@@ -1,4 +1,4 @@
-"""The budget of a training run: days, GPU-hours, energy, cost, the best checkpoint interval, and goodput under
+"""Compute the budget of a training run: days, GPU-hours, energy, cost, the best checkpoint interval, and goodput under
 failures."""
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
-"""Seconds from a failure to the next step: detection, a new job, and loading. Llama 3 (arXiv 2407.21783) reports
-more than 90 % effective time with automatic restarts."""
+"""Number of seconds from a failure to the next step: detection, a new job, and loading. Llama 3 (arXiv 2407.21783)
+reports more than 90 % effective time with automatic restarts."""
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second from each GPU to storage, if the machine file has no ``checkpoint_bandwidth``."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of training on a number of tokens. A field is None if the machine file lacks its constant."""
+    """The cost of training on a number of tokens. A field is None if the machine file lacks a constant that it
+    needs."""
 
     tokens: float
     days: float
@@ -30,17 +31,17 @@ class Costs:
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
-    """Fraction of the time left after checkpoints, lost work, and restarts."""
+    """Fraction of time that is left after checkpoints, lost work, and restarts."""
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, machine: Machine) -> Costs:
     """Compute the cost of training.
 
     Args:
-        tokens: Tokens to train on.
-        tokens_per_second: Throughput of all GPUs.
+        tokens: Number of tokens to train on.
+        tokens_per_second: Throughput of all GPUs, in tokens per second.
         gpus: Number of GPUs.
-        saved: Bytes of a checkpoint.
+        saved: Size of a checkpoint in bytes.
         machine: The machine.
 
     Raises:
@@ -74,8 +75,8 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
 
 
 def checkpoint_seconds(saved: float, gpus: int, machine: Machine) -> tuple[float, float | None]:
-    """Return the seconds to write a checkpoint of ``saved`` bytes, and the best interval between checkpoints in
-    seconds.
+    """Return the number of seconds to write a checkpoint of ``saved`` bytes, and the best interval between checkpoints
+    in seconds.
 
     The interval is None if the machine file does not say how often a GPU fails.
     """

@@ -1,4 +1,4 @@
-"""The full answer of ``fourfold plan`` to a request: ranked layouts, explanation, costs, and strong scaling."""
+"""Build the full answer of ``fourfold plan`` to a request: ranked layouts, explanation, costs, and strong scaling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fourfold.planning.search.space import refusal
 from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
 TALLEST = 5
-"""Longest step of the run file's own layout that charts show, relative to the best layout's step."""
+"""Largest step time of the run file's own layout that charts still show, relative to the best layout's step time."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class PlanRecord:
     own: Prediction | None
     """The prediction for the run file's own layout."""
     own_refused: str
-    """The reason why the run file's own layout is illegal. Empty if it is legal."""
+    """Reason why the run file's own layout is illegal. Empty if it is legal."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
     """Features of the best layout that are outside the calibrated range."""
     interval_factors: tuple[float, float] | None
-    """Predicted seconds times these factors are the 5th and 95th percentile of measured seconds. None on a machine that
-    the user calibrated."""
+    """Factors on the predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
+    that the user calibrated."""
     within_error: WithinError
-    """The best layouts that the planner cannot tell apart."""
+    """The best layouts, whose predicted times differ by less than the planner's error."""
     curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs. Without the page, it has at most twice that
+    """The strong-scaling curve around the requested number of GPUs. Without the HTML page, it ends at twice this
     number."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
-        """Return the ranked layouts with their ranks, and the run file's own layout."""
+        """Return the ranked layouts with their ranks as labels, and the run file's own layout."""
         ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.own is None:
             return ranked
@@ -60,7 +60,8 @@ class PlanRecord:
 
     @property
     def own_label(self) -> str:
-        """Return the name of the run file's own layout in tables, with its GPUs if they differ from the request's."""
+        """Return the name of the run file's own layout in tables. It includes the number of GPUs if that differs
+        from the request's."""
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
@@ -69,21 +70,21 @@ class PlanRecord:
     def is_own_drawn(self) -> bool:
         """Return whether charts show the run file's own layout.
 
-        If its step is much longer, it would squeeze all other layouts together.
+        If its step is much longer, all other layouts would be too small to read.
         """
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 5th and 95th percentile of the best layout's step seconds."""
+        """Return the 5th and the 95th percentile of the best layout's step seconds."""
         if self.interval_factors is None:
             return None
         low, high = self.interval_factors
         return low * self.plan.best.seconds, high * self.plan.best.seconds
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the record as JSON values."""
         return {
             **self.plan.record(),
             "model": self.request.name,
@@ -109,11 +110,11 @@ def plan_request(
     for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
-    """Plan, and explain if ``explained``.
+    """Plan the request, and explain the plan if ``explained`` is set.
 
     Args:
-        for_page: Also compute the curve, which only the page shows.
-        watch: As in ``search``.
+        for_page: Whether to also compute the scaling curve, which only the HTML page shows.
+        watch: See ``search``.
 
     Raises:
         UserError: No layout is legal and fits.

@@ -16,13 +16,15 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
 
 REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
-"""Keys of [parallel] that a plan replaces in addition to the axes: its choices, and keys that depend on the axes."""
+"""Keys of [parallel] that a plan replaces in addition to the axes: the plan's choices, and keys that depend on the
+axes."""
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:
     """Return a run with a planned layout.
 
-    Its remaining keys are the request's run file's, or defaults with built-in text.
+    All other keys come from the request's run file. Without a run file, they have their defaults, with built-in text as
+    data.
     """
     table: dict[str, Any] = {
         "name": request.name,
@@ -56,7 +58,7 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """Return a sentence that says that the learning rate was chosen for another optimizer, if the request replaces the
+    """If the request replaces the optimizer, return a sentence that says that the learning rate was chosen for another
     optimizer.
 
     AdamW and Muon use the same rate (docs/optimizers.md).
@@ -69,9 +71,10 @@ def rate_to_choose(request: Request) -> str | None:
 
 
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
-    """Write the run file of a planned layout. Comments say what is left to choose.
+    """Write the run file of a planned layout. Comments tell the user what is left to choose.
 
-    A run without checkpoints gets the interval that loses the least time, if the machine file says how often GPUs fail.
+    If a run has no checkpoint interval and the machine file says how often GPUs fail, it gets the interval that loses
+    the least time.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:

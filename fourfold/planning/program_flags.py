@@ -1,4 +1,4 @@
-"""Flags for the differences between training programs that change a step's time or memory."""
+"""Define flags for differences between training programs that change the time or memory of a step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Program(ArrayFields):
     fused: Flag = False
     """Whether pointwise operations are fused (torch.compile, Transformer Engine)."""
     fused_gate: Flag = False
-    """Whether a gated MLP keeps gate, up, and their product, and no activation in between."""
+    """Whether a gated MLP keeps gate, up, and their product, but no activation in between."""
     fused_loss: Flag = True
-    """Whether the loss reads 16-bit logits, as fourfold's does on a GPU."""
+    """Whether the loss reads 16-bit logits, as fourfold's loss does on a GPU."""
     keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
-    """Number of logits computed at once."""
+    """Number of logits that are computed at once."""
     tiled_mlp: Flag = False
-    """Whether the MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
+    """Whether the MLP runs on chunks with as many tokens as the hidden size (DeepSpeed's ALST)."""
     offloads_optimizer: Flag = False
-    """Whether gradients, optimizer states, and 32-bit weights are kept in the host's memory."""
+    """Whether gradients, optimizer states, and 32-bit weights are kept in host memory."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 
@@ -41,28 +41,29 @@ class Program(ArrayFields):
     """Whether inputs are kept sharded over x and gathered again in the backward, in every recompute mode
     (Megatron-LM)."""
     overlap_x: Flag = True
-    """Whether the backward's collectives over x and y run behind weight gradients."""
+    """Whether the backward's collectives over x and y overlap with the computation of weight gradients."""
     overlap_forward: Flag = False
-    """Whether the forward's collectives over x run piece by piece behind the matmul that reads them (AsyncTP)."""
+    """Whether the forward's collectives over x overlap, piece by piece, with the matmul that reads them (AsyncTP)."""
     gate_first: Flag = True
-    """Whether the sum of gate over y runs behind the matmul of up."""
+    """Whether the sum of gate over y overlaps with the matmul of up."""
 
     overlap_z: Flag = True
-    """Whether weight gathers and gradient scatters run behind computation."""
+    """Whether weight gathers and gradient scatters overlap with computation."""
     overlap_dp: Flag = True
-    """Whether the gradient sum over dp runs behind the last backward."""
+    """Whether the gradient sum over dp overlaps with the last backward."""
     scatter_bytes: Number = 0
-    """Bytes per gradient entry in the sums that scatter over z. 0 means ``Step.reduce_bytes``."""
+    """Bytes per gradient entry in reduce-scatters over z. 0 means ``Step.reduce_bytes``."""
     prefetch: Number = 1
-    """Number of blocks gathered ahead."""
+    """Number of blocks whose weights are gathered ahead."""
     shards_per_node: Number = 1
-    """Ranks of a shard group per node. If it is more than 1, collectives run inside nodes and across them."""
+    """Number of ranks of a shard group per node. Above 1, collectives run in two levels, inside nodes and across
+    nodes."""
     weights_kept: Flag = False
-    """Whether weights are gathered once per step, not per micro-batch (distributed optimizers)."""
+    """Whether weights are gathered once per step instead of once per micro-batch (distributed optimizers)."""
     half_weights: Flag = False
-    """Whether 16-bit weights are stored in addition to the optimizer's."""
+    """Whether 16-bit weights are stored in addition to the optimizer's weights."""
     all_reduces_gradients: Flag = False
-    """Whether gradients are all-reduced over dp although each rank needs only a shard (DeepSpeed)."""
+    """Whether gradients are all-reduced over dp even though each rank needs only a shard (DeepSpeed)."""
     fuses_accumulation: Flag = False
     """Whether weight-gradient matmuls add to the gradients of earlier micro-batches (Megatron-LM)."""
     gradient_bytes: Number = 0
@@ -81,26 +82,26 @@ class Program(ArrayFields):
     recomputes_per_op: Flag = False
     """Whether selective recompute keeps the outputs of the attention and of every second matmul (torchtitan)."""
     recompute_stops_early: Flag = True
-    """Whether full recompute skips a block's last matmul and its sum over x, which nothing reads."""
+    """Whether full recompute skips a block's last matmul and its sum over x, whose results are not needed."""
     stage_keeps: Number = 0
     """Number of residuals that a pipeline stage keeps per micro-batch, in addition to its blocks' residuals."""
     count_runtime: Flag = True
     """Whether memory includes the driver and the communication library."""
 
     experts_over_x: Flag = True
-    """Whether x divides the experts' widths. If not, ep divides the experts over the ranks of x too, and each expert is
+    """Whether x splits the experts' widths. If not, ep also divides the experts over the x ranks, and each expert is
     whole (Megatron-LM's expert_tensor_parallel_size of 1)."""
     sends_once: Flag = False
     """Whether a token is sent only once to each rank that has any of its experts, and only once over the network to
-    each node (DeepEP). Otherwise it is sent once for each expert."""
+    each node (DeepEP). Otherwise it is sent once for each of its experts."""
     fused_experts: Flag = False
     """Whether the expert matmuls also compute the activation and round their inputs and outputs to 8 bits."""
     overlap_ep: Flag = False
-    """Whether tokens are exchanged over ep behind another micro-batch's computation."""
+    """Whether the exchange of tokens over ep overlaps with another micro-batch's computation."""
     captured: Flag = False
-    """Whether the host launches a block's kernels together, as CUDA graphs, except the experts' kernels."""
+    """Whether the host launches a block's kernels together as CUDA graphs, except the kernels of the experts."""
     captured_experts: Flag = False
-    """Whether the host also launches the experts' kernels together."""
+    """Whether the host also launches the kernels of the experts together."""
 
 
 OWN_PROGRAM = Program()
@@ -109,4 +110,4 @@ OTHER_PROGRAM = Program(
     is_fourfold=False, fused_loss=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False,
     recomputes_norms=False, recomputes_gathers=False, recompute_stops_early=False,
 )  # fmt: skip
-"""The defaults of programs other than fourfold."""
+"""The default flags for programs other than fourfold."""

@@ -1,4 +1,4 @@
-"""Turn the command line's options into a request: a model with a step, on a number of GPUs."""
+"""Turn the command line's options into a request: a model, its step, and a number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
 
 STEP_TOKENS = 4 << 20
-"""Number of tokens in a step if ``--global-batch`` is not given, a common size for models with billions of
+"""Number of tokens in a step if ``--global-batch`` is not given. This is a common size for models with billions of
 parameters."""
 LONGEST_DEFAULT = 8192
 """Length of a sequence in tokens if ``--seq`` is not given and the model's own context is longer."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
-"""Largest values. Beyond them, a layout's sizes do not fit the search's 32 bits."""
+"""Largest value of each option. Beyond it, a layout's sizes do not fit into the 32 bits that the search uses."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model with a step, on a number of GPUs."""
+    """A request to plan a model and its step on a number of GPUs."""
 
     name: str
     model: ModelConfig
     base: Workload
-    """The model and its step on a grid of one."""
+    """The model and its step, on a grid of one process."""
     gpus: int
     own: Workload | None
-    """The run file's own layout."""
+    """The run file's own layout, if there is one."""
     run: RunConfig | None
     precision: str | None
     optimizer: str | None
@@ -62,8 +62,8 @@ def request_from_options(
         run_file: A run file, whose model and step are planned.
         overrides: Overrides of the run file, ``section.key=value``.
         gpus: Number of GPUs. Default: the run file's number of processes.
-        seq: Tokens per sequence. Default: the run file's, or the model's context but at most 8,192.
-        batch: Sequences per step. Default: the run file's, or about 4M tokens.
+        seq: Number of tokens per sequence. Default: the run file's, or the model's context length, but at most 8,192.
+        batch: Number of sequences per step. Default: the run file's, or as many as have about 4M tokens.
         precision: A key of ``BITS``, such as "bf16". Default: the run file's, or "bf16".
         optimizer: One of ``OPTIMIZERS``. Default: the run file's, or "adamw".
 
@@ -114,7 +114,8 @@ def request_from_options(
 
 
 def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:
-    """Load the sizes of a preset, a config.json, or its folder. Return them with a short name and a note."""
+    """Load the sizes of a preset, of a config.json, or of a folder with one. Return them with a short name and a
+    note."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
         if os.sep in name:
@@ -124,6 +125,6 @@ def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None
         return ModelConfig.model_validate(with_preset({"preset": name}, "--model")), name, None
     folder = path if path.is_dir() else path.parent
     config, note = read_config(path), None
-    if config.pop(QUANTIZED, None):  # This key changes how weights are stored, but not the trained model.
+    if config.pop(QUANTIZED, None):  # This key only changes how weights are stored. The trained model is the same.
         note = f"{name} has quantized weights ({QUANTIZED}): the plan trains in {precision}, or as --precision says"
     return model_of(config, name), folder.resolve().name, note

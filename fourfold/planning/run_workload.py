@@ -50,7 +50,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
-    """Return a workload of one token on one device, trained by fourfold. Complete it with ``Workload.but``."""
+    """Return a workload of one token on one device, trained with fourfold. Complete it with ``Workload.but``."""
     return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
@@ -110,5 +110,5 @@ def workload_of(run: RunConfig) -> Workload:
 
 
 def _end_layers(model: ModelConfig) -> float:
-    """Return the work of the head as a number of layers. The embedding counts for the same number."""
+    """Return the work of the head as a number of layers. The embedding counts as the same number of layers."""
     return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

@@ -1,4 +1,4 @@
-"""Compute a model's scaling curve, planned again at each number of GPUs."""
+"""Compute a model's scaling curve. The model is planned again at each number of GPUs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One size of the curve."""
+    """One point of the curve, at one number of GPUs."""
 
     gpus: int
     best: Prediction | None
-    """The fastest layout. None if nothing fits."""
+    """The fastest layout. None if no layout fits."""
     efficiency: float | None
-    """Tokens per second per GPU, relative to the first size that fits."""
+    """Number of tokens per second per GPU, relative to the first size that fits."""
     why_not: str
-    """The reason why nothing fits. Empty if something fits."""
+    """Reason why no layout fits. Empty if a layout fits."""
     published_pflops: float | None
 
     @property
     def pflops(self) -> tuple[float, float]:
-        """Return the PFLOP/s of all GPUs in two counts: model FLOPs, which MFU uses, and Megatron-LM's count, which
-        published figures use."""
+        """Return the PFLOP/s of all GPUs in two counts. The first counts model FLOPs, as MFU does. The second is
+        Megatron-LM's count, which published figures use."""
         assert self.best is not None
         return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the point as JSON values."""
         if self.best is None:
             return {"gpus": self.gpus, "why_not": self.why_not}
         record = self.best.record()
@@ -47,10 +47,10 @@ class ScalingPoint:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Return the numbers of GPUs in a text.
+    """Return the numbers of GPUs that a text lists.
 
     Args:
-        text: ``512:32768`` (the doublings from the first to the last), or a list such as ``8,24,64``.
+        text: ``512:32768`` (doubling from the first number to the last), or a list such as ``8,24,64``.
 
     Raises:
         UserError: The text has another form, or a number is out of range.
@@ -87,11 +87,12 @@ def scaling_curve(
         machine: The machine.
         constants: The machine's constants.
         sizes: Numbers of GPUs.
-        weak: Let the batch grow with the GPUs (weak scaling). Otherwise it stays the same (strong scaling).
+        weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
+            scaling).
         limits: Limits of the search.
         model: The model's name.
         watch: Called with the number of finished sizes and the number of all sizes.
-        known: A plan that exists already: of ``base`` on one of the sizes, under the same limits (strong scaling only).
+        known: An existing plan of ``base`` for one of the sizes, with the same limits (strong scaling only).
     """
     points: list[ScalingPoint] = []
     first: tuple[int, float] | None = None

@@ -1,4 +1,4 @@
-"""Workloads to predict: models, layouts, steps, and programs, as arrays with one entry per case."""
+"""Describe workloads to predict: models, layouts, steps, and programs, as arrays with one entry per case."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
 )  # fmt: skip
-"""Values of ``Layout.schedule``. 1F1B with several chunks per stage is Interleaved1F1B."""
+"""Values of ``Layout.schedule``. With several chunks per stage, 1F1B becomes Interleaved1F1B."""
 
 OPTIMIZERS = ("adamw", "muon", "lion")
 """Values of ``Step.optimizer``."""
 
 CP_METHODS = ("gathered", "ring", "ulysses")
-"""Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
-exchanged for tokens."""
+"""Values of ``Layout.cp_method``. Keys and values are all-gathered (programs other than fourfold) or passed around a
+ring, or heads are exchanged for tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class ModelShape(ArrayFields):
     num_hidden_layers: Number
     hidden_size: Number
     queries: Number
-    """Number of features of all query heads together."""
+    """Number of features of all query heads."""
     keys: Number
-    """Number of features of all key heads together. The value heads have the same number."""
+    """Number of features of all key heads. The value heads have the same number."""
     head_dim: Number
     intermediate_size: Number
     """Width of a dense MLP. 0 if there is none."""
     gate_up: Number
-    """Outputs of the MLP's first matmul: 2 · intermediate_size with a gate, otherwise intermediate_size."""
+    """Number of outputs of the MLP's first matmul: 2 · intermediate_size with a gate, or intermediate_size without."""
     padded_vocab_size: Number
-    """Rows of the vocabulary, including padding."""
+    """Number of rows of the vocabulary, including padding."""
     tie_word_embeddings: Flag
     """Whether embedding and head share one table."""
     rope: Number = 1
-    """Number of rotary tables, because sliding layers can have their own. 0 for learned positions."""
+    """Number of rotary tables. Sliding-window layers can have their own table. 0 for learned positions."""
     rotary_share: Number = 1.0
     """Fraction of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
-    """Rows of a learned position table."""
+    """Number of rows of a learned position table. 0 if there is none."""
     attention_bias: Flag = False
     """Whether q, k, and v have biases."""
     qk_norm: Flag = False
@@ -65,13 +65,13 @@ class ModelShape(ArrayFields):
     parallel_residual: Flag = False
     """Whether attention and MLP read the same input."""
     norms: Number = 2
-    """Number of norms in a block, without query and key norms."""
+    """Number of norms in a block, without the norms of queries and keys."""
     output_norms: Flag = False
     """Whether some norms apply to the outputs of attention and MLP."""
     sliding_window: Number = 0
-    """Tokens that a query of a sliding layer sees."""
+    """Number of tokens that a query in a sliding-window layer sees."""
     sliding: Number = 0
-    """Fraction of the blocks that slide."""
+    """Fraction of the blocks with a sliding window."""
     caps_scores: Flag = False
     """Whether the attention's scores are capped."""
     caps_logits: Flag = False
@@ -91,22 +91,22 @@ class ModelShape(ArrayFields):
 
     @property
     def dense_first(self) -> Number:
-        """Return the number of blocks of a mixture that have a dense MLP. They are the first blocks."""
+        """Return the number of a mixture's blocks that have a dense MLP. These are the first blocks."""
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
-        """Return the mean number of keys that a query sees, over queries and blocks: the causal half, or the window."""
+        """Return the mean number of keys that a query sees, over queries and blocks (half of them, or a window)."""
         window = np.minimum(self.sliding_window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
 
     @property
     def mean_inner(self) -> Number:
-        """Return the mean width of the MLP that processes every token (dense, or a shared expert), over all blocks."""
+        """Return the mean width, over all blocks, of the MLP that processes every token (dense or shared expert)."""
         return (1 - self.sparse) * self.intermediate_size + self.sparse * self.shared_expert_intermediate_size
 
     @property
     def mean_gate_up(self) -> Number:
-        """Return the outputs of that MLP's first matmul."""
+        """Return the mean number of outputs of that MLP's first matmul."""
         return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_expert_intermediate_size
 
     @property
@@ -128,14 +128,14 @@ class ModelShape(ArrayFields):
 
     @property
     def active_weights(self) -> Number:
-        """Return the mean number of a block's matrix entries that a token is multiplied by."""
+        """Return the mean number of entries in a block's matrices that a token is multiplied by."""
         chosen = self.num_experts_per_tok
         return self.block_weights + chosen * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
 
 
 @dataclass(frozen=True)
 class Layout(ArrayFields):
-    """How a model and its batch are divided over the GPUs."""
+    """How a model and its batch are divided over the GPUs, with the choices of a layout."""
 
     x: Number = 1
     y: Number = 1
@@ -144,29 +144,29 @@ class Layout(ArrayFields):
     cp: Number = 1
     pp: Number = 1
     ep: Number = 1
-    """Number of neighbors among the ranks of dp · cp · z that divide the experts."""
+    """Number of neighboring ranks, among the ranks of dp · cp · z, that divide the experts."""
     stages_per_rank: Number = 1
-    """Number of stages (chunks of layers) per pp rank."""
+    """Number of stages (chunks of layers) per pipeline rank."""
     schedule: Number = 0
     """Index into ``SCHEDULES``."""
     zero: Number = 0
-    """ZeRO stage over dp · cp."""
+    """The ZeRO stage over dp · cp."""
     cp_method: Number = 0
     """Index into ``CP_METHODS``."""
     micro_batch_size: Number = 1
-    """Sequences per micro-batch."""
+    """Number of sequences per micro-batch."""
     batch_parts: Number = 1
     """Number of parts of a micro-batch. One part's collectives over x and y run behind another part's matmuls."""
     recompute: Number = 0
     """Index into ``RECOMPUTE``."""
     recompute_every: Number = 1
-    """Every n-th block recomputes."""
+    """Only every n-th block recomputes."""
     offload: Flag = False
-    """Whether full recompute keeps its block inputs in the host's memory."""
+    """Whether full recompute keeps the inputs of blocks in host memory."""
     end_layers: Number = 0.0
-    """Number of layers that the embedding, and the head, each count for when layers are divided into stages."""
+    """Number of layers that the embedding and the head each count as when layers are divided into stages."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers of each stage, if a run file gives it. Only for a single layout."""
+    """Number of layers in each stage, if a run file sets it. Only for a single layout."""
 
     @property
     def gpus(self) -> Number:
@@ -174,7 +174,7 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that a weight is sharded over, without x and y."""
+        """Return the number of ranks that a weight is sharded over, not counting x and y."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -208,15 +208,15 @@ class Step(ArrayFields):
     """Batch and precision of one optimizer step."""
 
     seq_length: Number = 1
-    """Tokens of a sequence."""
+    """Number of tokens per sequence."""
     global_batch_size: Number = 1
-    """Sequences of the global batch."""
+    """Number of sequences in the global batch."""
     bits: Number = 16
-    """Bits of the computation: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
+    """Precision of the computation in bits: 16 or 32. With 8, matmuls run in FP8 and everything else in 16 bits."""
     reduce_bytes: Number = 4
     """Bytes per gradient entry in sums over micro-batches and over ranks."""
     weight_bytes: Number = 4
-    """Bytes per entry of a stored weight. A complete gradient has at least as many."""
+    """Bytes per entry of a stored weight. A complete gradient has at least as many bytes per entry."""
     moment_bytes: Number = 4
     """Bytes per entry of each of the optimizer's moments."""
     optimizer: Number = 0
@@ -226,11 +226,11 @@ class Step(ArrayFields):
     capacity: Number = 0.0
     """An expert takes at most this many times its equal share of the tokens. 0 sets no limit."""
     imbalance: Number = 1.0
-    """Tokens of the fullest rank of ep divided by their mean."""
+    """Number of tokens of the ep rank with the most tokens, divided by the mean."""
 
     @property
     def item_bytes(self) -> Number:
-        """Return the bytes per entry of an activation, or of a weight in use."""
+        """Return the bytes per entry of an activation, or of a weight that is in use."""
         return np.maximum(self.bits, 16) / 8
 
 
@@ -244,14 +244,14 @@ class Workload(ArrayFields):
     program: Program = OWN_PROGRAM
 
     def but(self, **changes: Number | tuple[int, ...] | None) -> Self:
-        """Return a copy with some fields changed, each in the part that has it: ``work.but(x=2, seq_length=4096)``."""
+        """Return a copy with some fields of any of the four parts changed: ``work.but(x=2, seq_length=4096)``."""
         parts: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             parts.setdefault(PART_OF[name], {})[name] = value
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
 
     def point(self, index: int | np.ndarray) -> Self:
-        """Return one case, with plain numbers instead of NumPy's narrow ones."""
+        """Return one case, with plain Python numbers instead of NumPy's narrow ones."""
         point = self.take(np.array(index))
         numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
         return point.but(**numbers)
@@ -265,28 +265,29 @@ class Workload(ArrayFields):
 
     @property
     def active_parts(self) -> Number:
-        """Return the number of parts that take turns. It is one if nothing is split over x and y."""
+        """Return the number of batch parts that take turns. It is one if nothing is split over x and y."""
         return np.where(self.layout.x * self.layout.y > 1, self.layout.batch_parts, 1)
 
     @property
     def sequences_per_part(self) -> Number:
-        """Return the sequences of one part. If they are too few to divide, a part has some tokens of all of them."""
+        """Return the number of sequences in one batch part. If there are too few sequences to divide, each part has
+        some tokens of all of them."""
         whole = self.layout.micro_batch_size
         return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 
     @property
     def parts_are_tokens(self) -> Flag:
-        """Return whether parts are tokens of all sequences. Attention then runs once for all parts."""
+        """Return whether each batch part has some tokens of all sequences. Attention then runs once for all parts."""
         return (self.active_parts > 1) & (self.sequences_per_part == self.layout.micro_batch_size)
 
     @property
     def parts_cross_blocks(self) -> Flag:
-        """Return whether parts can be in two blocks at once. Recomputed blocks wait for all parts."""
+        """Return whether batch parts can be in two blocks at once. Recomputed blocks wait for all parts."""
         return (self.active_parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
 
     @property
     def tokens(self) -> Number:
-        """Return the tokens of a micro-batch on one rank, gathered over x."""
+        """Return the number of tokens of a micro-batch on one rank, after gathering over x."""
         return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property
@@ -301,25 +302,25 @@ class Workload(ArrayFields):
 
     @property
     def token_matrices(self) -> Number:
-        """Return the matrix entries that a token is multiplied by, in the blocks and in the padded head."""
+        """Return the number of matrix entries that a token is multiplied by, in the blocks and in the padded head."""
         gates = self.model.sparse * self.model.shared_expert_gate * self.model.hidden_size
         head = self.model.padded_vocab_size * self.model.hidden_size
         return self.model.num_hidden_layers * (self.model.active_weights + gates) + head
 
     @property
     def token_attention(self) -> Number:
-        """Return the FLOPs of one token's attention to the keys that it sees, in the forward of all blocks."""
+        """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks."""
         return 4.0 * self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * self.model.queries
 
     def model_flops(self) -> Number:
-        """Return the FLOPs of one step that the model needs: three forwards, without recompute.
+        """Return the model FLOPs of one step. They equal the FLOPs of three forwards, without recompute.
 
         MFU uses these FLOPs, in plans and in the logs of runs (``training.flops``).
         """
         return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:
-        """Return the model FLOPs plus the recomputed FLOPs of the layout. HFU uses them."""
+        """Return the model FLOPs of a step plus the FLOPs that the layout recomputes. HFU uses them."""
         model, recompute, attention = self.model, self.layout.recompute, self.token_attention
         last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden_size * model.mean_inner
         full = 2 * model.num_hidden_layers * (model.active_weights - last) + attention
@@ -330,7 +331,7 @@ class Workload(ArrayFields):
     def megatron_flops(self) -> Number:
         """Return the FLOPs in Megatron-LM's count, which assumes full recompute in every layout and no causal mask.
 
-        Use it only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
+        Use this count only to compare with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """
         model = self.model
         attention = 16.0 * model.num_hidden_layers * self.step.seq_length * model.queries
@@ -340,7 +341,7 @@ class Workload(ArrayFields):
 
 PARTS = {"model": ModelShape, "layout": Layout, "step": Step, "program": Program}
 PART_OF = {field.name: part for part, kind in PARTS.items() for field in fields(kind)}
-"""Maps each field to the part of a workload that has it."""
+"""Maps each field to the part of a workload that it belongs to."""
 assert len(PART_OF) == sum(len(fields(kind)) for kind in PARTS.values()), "fields of a workload have unique names"
 
 

@@ -15,7 +15,7 @@ LEAST_TENSOR = {
     "gpt-5b": 4, "gpt-10b": 8, "gpt-20b": 16, "gpt-40b": 32, "gpt-60b": 64, "gpt-80b": 64, "gpt-160b": 128,
     "gpt-320b": 256,
 }  # fmt: skip
-"""Smallest x · y · z that the authors allowed for a model, so that it fits."""
+"""Smallest x · y · z that the authors allowed for each model, so that it fits into memory."""
 PRODUCTS = ((3, False), (1, True), (4, False), (4, True))
 """Output widths of a block's four matmuls, in multiples of the hidden size. x and y swap roles in every second
 matmul."""
@@ -41,7 +41,7 @@ def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: floa
 def _seconds(
     machine: str, hidden: int, outputs: int, tokens: float, x: int, y: int, z: int, dp: int, swapped: bool
 ) -> float:
-    """Return the relative seconds of one matmul's collectives: sums over x and y in 16 bits, weights and their
+    """Return the relative time of one matmul's collectives: sums over x and y in 16 bits, weights and their
     gradients over z in 16 bits (three collectives), and gradients over dp in 32 bits."""
     weights = outputs * hidden**2 / (x * y)
     wide, narrow = 2 * 2 * tokens * outputs * hidden, 2 * 2 * tokens * hidden
@@ -60,8 +60,8 @@ def _share(size: int) -> float:
 
 
 def _bandwidth(machine: str, earlier: int, size: int) -> float:
-    """Return the bandwidth in GB/s that the authors measured or assumed for a group of ``size`` ranks that are
-    ``earlier`` apart."""
+    """Return the bandwidth in GB/s that the authors measured or assumed for a group of ``size`` ranks with a
+    distance of ``earlier`` ranks between neighbors."""
     if machine == "perlmutter":
         if earlier == 1:
             return {2: 76.0, 4: 225.0}.get(size, 80.0)

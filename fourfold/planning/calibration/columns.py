@@ -1,4 +1,5 @@
-"""The columns of a table of measured training runs. One CSV line is one configuration with its step time or memory."""
+"""Define the columns of a table of measured training runs. One CSV line is one configuration with its step time or
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fourfold.config.model import MOST_LAYERS
 from fourfold.planning.calibration.programs import PROGRAMS
 
 LARGEST = 1e12
-"""Bound of every number in a row."""
+"""Upper bound of every number in a row."""
 
 
 def _whole(number: float) -> float:
@@ -40,7 +41,7 @@ Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
 
 
 class MeasuredRow(BaseModel):
-    """One measured training run. None means that the source does not say."""
+    """One measured training run. None means that the source does not give the value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -209,11 +210,11 @@ NEEDED = (
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip
-"""Columns that every table has. Cells that are not required may be empty."""
+"""Columns that every table has. Cells of optional columns may be empty."""
 
 
 def check_header(names: list[str]) -> str | None:
-    """Say what is wrong with the names of a table's columns, or return None."""
+    """Return a sentence that says what is wrong with the names of a table's columns, or None if they are correct."""
     known = MeasuredRow.model_fields
     if missing := [name for name in NEEDED if name not in names]:
         hint = "; its columns must be separated by commas" if any(";" in name for name in names) else ""
@@ -228,7 +229,7 @@ def check_header(names: list[str]) -> str | None:
 
 
 def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
-    """Make a row from its cells, which are not empty. Raise ``ValueError`` with a sentence that names the column."""
+    """Make a row from its nonempty cells. Raise ``ValueError`` with a sentence that names the column."""
     try:
         return MeasuredRow.model_validate(cells)
     except ValidationError as error:

@@ -1,12 +1,13 @@
-"""Fit the planner's constants to measured steps: robust regression with a prior, in levels.
+"""Fit the planner's constants to measured steps, with robust regression that has a prior and several levels.
 
 The constants of a row are the priors' medians times exp(all + machine + source). Each of these three levels is shrunk
 towards zero. So a machine or a source with few rows stays close to the common level "all", and a machine or a source
 without rows uses "all" alone. Huber's loss bounds the influence of outliers.
 
 Rows of one source share a program, so they are not independent evidence about other sources. The first fit therefore
-assumes wide noise, and n rows of a source weigh as much as sqrt(n) rows. A second fit assumes only the noise between
-runs, and predicts rows of a known source on a known machine. The difference between the two fits is a fourth level.
+assumes wide noise, and gives n rows of a source only the weight of sqrt(n) rows. A second fit assumes only the noise
+between runs, and is used to predict rows of a known source on a known machine. The difference between the two fits is a
+fourth level.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "source": 1.0}
-"""Spread of each level's logarithms, in units of the prior's spread."""
+"""Spread of the logarithms at each level, in units of the prior's spread."""
 NOISE_BETWEEN = 0.1
 """Standard deviation of the logarithm of a measured step time around the fit that all sources share."""
 NOISE_WITHIN = 0.03
 """Standard deviation around the fit of one source: variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
-"""Residuals, in standard deviations, beyond which the loss is linear."""
+"""Size of a residual, in standard deviations, beyond which the loss is linear."""
 ITERATIONS = 25
 STEP = 1e-4
-"""Step of the logarithms in finite differences."""
+"""Step size in the logarithms for finite differences."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Calibration:
     """Fitted constants, as logarithms of their ratio to the priors' medians."""
 
     offsets: dict[str, np.ndarray] = field(default_factory=dict)
-    """[constants] by level: "all", "machine NAME", "source NAME", "known NAME on MACHINE"."""
+    """The logarithms [constants] at each level: "all", "machine NAME", "source NAME", "known NAME on MACHINE"."""
 
     def logs(self, machine: str, source: str) -> np.ndarray:
-        """Sum the levels to [constants]. A level without rows is zero."""
+        """Return the sum of the levels, [constants]. A level without rows counts as zero."""
         zero = np.zeros(len(NAMES))
         levels = (*levels_of(machine, source), known_level(machine, source))
         return sum((self.offsets.get(level, zero) for level in levels), zero)
@@ -64,7 +65,7 @@ def fit(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     known: bool = True,
 ) -> Calibration:  # fmt: skip
-    """Find the constants that make ``seconds`` most likely, between sources and, if ``known``, within each source."""
+    """Find the constants that make ``seconds`` most likely. If ``known`` is set, also fit each source on its own."""
     counts = Counter(sources)
     weights = np.array([counts[source] ** -0.5 for source in sources])
     cases = (work, machine, seconds, machines, sources)
@@ -94,7 +95,7 @@ def _levels(
     precision = 1.0 / (levels[:, None] * spreads[None, :]) ** 2
     theta = np.zeros((len(names), len(NAMES)))
 
-    # Evaluate all rows together with their copies for each shifted constant. This is quicker than eleven evaluations.
+    # Evaluate all rows together with copies of them for each shifted constant. This is quicker than eleven evaluations.
     again = np.tile(np.arange(len(seconds)), 1 + len(NAMES))
     moves = np.repeat(np.vstack([np.zeros(len(NAMES)), STEP * np.eye(len(NAMES))]), len(seconds), axis=0)
     repeated = work.take(again), machine.take(again)
@@ -103,7 +104,7 @@ def _levels(
         return np.asarray(np.log(step_seconds(work, machine, moved(prior_constants(), membership @ theta))))
 
     def predicted_and_slopes(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return predictions [rows], and slopes [rows, constants]."""
+        """Return the predictions [rows] and their slopes [rows, constants]."""
         logs = (membership @ theta)[again] + moves
         values = np.log(step_seconds(*repeated, moved(prior_constants(), logs))).reshape(-1, len(seconds))
         return values[0], (values[1:] - values[0]).T / STEP
@@ -135,12 +136,12 @@ def _levels(
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:
-    """Read a calibration from factors on the priors, by level and constant."""
+    """Read a calibration from a table of factors on the priors, by level and constant."""
     return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
 
 
 def to_toml(calibration: Calibration) -> str:
-    """Write the factors on the priors, by level and constant, as ``from_table`` reads them."""
+    """Write the factors on the priors, by level and constant. ``from_table`` reads them."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))

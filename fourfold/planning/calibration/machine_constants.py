@@ -1,4 +1,4 @@
-"""The constants for predictions on a machine, and the range of workloads that they were fitted to."""
+"""Choose the constants for predictions on a machine, and check the range of workloads that they were fitted to."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def _table() -> dict[str, Any]:
 
 @cache
 def shipped() -> Calibration:
-    """Return the shipped calibration, fitted to the shipped rows (docs/planner_validation.py)."""
+    """Return the calibration that comes with fourfold, fitted to the rows that come with fourfold
+    (docs/planner_validation.py)."""
     return from_table(_table()["constants"])
 
 
 def kind_of_extrapolation(machine: Machine) -> str | None:
-    """Return the key of ``error_intervals.KINDS`` for a machine, or None if its own measurements calibrated it."""
+    """Return a machine's key in ``error_intervals.KINDS``, or None if its constants come from its own measurements."""
     if is_calibrated(machine):
         return None
     return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"
 
 
 def shipped_interval(machine: Machine) -> tuple[float, float] | None:
-    """Return factors on predicted seconds that contain the measured seconds with a probability of 90 %."""
+    """Return two factors on predicted seconds. The measured seconds lie between them with a probability of 90 %."""
     kind = kind_of_extrapolation(machine)
     if kind is None:
         return None
@@ -43,13 +44,14 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order
+    """Return the ratio of two predicted times above which the measured times have the same order as the predicted times
     (``error_intervals``)."""
     return float(_table()["order"]["factor"])
 
 
 def constants_for(machine: Machine) -> Constants:
-    """Return the constants in the machine's own file, or otherwise the shipped ones."""
+    """Return the constants in the machine's own file if it has any, or otherwise the constants that come with
+    fourfold."""
     if not is_calibrated(machine):
         return shipped().constants(machine.name)
     logs = dict(machine.efficiency)
@@ -72,8 +74,8 @@ def range_features(work: Workload) -> dict[str, float]:
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return each feature of ``work`` that lies outside the range that the machine's constants were fitted to, with
-    that range."""
+    """Return each feature of ``work`` that is outside the range that the machine's constants were fitted to,
+    together with that range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

@@ -30,7 +30,7 @@ class FittedMachine:
     rows: int
     skipped: dict[str, int]
     before: Statistics
-    """Error of the priors on all rows."""
+    """Error of predictions with the priors, on all rows."""
     held_out: Statistics
     """Cross-validation error on rows that were held out of the fit."""
 
@@ -52,7 +52,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     """
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # The user's own machine file describes the machine of all rows, whatever they call its GPUs.
+    # If the user gives a machine file, it describes the machine of all rows, regardless of the GPU names in them.
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
@@ -72,7 +72,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # With one program and one machine, their levels cannot be told apart, so the machine file takes their sum.
+    # With only one program and one machine, the levels cannot be told apart, so the machine file gets their sum.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

@@ -1,4 +1,5 @@
-"""Use runs of fourfold as measurements: a row to fit constants to, or the error of the run's prediction."""
+"""Use runs of fourfold as measurements, either as rows for fitting constants, or to compute the error of a run's
+prediction."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from fourfold.run_file.load import load_run
 from fourfold.untrusted_files import read_text_file
 
 WARM_UP = 3
-"""Number of steps left out at the start of a run, while compilers and allocators warm up."""
+"""Number of steps that are left out at the start of a run, while compilers and allocators warm up."""
 RUN_SOURCE = "run"
-"""The source of rows that are runs of fourfold."""
+"""The source of rows that come from runs of fourfold."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Prediction and measurement of the first steps of a run."""
+    """The prediction and the measurement of the first steps of a run."""
 
     machine: str
     steps: int
@@ -49,9 +50,9 @@ class RunComparison:
 
 
 def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None) -> RunComparison:
-    """Compare a run's prediction with its step seconds and its allocated bytes.
+    """Compare a run's prediction with its measured step times and allocated bytes.
 
-    Memory of the runtime and the allocator is left out, because nothing in the process measures it.
+    The memory of the runtime and the allocator is left out, because it cannot be measured inside the process.
     """
     prediction = predict(workload_of(run), machine, constants_for(machine))
     allocated = sum(size for name, size in prediction.stages[0].items() if name != "reserve")
@@ -60,7 +61,7 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 
 def row_of_run(path: Path, machine: Machine) -> Row:
-    """Return a row with a run's median step, from its metrics.jsonl and the run.toml in the same folder."""
+    """Return a row with the median step time of a run, from its metrics.jsonl and the run.toml in the same folder."""
     if not path.exists():
         raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")

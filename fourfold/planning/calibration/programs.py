@@ -1,5 +1,5 @@
-"""Training programs by name: which operations each program fuses, which tensors it keeps, which communication it hides,
-and where to check this."""
+"""Describe training programs by name: which operations each program fuses, which tensors it keeps, which
+communication it hides, and a source for these facts."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ Overlap = Literal["none", "backward", "pieces"]
 
 
 CUDNN = replace(OTHER_PROGRAM, regather=True)
-"""Programs whose attention is cuDNN's kernel, through Transformer Engine or XLA."""
+"""Flags of programs whose attention is cuDNN's kernel, through Transformer Engine or XLA."""
 FLASH2 = replace(CUDNN, flash2=True)
 
 
 class Traits(NamedTuple):
-    """How a program runs a step, unless a row says otherwise.
+    """How a program runs a step, unless a row overrides it.
 
     The defaults describe PyTorch's FSDP without a compiler.
     """
 
     source: str
-    """Where in the program's code or documentation to check this."""
+    """The program's code or documentation that confirms these values."""
     flags: Program = FLASH2
-    """The program's choices, unless a row says otherwise. ``regather`` matters only with sequence parallelism, and
+    """The program's flags, unless a row overrides them. ``regather`` matters only with sequence parallelism, and
     ``keeps_float8_inputs`` only in FP8."""
     half_sums: bool = False
     """Whether gradients are summed over ranks in 16 bits in every precision."""
     hides_sums: bool = False
-    """Whether the gradient sum over sharded data-parallel ranks runs behind the backward."""
+    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward."""
     tp_overlap: Overlap = "backward"
     """Which computation hides the tensor-parallel collectives."""
     seq_parallel: bool = False
-    """Whether tensor parallelism comes with sequence parallelism."""
+    """Whether tensor parallelism always includes sequence parallelism."""
     deepspeed: bool = False
-    """Whether optimizer and pipeline are DeepSpeed's."""
+    """Whether the program uses DeepSpeed's optimizer and pipeline."""
 
 
 MEGATRON_LM = Traits(

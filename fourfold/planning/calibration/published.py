@@ -1,4 +1,4 @@
-"""Published figures of large runs, and the planner's predictions for them."""
+"""Compare published figures of large runs with the planner's predictions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from fourfold.planning.workload import Workload
 AXONN = SearchLimits(
     fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), batch_parts=(1,)
 )
-"""Layouts that AxoNN supports: x, y, z, dp, and full recompute."""
+"""Limits of a search to the layouts that AxoNN supports: x, y, z, dp, and full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = (
     dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False)
     | NOT_OWN
     | {"flash2": True, "scatter_bytes": 2}
 )
-"""AxoNN lacks overlap of the sum over dp, a residual stream sharded over x, and recompute that stops at the last tensor
-that the backward reads. It scatters gradients over z in 16 bits, and sums them over dp in 32."""
+"""Features of AxoNN. It does not overlap the sum over dp, does not shard the residual stream over x, and does not stop
+recompute at the last tensor that the backward reads. It scatters gradients over z in 16 bits, and sums them over dp in
+32 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,21 @@ class Figure:
     model: str
     gpus: int
     published: float
-    """PFLOP/s of all GPUs."""
+    """Published PFLOP/s of all GPUs."""
     as_run: Prediction
-    """The published layout, or if it is unknown, the fastest one that the program supports."""
+    """Prediction for the published layout. If that is unknown, prediction for the fastest layout that the program
+    supports."""
     best: Prediction
-    """The fastest of all layouts."""
+    """Prediction for the fastest of all layouts."""
 
     @property
     def as_run_pflops(self) -> float:
-        """Return PFLOP/s in Megatron-LM's count, which published figures follow."""
+        """Return the PFLOP/s of ``as_run`` in Megatron-LM's count, which published figures use."""
         return self.as_run.pflops(self.as_run.work.megatron_flops())
 
     @property
     def best_pflops(self) -> float:
-        """Return the PFLOP/s of the best layout, in the same count."""
+        """Return the PFLOP/s of ``best`` in the same count."""
         return self.best.pflops(self.as_run.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def published_table() -> dict[str, Any]:
 
 
 def base_of(model: str, seq: int, batch: int) -> Workload:
-    """Return a preset's workload with a sequence length and a batch."""
+    """Return the workload of a preset with the given sequence length and batch."""
     return workload_of_model(ModelConfig(**PRESETS[model])).but(seq_length=seq, global_batch_size=batch)
 
 
@@ -97,7 +99,7 @@ def figures(calibration: Calibration) -> list[Figure]:
 
 
 def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Constants, gpus: int) -> Prediction:
-    """Return the fastest layout that AxoNN's authors tried, or if these are unknown, the fastest that AxoNN
+    """Return the fastest layout that AxoNN's authors tried. If these are unknown, return the fastest layout that AxoNN
     supports."""
     base = base.but(**AXONN_BLOCKS)
     hidden, batch = int(base.model.hidden_size), int(base.step.global_batch_size)
@@ -106,7 +108,7 @@ def fastest_of_axonn(model: str, base: Workload, machine: Machine, constants: Co
         limits = replace(AXONN, fixed=(*AXONN.fixed, *sizes.items()))
         try:
             found.append(make_plan(base, machine, constants, gpus, 1, limits).best)
-        except UserError:  # The layout does not fit.
+        except UserError:  # This layout does not fit.
             continue
     if not found:
         return make_plan(base, machine, constants, gpus, 1, AXONN).best
@@ -123,11 +125,11 @@ MEGATRON = {
     "reduce_bytes": 2,
     **NOT_OWN,
 }
-"""Fields of a workload that describe Megatron-DeepSpeed without sequence parallelism."""
+"""Workload fields for Megatron-DeepSpeed without sequence parallelism."""
 
 
 def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
-    """Predict AxoNN's weak scaling on Frontier, as the efficiency in FLOP/s per GPU (Megatron-LM's count)."""
+    """Predict AxoNN's weak scaling on Frontier, as efficiency in FLOP/s per GPU (Megatron-LM's count)."""
     rows = []
     for curve in published_table()["weak_scaling"]:
         machine = load_machine(curve["machine"])

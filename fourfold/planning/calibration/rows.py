@@ -1,6 +1,6 @@
 """Read tables of measured runs (``columns``) as workloads to predict.
 
-A mistaken row is an error. A correct row that cannot be predicted is counted by its reason.
+A row with a mistake raises an error. A correct row that cannot be predicted is skipped and counted by its reason.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Worklo
 from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200
-"""GPT-2's padded vocabulary, assumed if a row names none."""
+"""GPT-2's padded vocabulary size, which is assumed if a row gives none."""
 FLOAT8 = ("fp8", "mxfp8")
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row. None means not measured."""
+    """One measured row. None means that a value was not measured."""
 
     row_id: str
     source: str
@@ -39,11 +39,11 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether the run fit into memory and the row names its recompute."""
+    """Whether the run fit into memory, and the row names its recompute mode."""
     dense_half: bool
-    """Whether this is a complete configuration of a dense model in 16 bits with an undoubted measurement."""
+    """Whether this is a complete configuration of a dense model in 16 bits, with a measurement that is not doubtful."""
     sweep: tuple[str, ...]
-    """Key that is equal in rows that differ only in layout."""
+    """Key that is equal for rows that differ only in layout."""
     program: str = "fourfold"
     doubt: str = ""
     """Why the measurement is doubtful."""
@@ -52,14 +52,14 @@ class Row:
 
 
 class Skipped(ValueError):
-    """A row that cannot be predicted, with the reason."""
+    """Raised with the reason for a row that cannot be predicted."""
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
     """Read the rows that can be predicted, and count the skipped rows by reason.
 
     Raises:
-        UserError: The file is no such table, or a cell has a value that its column does not allow.
+        UserError: The file is not such a table, or a cell has a value that its column does not allow.
     """
     rows: list[Row] = []
     skipped: dict[str, int] = {}
@@ -73,7 +73,7 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
 
 
 def measured_table() -> Path:
-    """Return the table that comes with fourfold (``sources.toml`` has its bibliography)."""
+    """Return the path of the table that comes with fourfold (``sources.toml`` has its bibliography)."""
     return Path(str(files("fourfold.planning.calibration") / "measured.csv"))
 
 
@@ -106,7 +106,7 @@ def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRo
 
 
 def row_of(measured: MeasuredRow) -> Row:
-    """Make the workload of a row. Raise ``Skipped`` with the reason."""
+    """Make the workload of a row. If that is impossible, raise ``Skipped`` with the reason."""
     if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
@@ -149,7 +149,7 @@ def _text(value: Any) -> str:
 
 
 def _machine(measured: MeasuredRow) -> Machine:
-    """Load the machine, with the node size and the network adapters that the row names."""
+    """Load the row's machine, with the node size and the network adapters that the row gives."""
     assert measured.machine is not None
     machine = load_machine(measured.machine)
     if measured.gpus_per_node and machine.domain <= 8:
@@ -192,7 +192,7 @@ def _step(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
-    """Return the sizes of the grid's axes, and the states that the data-parallel ranks shard."""
+    """Return the sizes of the grid's axes, and which states the data-parallel ranks shard."""
     assert measured.tp and measured.pp and measured.micro_batch and measured.global_batch
     copies = measured.gpus / (measured.tp * measured.pp * measured.cp)
     if copies < 1 or copies != int(copies):
@@ -215,9 +215,9 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """Return whether this is DeepSpeed's BF16_Optimizer.
+    """Return whether the run uses DeepSpeed's BF16_Optimizer.
 
-    It shards its state at any stage, and all-reduces gradients.
+    This optimizer shards its state at every ZeRO stage, and all-reduces gradients.
     """
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
@@ -269,8 +269,8 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,
-        # DeepSpeed's stages keep what they have sent. The first stage, which is the fullest, also keeps its dropout
-        # mask.
+        # DeepSpeed's stages keep the tensors that they have sent. The first stage, which needs the most memory, also
+        # keeps its dropout mask.
         "stage_keeps": 1.5 if traits.deepspeed else 0,
     }
 
@@ -278,7 +278,7 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
     """Divide the layers into stages.
 
-    Embedding and head count as layers if the row says so or the division requires it.
+    Embedding and head count as layers if the row says so, or if the number of layers is not divisible otherwise.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

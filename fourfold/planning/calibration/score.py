@@ -17,18 +17,19 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of rows in a sweep for computing its regret, and for its rank correlation."""
+"""Smallest number of rows in a sweep for which regret is computed, and smallest number for which the rank
+correlation is computed."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Groups of rows that can be left out of a fit."""
+"""How to group rows that can be left out of a fit together."""
 
 Statistics = dict[str, float | int | None]
-"""Errors by name. None without rows."""
+"""Errors by name. They are None without rows."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A row and its predictions."""
+    """A measured row and its predictions."""
 
     row: Row
     seconds: float
@@ -38,7 +39,7 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """Return the relative error of the step's seconds, or None if they were not measured."""
+        """Return the relative error of the predicted step time, or None if the step was not measured."""
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
@@ -47,7 +48,7 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
 
     Args:
         rows: Measured rows.
-        known: Also fit a level for each source.
+        known: Whether to also fit a level for each source.
 
     Raises:
         UserError: There is no such row.
@@ -69,7 +70,7 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
     """Predict step time and memory of every row.
 
     Args:
-        prefer_own: Use the constants in a machine's own file, if it has any, instead of the calibration.
+        prefer_own: Whether to use the constants in a machine's own file, if it has any, instead of the calibration.
     """
     if not rows:
         return []
@@ -112,7 +113,8 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Score dense rows in 16 bits with a complete configuration, by source.
 
-    Doubtful measurements count as "doubtful", mixtures of experts as "mixtures", and all remaining rows as "others".
+    Doubtful measurements are grouped as "doubtful", mixtures of experts as "mixtures", and all remaining rows as
+    "others".
     """
     mixtures = [s for s in scored if s.row.mixture]
     scored = [s for s in scored if not s.row.mixture]
@@ -143,7 +145,7 @@ def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Count the rows, and average their relative errors."""
+    """Return the number of rows and their mean relative errors."""
     if not scored:
         return {"count": 0, "median_abs_error": None, "mean_abs_error": None, "max_abs_error": None, "bias": None}
     errors = np.array([s.error for s in scored])
@@ -165,9 +167,9 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 
 
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the ranking within sweeps, whose rows differ only in layout.
+    """Score how well predictions rank the rows within sweeps. The rows of a sweep differ only in layout.
 
-    Regret is how much slower the predicted best is than the measured best.
+    Regret is how much slower the row that is predicted best is than the row that was measured best.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):
@@ -189,13 +191,13 @@ def sweeps_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Rank from 0. Ties share the mean of their ranks."""
+    """Return ranks, counted from 0. Ties get the mean of their ranks."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
 
 def memory_of(scored: Sequence[Scored]) -> Statistics:
-    """Score the predicted bytes, and the recall on rows that ran out of memory (OOM) and on rows that fit."""
+    """Score the predicted memory, and the recall for rows that ran out of memory (OOM) and for rows that fit."""
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]

@@ -1,4 +1,4 @@
-"""Validate: compare predictions with measured rows, or with published figures."""
+"""Validate the planner: compare its predictions with measured rows or with published figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fourfold.planning.calibration.score import (
 
 @dataclass(frozen=True)
 class Validation:
-    """Scores of a file's rows. Without a file, published figures and predictions."""
+    """The scores of a file's rows. Without a file, the published figures and their predictions."""
 
     constants: str
-    """The source of the constants."""
+    """Where the constants come from."""
     skipped: dict[str, int]
     scored: list[Scored]
     machine_only: list[Scored]
@@ -37,7 +37,7 @@ class Validation:
     weak_scaling: list[dict[str, Any]]
 
     def record(self, rows: bool = False) -> dict[str, Any]:
-        """Return JSON values. With ``rows`` they include the prediction of every row."""
+        """Return the result as JSON values. With ``rows``, include the prediction of every row."""
         if self.figures:
             return {"constants": self.constants, "figures": [figure.record() for figure in self.figures],
                     "weak_scaling": self.weak_scaling}  # fmt: skip
@@ -57,10 +57,11 @@ class Validation:
 def validate(
     file: Path | None, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
 ) -> Validation:
-    """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or shipped ones.
+    """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
+    calibration.
 
-    Rows in both are held out of the fit. With ``leave_out``, "source" or "machine", the rows of each source or machine
-    are predicted from all remaining rows.
+    Rows in both are held out of the fit. If ``leave_out`` is "source" or "machine", the rows of each source or machine
+    are predicted with constants fitted to all remaining rows.
 
     Raises:
         UserError: There are no rows to predict or fit.
@@ -99,6 +100,6 @@ def validate(
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
-    """Return the rows that are not among the rows to validate."""
+    """Return the rows that are not among the rows to be validated."""
     known = {(row.source, row.row_id) for row in validated if row.row_id}
     return [row for row in rows if (row.source, row.row_id) not in known]

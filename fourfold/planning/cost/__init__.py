@@ -1,1 +1,2 @@
-"""Compute the cost of a layout: seconds of a step, part by part, and bytes of the fullest rank."""
+"""Compute the cost of a layout: the time of each part of a step, and the bytes of the rank that needs the most
+memory."""

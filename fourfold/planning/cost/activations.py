@@ -1,4 +1,4 @@
-"""Compute the memory of a block on one rank, from the activations that it keeps for its backward to the peak."""
+"""Compute the memory of a block on one rank, including the activations that it keeps for its backward, and the peak."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention keeps between the matmuls before and after it, without its output.
+    """Return the bytes that attention keeps between the previous and the next matmul, without its output.
 
-    The first number is for attention that is computed once, the second for recomputed attention.
+    The first number is for attention that is computed once, and the second for attention that is recomputed.
     """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
-    # In float32, our attention repeats key-value heads for all query heads that share them, as under a mask.
+    # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y delivers all features in one buffer, which v keeps alive if v is neither gathered nor copied.
+    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, v keeps this buffer
+    # alive.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     # Autograd keeps a float32 copy, and a second one if the norm multiplies by 1 + weight. Our norm over ranks keeps
-    # neither.
+    # neither copy.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
@@ -59,18 +60,18 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # Without a fused kernel, the outputs of softmax and dropout and the dropout mask are kept for every pair of tokens.
     pairs = layout.micro_batch_size * step.seq_length**2 / layout.cp * heads_on_rank(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor.
+    # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor in memory.
     mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block keeps of a micro-batch, without recompute or with selective recompute.
+    """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
 
-    Autograd keeps, as in ``parallel``: the inputs of both norms, the tokens as gathered for q, k, v and for up, what
-    the attention kernel reads and writes, and the MLP's gate, up, silu(gate), and their product (GELU: its input and
-    output).
+    As in ``parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k, and v and for up, the
+    inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their product (for GELU, its
+    input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)
@@ -80,18 +81,18 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
     # The tensors before the activation are as large as the tensors after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
-    # Gathered inputs are kept, or only a shard of them, which is gathered again (as in Megatron-LM).
+    # Either gathered inputs are kept, or only one shard of each, which is gathered again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection keeps its input as gathered over y. The attention kernel also keeps its own part.
+    # The output projection keeps its input after it was gathered over y. The attention kernel also keeps its own part.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    # The same is true if cp exchanges heads for tokens, because the projection reads the tokens after the exchange.
+    # The same holds if cp exchanges heads for tokens, because the projection reads the tokens after the exchange.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | copies_heads(work), p.queries, 0)
-    # In parallel blocks, attention and MLP have norms that read, and keep, the same tensor.
+    # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # The attention kernel keeps its output in 16 bits, whatever the dtype of the projection after it.
+    # The attention kernel keeps its output in 16 bits, regardless of the dtype of the next projection.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -116,7 +117,7 @@ def mlp_made_again(work: Workload) -> Number:
 
 
 def head_bytes(work: Workload) -> Number:
-    """Return the peak of head and loss: tokens, their gradient, the weight's in fp32, and a chunk of logits."""
+    """Return the peak bytes of head and loss: tokens, gradients (the weight's in fp32), and a chunk of logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = tensor_bytes(work)
     columns = model.padded_vocab_size / layout.x
@@ -128,8 +129,8 @@ def head_bytes(work: Workload) -> Number:
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
-    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the fp32 sums and the slopes of the cap.
-    # The next chunk's sums are allocated while Python names still hold the previous chunk's sums.
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
+    # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
@@ -139,7 +140,7 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Return the bytes that head and loss keep until their backward: tokens, their gradient, and the weight's."""
+    """Return the bytes that head and loss keep until their backward: the tokens and both gradients."""
     model, layout = work.model, work.layout
     p = tensor_bytes(work)
     return (
@@ -151,42 +152,42 @@ def head_kept_bytes(work: Workload) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward, without the tensors that the forward has kept.
+    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward has kept.
 
-    The first number is for weights that data-parallel ranks shard. The second is for whole weights, whose gradients are
-    in fp32 from the start.
+    The first number is for weights that are sharded over data-parallel ranks. The second number is for whole weights,
+    whose gradients are in fp32 from the start.
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # The gradients before the activation are as large.
+    activation = mlp_made_again(work)  # The gradients before the activation are of the same size.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward, without the tensors that the forward has kept.
+    """Return the peak bytes of attention's backward, not counting the tensors that the forward has kept.
 
-    The tensors that the block has kept for its MLP are free by then and are subtracted.
+    The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
     """
     model, p = work.model, tensor_bytes(work)
     # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # The norm after attention has also freed its saved tensors. Separate weight gradients free nothing yet.
+    # The norm after attention has also freed its saved tensors. Deferred weight gradients have freed nothing yet.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the bytes that the backward of capped scores adds at its peak.
+    """Return the additional peak bytes in the backward of capped scores.
 
-    For each score, five 32-bit numbers exist at the peak: the weight, the slope, the capped value, the gradient of the
-    weight, and a result computed from it. Keys, values, and their gradients exist for each query head, and so do the
-    sums of all gradients.
+    At the peak, there are five 32-bit numbers for each score: the weight, the slope, the capped value, the gradient of
+    the weight, and a result computed from that gradient. There are keys, values, and their gradients for each query
+    head, and sums of all gradients.
     """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
@@ -195,14 +196,14 @@ def _capped_backward(work: Workload) -> Number:
 
 
 def is_replicated(work: Workload) -> Flag:
-    """Return whether every rank has whole weights and gradients, as in ``parallel.replicated``."""
+    """Return whether every rank holds whole weights and gradients, as in ``parallel.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of the z shards of weights that zero 1 and 2 keep between forward and backward
-    (docs/parallelism.md), for one block with its experts and for the tables."""
+    (docs/parallelism.md). The first number is for one block with its experts, and the second for the tables."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -213,9 +214,9 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(ArrayFields):
-    """Bytes of one micro-batch. They depend only on x, y, cp, its method, ep, and the micro-batch.
+    """Bytes of one micro-batch. They depend only on x, y, cp, the method of cp, ep, and the micro-batch size.
 
-    - whole, selective, full: kept by a block without recompute, with selective recompute, and with full recompute.
+    - whole, selective, full: bytes that a block keeps without, with selective, and with full recompute.
     - backward, backward_replicated: ``mlp_backward``, or the backward of experts.
     - attention_backward: ``attention_backward``.
     - mlp_again, core_again: tensors that selective recompute creates again, in the MLP (``mlp_made_again``) and inside
@@ -237,7 +238,7 @@ class BlockBytes(ArrayFields):
     dense: BlockBytes | None = None
 
     def kept(self, work: Workload, layers: Number) -> Number:
-        """Return the bytes that ``layers`` blocks keep of a micro-batch."""
+        """Return the bytes that ``layers`` blocks keep for a micro-batch."""
         layout = work.layout
         full = np.where(layout.offload, 0, self.full)
         light = np.where(layout.recompute == 2, full, np.where(layout.recompute == 1, self.selective, self.whole))
@@ -245,7 +246,7 @@ class BlockBytes(ArrayFields):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number) -> Number:
-        """Return the bytes in the backward of one of ``layers`` blocks, in addition to the kept bytes."""
+        """Return the bytes that the backward of one of ``layers`` blocks needs in addition to the kept bytes."""
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
@@ -253,10 +254,10 @@ class BlockBytes(ArrayFields):
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
-        # The input of the next block in the backward is already being copied back from the host's memory.
+        # The next block's input for the backward is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # When the backward reaches the last recomputed block, it has freed the blocks after it.
+        # When the backward reaches the last recomputed block, it has freed all blocks after that block.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -286,7 +287,7 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """Return the bytes of a block that has experts, in addition to an MLP (shared expert) or instead of it.
+    """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
     The backward of a shared expert comes first, and frees the tensors that the shared expert has kept.
     """
@@ -311,7 +312,7 @@ def peak_bytes(
 ) -> Number:
     """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
 
-    In a mixture of experts, the shares in ``work`` say how many of them have a dense MLP.
+    In a mixture of experts, the shares in ``work`` tell how many of these blocks have a dense MLP.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
@@ -320,21 +321,22 @@ def peak_bytes(
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     seq = step.seq_length
     inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
-    # The head's share of a tied weight's gradient is held until the embedding's share exists.
+    # The head's part of a tied weight's gradient is held until the embedding's part exists.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables
-    # In all other schedules, the head's backward directly follows its forward.
+    # In all other schedules, the head's backward follows its forward directly.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
 
 
 def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
-    """Return the bytes that a rank's blocks keep of a micro-batch, and the largest number of bytes that one block's
-    backward adds.
+    """Return the bytes that a rank's blocks keep for a micro-batch, and the largest number of bytes that the backward
+    of one block adds.
 
-    The block's own weights (``kept_weights``: of_block, on average) are whole then, and counted as gathered.
+    During its backward, a block's own weights (``kept_weights``, with an average of of_block bytes) are whole and
+    counted as gathered.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
@@ -342,6 +344,6 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks come first. When the backward reaches them, it has finished with all sparse blocks.
+    # The dense blocks come first. When the backward reaches them, it has already finished with all sparse blocks.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

@@ -1,4 +1,4 @@
-"""Seconds of one block's attention core for one micro-batch, and the kernel that a program uses."""
+"""Compute the time of one block's attention core for one micro-batch, and choose the kernel that a program uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
-    """Return forward and backward of the attention core. Each rank has its share of heads, sequences, or queries."""
+    """Return the seconds of the attention core's forward and backward. Each rank has its own share of heads,
+    sequences, or queries."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     seq, ranks = step.seq_length, layout.x * layout.y * layout.cp
     queries = layout.micro_batch_size * seq * model.queries / model.head_dim / ranks
@@ -46,9 +47,9 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 def keys_computed(work: Workload) -> Number:
     """Return the mean number of keys per query for which scores are computed, over all queries and blocks.
 
-    These are the keys that a query sees, and under fourfold's masks some more. If y shares the queries, they are all
-    keys. In a ring with a window, they are the rank's own keys, half as many keys in the neighboring chunks, and the
-    window, but never more than without a window.
+    These are the keys that a query sees, and some more with fourfold's masks. If the y ranks share the queries, scores
+    are computed for all keys. In a ring with a window, they are the rank's own keys, half as many keys in the
+    neighboring chunks, and the window, but never more than without a window.
     """
     model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp
@@ -67,9 +68,9 @@ def fourfold_ring(work: Workload) -> Flag:
 
 
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
-    """Return a program's fused attention kernel: the machine's fastest, or FlashAttention-2."""
+    """Return the fused attention kernel that a program uses: the machine's fastest kernel, or FlashAttention-2."""
     faster, model = np.asarray(machine.flash2) > 0, work.model
-    # fourfold runs sliding windows, and ring attention with wide heads, on FlashAttention-2
+    # fourfold uses FlashAttention-2 for sliding windows, and for ring attention with wide heads
     # (``parallel.attention.block_attention``).
     window = np.asarray(model.sliding_window)
     slides = np.equal(model.sliding, 1) & (window > 0) & (window < work.step.seq_length)
@@ -83,6 +84,6 @@ def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
 
 
 def softmax_is_plain(work: Workload) -> Flag:
-    """Return whether an unfused attention falls back to single operations."""
+    """Return whether unfused attention falls back to separate operations for its softmax."""
     unfused = ~np.asarray(work.program.flash, bool)
     return unfused & (work.layout.micro_batch_size * heads_on_rank(work) % attention_core.FUSED_HEADS != 0)

@@ -1,4 +1,4 @@
-"""Events of blocks whose batch parts take turns, in the order in which the layers run them."""
+"""List the events of blocks whose batch parts take turns, in the order in which the layers run them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class Kind:
 
     batch_parts: int
     x: bool
-    """Whether several ranks share x."""
+    """Whether x is larger than 1."""
     y: bool
     tokens: bool
-    """Whether parts are tokens of all sequences, and attention waits for all of them."""
+    """Whether each part holds some tokens of all sequences, so that attention waits for all parts."""
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
     parts_cross_blocks: bool
-    """Whether a part enters a block while another part is in the block before."""
+    """Whether a part can enter a block while another part is still in the previous block."""
     split_backward: bool
     """Whether weight gradients are deferred to the end."""
     overlap: bool
-    """Whether sums of input gradients run behind weight gradients."""
+    """Whether the sums of input gradients overlap with the computation of weight gradients."""
     gate: bool
     gate_first: bool
     parallel_residual: bool
     norms_before: bool
     norms_after: bool
     whole_keys: bool
-    """Whether the ranks of y share the queries, and gather keys and values."""
+    """Whether the y ranks share the queries, and gather keys and values."""
     attention_again: bool
     """Whether selective recompute repeats the attention, the activation, the norms before attention and MLP, or the
     gathers."""
@@ -46,7 +46,8 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for one.
 
-    ``what`` names its duration, a field of ``BatchPartTime``. ``flight`` identifies the collective within the block.
+    ``what`` names the field of ``BatchPartTime`` with its duration. ``flight`` identifies the collective within the
+    block.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -57,9 +58,10 @@ class Event(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear layer: the axis whose ranks share its input, and the axis over which its outputs are summed.
+    """A linear layer: the axis over which its input is gathered, and the axis over which its outputs are summed.
 
-    ``gathers``: its input is gathered, and not a copy on each rank. ``shares``: each rank keeps a shard of the sum.
+    ``gathers`` means that the input is gathered, instead of being a copy on each rank. ``shares`` means that each rank
+    keeps only a shard of the sum.
     """
 
     name: str
@@ -74,13 +76,13 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The recorded events of some blocks: the events of the forward, and for each autograd node the events of its
-    backward."""
+    """The recorded events of some blocks: all events of the forward, and the backward's events for each autograd
+    node."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, it is a recomputation, which ends when everything that the backward reads exists.
+        With ``again``, record a recomputation, which ends as soon as everything that the backward reads exists.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
@@ -109,7 +111,7 @@ class Recording:
         ends_early = self._again and not kind.norms_after
         down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
         if kind.recompute == 1 and kind.activation_again:
-            for _ in down:  # A recomputed part runs without interruption.
+            for _ in down:  # A recomputed part runs without interruptions.
                 pass
         else:
             yield from down
@@ -175,7 +177,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # The first part continues first, and computes the attention for all parts.
+        if kind.tokens and place[1] > 0:  # The first part continues first, and it computes the attention for all parts.
             return
         together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together
@@ -187,7 +189,7 @@ class Recording:
         self._node(computed, backward, reads_saved=True)
 
     def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
-        """Record a sum over y in the forward and one in the backward. Each is waited for immediately."""
+        """Record a norm's sum over y in the forward and in the backward. The step waits for each sum immediately."""
         if not is_there:
             return
         forward, backward = list[Event](), list[Event]()
@@ -205,9 +207,9 @@ class Recording:
 
 
 def _issue(of: str, axis: str, place: tuple[int, int], what: str) -> Event:
-    """Return the start of a collective over an axis.
+    """Return the event that starts a collective over an axis.
 
-    ``of`` names the layer, the norm, or the keys, and ``place`` is the block and the part.
+    ``of`` names the layer, the norm, or the keys, and ``place`` is the pair of block and part.
     """
     return Event("issue", f"{of}_{axis}", axis, place[0], (*place, of, what))
 
@@ -218,10 +220,10 @@ def _wait(event: Event) -> Event:
 
 @lru_cache(maxsize=1024)
 def events_of(kind: Kind) -> list[Event]:
-    """Return the events of a step in three consecutive blocks: the first one, one that represents all blocks between,
-    and the last one.
+    """Return the events of a step in three consecutive blocks: the first block, a block that represents all middle
+    blocks, and the last block.
 
-    If parts do not pass from block to block, return the events of one block.
+    If parts do not move from block to block independently, return the events of one block.
     """
     blocks = 3 if kind.parts_cross_blocks else 1
     recording = Recording(kind, blocks)

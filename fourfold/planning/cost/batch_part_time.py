@@ -1,4 +1,4 @@
-"""Seconds of each matmul and collective of one batch part in one block."""
+"""Compute the time of each matmul and collective, for one batch part in one block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.planning.workload import Workload
 class BatchPartTime(ArrayFields):
     """Seconds of matmuls and their gradients by layer, and of collectives by layer and axis.
 
-    In a block, every all-gather over x takes as long as every sum over x.
+    Within a block, all all-gathers and all sums over x take the same time.
     """
 
     qkv: Number
@@ -35,7 +35,7 @@ class BatchPartTime(ArrayFields):
     down_input_gradient: Number
     down_weight_gradient: Number
     half_up: Number
-    """The matmul of up or of gate alone."""
+    """The matmul of either up or gate alone."""
     attention: Number
     attention_backward: Number
     qkv_x: Number
@@ -45,11 +45,11 @@ class BatchPartTime(ArrayFields):
     qkv_y: Number
     o_proj_y: Number
     up_y: Number
-    """The sum of up or of gate alone."""
+    """The sum of either up or gate alone over y."""
     down_y: Number
     norm_y: Number
     keys_y: Number
-    """The collective of keys and values, if the ranks of y share the queries."""
+    """The collective of keys and values over y, if the y ranks share the queries."""
 
 
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> BatchPartTime:

@@ -1,4 +1,4 @@
-"""Seconds of one block and of the head for one micro-batch: computation, and communication over x and y."""
+"""Compute the time of one block and of the head for one micro-batch: computation, and communication over x and y."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from fourfold.planning.workload import ModelShape, Workload
 
 @dataclass(frozen=True)
 class BlockTime(ArrayFields):
-    """Seconds of one block, or of the head, for one micro-batch. They depend on x, y, cp, ep, and the micro-batch.
+    """Seconds of one block, or of the head, for one micro-batch. They depend on x, y, cp, ep, and the micro-batch size.
 
     - forward, backward: computation.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): repeated by selective recompute.
+    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts that selective recompute
+      can repeat.
     - last_matmul, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
     - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
-    - up_matmul: the matmul that can hide it.
-    - launch_forward, launch_backward: host seconds, except for the experts.
+    - up_matmul: the matmul that can hide gate_sum.
+    - launch_forward, launch_backward: seconds of the host, without the experts.
     - experts: the share of the experts in all fields above, their exchanges over ep, and their launches.
     """
 
@@ -80,13 +81,13 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # The weight gradients of the batch parts.
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # Weight gradients of the batch parts.
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_matmul": np.where(model.output_norms, 0, down),  # A norm reads the result.
+        "last_matmul": np.where(model.output_norms, 0, down),  # With output norms, a norm reads the result.
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
@@ -112,13 +113,13 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
 def _time_with_experts(
     block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates
 ) -> BlockTime:
-    """Return the time of a block that has experts, in addition to an MLP (shared expert) or instead of it.
+    """Return the time of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    Recompute repeats the experts' last matmuls and sums over x, because the router's gradients read them.
+    Recompute repeats the experts' last matmuls and their sums over x, because the router's gradients read them.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    one = block.x_forward / (2 + 2 * model.mlps)  # An all-gather or a sum of tensors that every token passes through.
+    one = block.x_forward / (2 + 2 * model.mlps)  # This is one all-gather or sum of a tensor of all tokens.
     return replace(
         block,
         forward=block.forward + more.forward,
@@ -137,7 +138,7 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the host seconds of the forward and of the backward."""
+    """Return the seconds that the host needs to launch the forward and the backward."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     more = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, more_back = work.program.fused, more
@@ -152,9 +153,10 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return forward, input gradients, and weight gradients of the four linear layers (q-k-v and gate-up joined)."""
+    """Return the seconds of the forward, the input gradients, and the weight gradients of the four linear layers
+    (with q, k, v joined, and gate and up joined)."""
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means: a block without an MLP counts as 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means, where a block without an MLP counts as 0.
     shapes = (
         (model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
         (model.queries / layout.x, model.hidden_size / layout.y, 1),
@@ -196,9 +198,9 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that fourfold copies to lay out tensors before and after collectives, in forward and backward.
 
     With x > 1 and several sequences, attention's inputs and outputs are copied, because they are not contiguous on a
-    rank. If y shares sequences or queries, the residual stream is copied before and after the attention. With y > 1,
-    features are copied and packed into one collective. Batch parts are joined. If they are tokens of all sequences,
-    they are also joined before the attention and split after it.
+    rank. If the y ranks share sequences or queries, the residual stream is copied before and after the attention. With
+    y > 1, features are copied and packed into one collective. Batch parts are joined. If the parts hold tokens of all
+    sequences, they are also joined before the attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -221,7 +223,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return forward, backward, and the part of the backward that can run during weight gradients."""
+    """Return the seconds of communication over x: the forward, the backward, and the part of the backward that can
+    overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)
@@ -247,12 +250,13 @@ def norm_seconds(work: Workload, group: RankGroup) -> Number:
 
 
 def norms_before(model: ModelShape) -> Number:
-    """Return the number of norms of what attention and MLP read."""
+    """Return the number of norms on the inputs of attention and MLP."""
     return np.where(model.output_norms, np.maximum(model.norms - 2, 0), 2)
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds of gathering keys and values over y, or summing their gradients, if y shares the queries."""
+    """Return the seconds of gathering keys and values over y, or of summing their gradients, if the y ranks share the
+    queries."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
@@ -271,12 +275,13 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return the seconds of head and loss, forward and backward (computation, over x, over y), and of the embedding."""
+    """Return the seconds of head and loss in forward and backward (computation, over x, over y), and the seconds of the
+    embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
-    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits. Our kernels read 16-bit logits twice and
-    # write the gradient over them.
+    # Softmax, loss, and gradient write and read logits in 16 and in 32 bits. Our kernels read 16-bit logits twice, and
+    # overwrite them with the gradient.
     is_ours = np.logical_and(work.program.is_fourfold, work.program.fused_loss)
     moved = np.where(is_ours, 3 * step.item_bytes, 2 * step.item_bytes + 20)
     loss = tokens / layout.y * columns * moved / rates.bandwidth

@@ -1,4 +1,5 @@
-"""Sizes of a mixture's experts on one rank: rows, the grid that holds their weights, and bytes of activations."""
+"""Compute the sizes of a mixture's experts on one rank: the number of rows, the grid that holds the weights, and the
+bytes of activations."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes kept for each choice of a token: its expert, its position among the rows, and the position's inverse, in 64
-bits, and its weights."""
+"""Bytes that are kept for each choice of a token: the expert, the choice's position among the rows, and the inverse of
+that position, in 64 bits, and the weights."""
 BYTES_OF_AN_ORDER = 32.0
-"""Bytes kept for each row that arrives and is sorted by expert. The forward and the backward each keep a permutation
-and its inverse, in 64 bits."""
+"""Bytes that are kept for each received row to sort it by expert. Forward and backward each keep a permutation and its
+inverse, in 64 bits."""
 
 
 def has_experts(work: Workload) -> bool:
-    """Return whether any case is a mixture of experts."""
+    """Return whether at least one case is a mixture of experts."""
     return bool(np.any(work.model.num_experts))
 
 
 def has_dense_first(work: Workload) -> bool:
-    """Return whether any case is a mixture whose first blocks have a dense MLP."""
+    """Return whether at least one case is a mixture whose first blocks have a dense MLP."""
     return bool(np.any(work.model.dense_first))
 
 
@@ -33,7 +34,7 @@ def dense_share(work: Workload) -> Number:
 
 
 def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
-    """Return a workload whose blocks all have a dense MLP, and a workload whose blocks all have experts."""
+    """Return two workloads: one in which all blocks have a dense MLP, and one in which all blocks have experts."""
     dense = work.but(num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0, sparse=0.0,
                      shared_expert_intermediate_size=0, shared_expert_gate=False)  # fmt: skip
     return dense, work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1.0, 0.0))
@@ -46,10 +47,10 @@ def where_experts(work: Workload, value: Number) -> Number:
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch, one per choice of a token.
+    """Rows of one micro-batch. Each choice of a token gives one row.
 
-    The fields are the rows of its own tokens that a rank sends, the rows that its experts compute, the rows of each
-    expert, and the number and width of the rank's experts.
+    The fields are the number of rows of its own tokens that a rank sends, the number of rows that its experts compute,
+    the number of rows of each expert, and the number and width of the rank's experts.
     """
 
     sent: Number
@@ -60,9 +61,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(work: Workload) -> Rows:
-    """Return the rows with a balanced or a given load.
+    """Return the rows for a balanced load or a given load.
 
-    The capacity limits both the rows that a rank sends and the rows that an expert takes.
+    The capacity limits both the rows that a rank sends and the rows that an expert accepts.
     """
     model, layout, step = work.model, work.layout, work.step
     limit = np.where(step.capacity > 0, step.capacity, np.inf)
@@ -74,7 +75,7 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload that holds only the expert weights, with y·ep in place of y.
+    """Return a workload that has only the expert weights, with y·ep in place of y.
 
     The formulas for dense weights (split over x · y, sharded over z, copied over dp · cp) then also give the sizes of
     the experts. z counts the ranks that shard the same experts, and dp counts their replicas.
@@ -88,16 +89,16 @@ def states_of_experts(work: Workload) -> Workload:
     return work.but(
         queries=0, keys=0, intermediate_size=width, gate_up=2 * width, padded_vocab_size=0, positions=0,
         num_experts=0, sparse=0, x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
-        global_batch_size=step.global_batch_size * copies * z / (layout.dp * layout.z),  # as many micro-batches
+        global_batch_size=step.global_batch_size * copies * z / (layout.dp * layout.z),  # Same number of micro-batches.
     )  # fmt: skip
 
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
-    """Return the mean bytes per block that router, dispatch, and experts keep of a micro-batch.
+    """Return the mean number of bytes per block that router, dispatch, and experts keep for a micro-batch.
 
     The router keeps its input tokens and its scores in fp32. The experts keep their input rows, gate, up, silu(gate),
-    and silu(gate) · up. The dispatch keeps the rows that come back, for the gradients of the router's weights. Other
-    programs apply the router's weights inside the experts and do not keep these rows.
+    and silu(gate) · up. The dispatch keeps the rows that return from the experts, for the gradients of the router's
+    weights. Other programs apply the router's weights inside the experts and do not keep these rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows, hidden = rows_of(work), model.hidden_size / layout.y
@@ -115,23 +116,23 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Return the mean bytes per block of the tokens' choices of experts, in 64 bits. fourfold's recomputation reuses
-    them."""
+    """Return the mean number of bytes per block for the tokens' choices of experts, in 64 bits. fourfold's
+    recomputation reuses these choices."""
     model = work.model
     chosen = model.num_experts_per_tok
     return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
-    """Return the bytes that the gate of one block's shared expert keeps: its input in fp32, and the output that it
-    multiplies."""
+    """Return the bytes that the gate of one block's shared expert keeps: its input in fp32, and the output that the
+    gate multiplies."""
     model, layout = work.model, work.layout
     residual = work.tokens / layout.x * model.hidden_size / layout.y
     return np.where(model.shared_expert_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
-    """Return the mean bytes per block of the experts' activation, which selective recompute drops."""
+    """Return the mean number of bytes per block of the experts' activation, which selective recompute drops."""
     return work.model.sparse * _activated(work, rows_of(work))
 
 
@@ -143,8 +144,8 @@ def _activated(work: Workload, rows: Rows) -> Number:
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the backward of a block's experts: with weights sharded over data, and with whole
-    weights.
+    """Return the peak bytes of the backward of a block's experts, first for weights that are sharded over data-parallel
+    ranks, and then for whole weights.
 
     There are two candidates for the peak: the gradients of gate, up, and their product, or the gradients of the rows in
     arrival order and in expert order. Each is freed before the other is allocated.

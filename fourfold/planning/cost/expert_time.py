@@ -20,7 +20,7 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class ExpertTime(ArrayFields):
-    """Seconds of forward and backward: computation, communication over x, y, and ep, and launches.
+    """Seconds of forward and backward for computation, communication over x, y, and ep, and launches.
 
     Two more fields are the weight gradients of the backward, and the activation of the forward, which selective
     recompute repeats.
@@ -41,7 +41,7 @@ class ExpertTime(ArrayFields):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Return the seconds for each case of ``work``, zero without experts."""
+    """Return the seconds for each case of ``work``. They are zero for cases without experts."""
     if not has_experts(work):
         return ExpertTime()
     model, layout, step, program = work.model, work.layout, work.step, work.program
@@ -83,8 +83,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
 
 
 def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return forward, input gradients, and weight gradients of the router, in fp32, and of the experts as grouped
-    matmuls."""
+    """Return the seconds of the forward, the input gradients, and the weight gradients, for the router in fp32 and the
+    experts as grouped matmuls."""
     model, layout, step = work.model, work.layout, work.step
     hidden = model.hidden_size / layout.y
     router = linear_seconds(work.tokens / layout.x, hidden, model.num_experts, 4.0, rates, rates.router)
@@ -97,7 +97,8 @@ def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, 
 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
-    """Return the bytes moved between the matmuls, forward and backward, and the bytes of the forward's activation."""
+    """Return the bytes that are moved between the matmuls in forward and backward, and the bytes of the forward's
+    activation."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts
@@ -111,7 +112,7 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 
 
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
-    """Return the sums over y.
+    """Return the seconds of the sums over y.
 
     The forward sums the router's scores, gate, and up. The backward sums the gradients of scores, of the rows' weights,
     and of the down projection's input.

@@ -1,4 +1,4 @@
-"""Compute the seconds of communication that computation does not hide, for each axis."""
+"""Compute, for each axis, the seconds of communication that computation does not hide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def forwards_again(work: Workload) -> Number:
 
 
 def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Return the exposed seconds of one block's tensor-parallel collectives, including those repeated by recompute."""
+    """Return the exposed seconds of one block's tensor-parallel collectives, including the collectives that recompute
+    repeats."""
     layout, program, exposed = work.layout, work.program, constants.exposed
     again = forwards_again(work)
     gathers = np.where((layout.recompute == 1) & program.recomputes_gathers, layout.recomputing, 0.0)
@@ -34,14 +35,14 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # Deferred weight gradients come too late to hide anything.
+    # Deferred weight gradients run too late to hide anything.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
     hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
-    # A block's backward begins with gathering gradients, and the recomputation runs concurrently.
+    # A block's backward begins by gathering gradients, and the recomputation runs at the same time.
     first = hidden(block.x_backward / 4, block.forward, exposed)
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_matmul, exposed)
@@ -52,8 +53,8 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
 
 
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the seconds of cp in one block: keys and values of the whole sequence, forward and backward, and their
-    gradients.
+    """Return the exposed seconds of cp in one block, for keys and values of the whole sequence in forward and backward,
+    and for their gradients.
 
     Keys and values are gathered and scattered, or passed around a ring (gradients in fp32), and the attention hides
     these transfers. With Ulysses, heads are exchanged for tokens before the attention and back after it, and nothing
@@ -69,7 +70,7 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # A recomputed attention core skips the collective of its output, because nothing reads it.
+    # A recomputed attention core skips the collective of its output, because the output is not needed.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
@@ -77,9 +78,10 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
 
 
 def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number:
-    """Return the exposed seconds of one block's exchanges of tokens over ep, including those repeated by recompute.
+    """Return the exposed seconds of one block's exchanges of tokens over ep, including the exchanges that recompute
+    repeats.
 
-    All of them are exposed, unless the matmuls of another micro-batch run concurrently.
+    All exchanges are exposed unless the matmuls of another micro-batch run concurrently.
     """
     if not has_experts(work):
         return 0.0
@@ -94,16 +96,16 @@ def exposed_z(work: Workload, constants: Constants, sending: Number, computing: 
 
 
 def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
-    """Return the seconds of ``sending`` gradients to other ranks, once per step, that the last backward does not
-    hide."""
-    # Deferred weight gradients come last, and their sums start only after all of them.
+    """Return the seconds of ``sending`` gradients to other ranks that the last backward does not hide. This happens
+    once per step."""
+    # Deferred weight gradients come last, and their sums start only after all of them are computed.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of sending activations and gradients between stages, for each micro-batch and chunk, and of
-    summing, once per step, the gradients of a table that the first and the last rank share."""
+    """Return the seconds of communication in a pipeline. Activations and gradients are sent between stages for each
+    micro-batch and chunk. Gradients of a table that the first and the last rank share are summed once per step."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

@@ -1,7 +1,7 @@
 """Compute the exposed seconds of blocks whose batch parts take turns, by replaying their events as the trace does.
 
 The order of events does not depend on how long they take. It is recorded once for each kind of block
-(``batch_part_events``), and then timed for many layouts at once.
+(``batch_part_events``), and the events are then timed for many layouts together.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ KEY = (
     "x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "recompute", "recompute_every", "schedule", "pp",
     "stages_per_rank",
 )  # fmt: skip
-"""Columns of a layout that this module's results depend on."""
+"""Fields of a layout that the results of this module depend on."""
 
 
 def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime, slowed: Number) -> dict[str, Number]:
-    """Return the mean seconds per block that a step waits for collectives, by axis (``verification.exposure``).
+    """Return the mean number of seconds per block that a step waits for collectives, by axis
+    (``verification.exposure``).
 
     Collectives of one axis run one after the other, and collectives of two axes run concurrently.
 
     Args:
         events: The events of the blocks.
         shares: The fraction of all blocks that each of these blocks represents.
-        time: Durations.
+        time: Durations of the events.
         slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
     """
     now: Number = 0.0
@@ -61,7 +62,7 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime
 
 
 def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
-    """Return the exposed seconds of one block's collectives over x and y if parts take turns, and 0 otherwise."""
+    """Return the exposed seconds of one block's collectives over x and y if batch parts take turns, and 0 otherwise."""
     if not np.any(work.active_parts > 1):
         return 0.0, 0.0
     layout = work.layout
@@ -82,7 +83,8 @@ def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) 
 
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return the exposed seconds of an average block over x and over y [2, n]. A fraction of the blocks recomputes."""
+    """Return the exposed seconds of an average block over x and over y [2, n], given that only a fraction of the blocks
+    recomputes."""
     count = np.size(work.active_parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
@@ -100,7 +102,9 @@ def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, consta
     """Return the exposed seconds of a block over x and over y [2, n]."""
     time = batch_part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.active_parts)))
-    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # The blocks of one stage.
+    blocks = work.model.num_hidden_layers / (
+        work.layout.pp * work.layout.stages_per_rank
+    )  # These are the blocks of one stage.
     blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
     for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]

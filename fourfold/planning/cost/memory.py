@@ -1,4 +1,4 @@
-"""Compute the bytes on each rank of a pipeline by category, and the probability that they do not fit."""
+"""Compute the bytes on each rank of a pipeline by category, and the probability of running out of memory."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""Categories of memory, at the moment when most memory is in use.
+"""Categories of memory, at the moment when the most memory is in use.
 
-- gradients: 0 if the fullest moment is the start of a step's only backward.
-- weights: weights gathered for use, or 16-bit copies.
+- gradients: 0 if that moment is the start of a step's only backward.
+- weights: gathered weights, or 16-bit copies.
 - logits: memory of head and loss in addition to the activations.
-- reserve: the runtime, communication buffers, and memory that the allocator holds unused.
+- reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
 
 UNUSABLE = 0.06
 """Overhead, as a fraction of a step's allocations. PyTorch's caching allocator rounds blocks up and fragments
 memory, and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.14
-"""``UNUSABLE`` plus the blocks that the allocator keeps while there is room and returns before memory runs out. It is
-fitted to the shipped memory rows, with a prior of ``UNUSABLE`` (docs/planner_validation.py)."""
+"""``UNUSABLE``, plus the blocks that the allocator caches while there is room and returns before memory runs out. This
+value is fitted to the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
+"""
 COMMUNICATOR = 0.5e9
-"""Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
+"""Bytes of one process group: NCCL's channels, 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
 """Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose bytes are counted
 exactly. For other programs, the ratios of measured to predicted bytes vary more (docs/planner_validation.py)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return how many micro-batches' activations rank 0, 1, … of pp holds at once, in units of all its layers.
+    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at once. Each counts as 1 if it has
+    activations in all layers of the rank.
 
-    - 1F1B: one for each later stage and its own.
-    - Interleaved, with rounds of r micro-batches (p, if they divide): (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the
-      layers (Narayanan et al. 2021, arXiv 2104.04473).
+    - 1F1B: one for each later stage, and one for its own stage.
+    - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): (v − 1)·r + 2(p −
+      rank) − 1 chunks, each with 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473).
     - Zero-bubble schedules: (v − 1)·r + p, until the weight gradients exist.
     - ZBV: p, or fewer if the first micro-batch returns before p micro-batches have entered.
     - DualPipeV: p and a half.
@@ -66,7 +68,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pp rank, counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank, which is counted from 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -76,16 +78,16 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return a workload with a rank's share of blocks with experts."""
+    """Return the workload, changed so that the fraction of blocks with experts is the rank's own fraction."""
     if block.dense is None:
         return work
     return work.but(sparse=np.where(np.asarray(work.model.num_experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
 class Tables(NamedTuple):
-    """Entries of a rank's tables.
+    """Number of entries in a rank's tables.
 
-    If embedding and head share a table, it counts once in ``every`` and not as a separate head.
+    If embedding and head share a table, it counts once in ``every``, and not as a separate head.
     """
 
     every: Number
@@ -95,7 +97,7 @@ class Tables(NamedTuple):
 
 
 def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
-    """Return the bytes by ``CATEGORIES``, activations and logits together."""
+    """Return the bytes by ``CATEGORIES``, with activations and logits as one sum."""
     layers, work = blocks.number, _with_blocks(work, blocks, block)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
@@ -118,7 +120,7 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
     freed = _weights_freed_by_the_end(work, layers)
     at_end, activations = _at_the_peak(work, gradients, activations, copied, freed, tables, block)
-    # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) when no activations are left.
+    # The optimizer makes its copies (gradients, Muon's matrices, Lion's updates) when all activations have been freed.
     gradients = np.where(at_end, gradients, 0)
     weights = weights - np.where(at_end, freed, 0)
     optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
@@ -137,21 +139,21 @@ def _at_the_peak(
     tables: Tables,
     block: BlockBytes,
 ) -> tuple[Flag, Number]:
-    """Return whether all gradients exist at the fullest moment, and the activations at that moment.
+    """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
 
-    In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The
-    fullest moment is the start or the end of the backward, unless gradients have buffers of their own.
+    In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The peak
+    is at the start or at the end of the backward, unless gradients have buffers of their own.
 
     Args:
-        gradients: Bytes of all gradients.
-        activations: Bytes when a backward begins.
-        copied: Bytes that the optimizer copies.
-        freed: Bytes of gathered weights that the backward has freed at its end.
+        gradients: Number of bytes of all gradients.
+        activations: Number of bytes of activations when a backward begins.
+        copied: Number of bytes that the optimizer copies.
+        freed: Number of bytes of gathered weights that the backward has freed by its end.
     """
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding has a gradient. A head that was gathered again has none.
+    # At the end of the backward, the embedding has a gradient, but a head that was gathered again has none.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
@@ -159,14 +161,14 @@ def _at_the_peak(
 
 
 def _is_gradual(work: Workload) -> Flag:
-    """Return whether gradients appear one by one during the backward."""
+    """Return whether gradients are allocated one by one during the backward."""
     gradual: Flag = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
     return gradual
 
 
 def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
-    """Return the bytes of gathered weights that the only micro-batch's backward frees, block by block, before its last
-    block."""
+    """Return the bytes of gathered weights that the backward of a step's only micro-batch frees, block by block, before
+    its last block."""
     if not np.any(_is_gradual(work)):
         return 0.0
     freed = _freed_entries(work, (layers - 1) * work.model.block_weights)
@@ -182,15 +184,15 @@ def _freed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Return the bytes of all weights except experts, on a rank with ``tables`` entries of tables: parameters,
-    gradients, optimizer, and gradients that the optimizer copies."""
+    """Return the bytes of all weights except experts, on a rank with ``tables`` entries of tables. The four numbers are
+    for parameters, gradients, optimizer states, and gradients that the optimizer copies."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     shards = layout.shards
     item = step.item_bytes
 
-    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights. Other programs store whole 16-bit weights.
+    # fourfold and FSDP store shards, usually fp32, and gather 16-bit weights. Other programs store 16-bit weights.
     parameters = np.where(
         program.half_weights,
         item * entries / np.where(layout.zero == 3, shards, layout.z),
@@ -215,15 +217,15 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Return how many bytes of a backward's peak are free again when the first block's gradients are summed: the
-    tensors that the block has kept, and the head's memory beyond that of a block."""
+    """Return how many bytes of a backward's peak have been freed when the first block's gradients are summed. These are
+    the tensors that the block has kept, and the head's memory beyond that of a block."""
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the bytes of gathered weights or 16-bit copies on a rank, plus a block's whole gradients while they are
-    summed, minus the bytes that are free by then."""
+    """Return the bytes of gathered weights or 16-bit copies on a rank. Add a block's whole gradients while they are
+    summed, and subtract the bytes that have been freed by then."""
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -241,7 +243,7 @@ def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, 
 def _gathered(
     work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
-    """Return the bytes of gathered weights with ``ones`` blocks of one kind and ``others`` blocks of the other kind."""
+    """Return the bytes of gathered weights for ``ones`` blocks of one kind and ``others`` blocks of a second kind."""
     held = _gathered_entries(work, layers, tables, ones * one.block_weights + others * other.block_weights)
     if not has_experts(work):
         return held
@@ -253,8 +255,8 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     """Return the bytes of gathered entries of blocks, without experts.
 
     An embedding is not gathered in the backward, because its gradient does not read the table. Weights that are
-    gathered once per step have a buffer too. The head's own weights are the last, and FSDP2 keeps them until it gathers
-    again.
+    gathered once per step also have a buffer. The head's own weights come last, and FSDP2 keeps them until its next
+    gather.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
@@ -278,12 +280,12 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether gathered weights are freed after their unit's forward."""
+    """Return whether gathered weights are freed after the forward of their unit."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
-    """Return the bytes of the driver and the communication library on every device."""
+    """Return the bytes that the driver and the communication library use on every device."""
     layout = work.layout
     groups = sum(
         np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp, layout.ep)
@@ -292,20 +294,20 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
-    """Return the bytes of the fullest rank.
+    """Return the peak bytes of the rank that needs the most memory.
 
-    The fullest rank is the first rank of a pipeline, which holds the most micro-batches, or the last rank, which has
-    the head, or a rank between them that has more blocks or more experts.
+    This is the first rank of a pipeline, which holds the most micro-batches, or the last rank, which has the head, or a
+    rank between them that has more blocks or more experts.
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # For a single layout, the ranks may have any numbers of blocks.
+    if layout.layers_per_stage is not None:  # A single layout can have any number of blocks on each rank.
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Few layouts have such a rank, and only these are computed again.
+        # Only a few layouts have such a rank, and only these are computed again.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))
@@ -315,7 +317,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
-    """Return the bytes of the fullest of some pp ranks, each with its blocks."""
+    """Return the largest peak bytes among some pipeline ranks, each given with its blocks."""
     fullest: Number = np.max(
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
     )
@@ -323,17 +325,17 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the probability that a step with this ``predicted`` ``peak_memory`` does not fit.
+    """Return the probability that a step does not fit into memory, if its ``peak_memory`` is ``predicted``.
 
-    The needed bytes are log-normal.
+    The bytes that it really needs are assumed to be log-normal.
     """
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Return the bytes that a step with this ``predicted`` ``peak_memory`` needs.
+    """Return the bytes that a step really needs, if its ``peak_memory`` is ``predicted``.
 
-    They are fewer, because PyTorch frees cached blocks before memory runs out.
+    These are fewer bytes, because PyTorch frees cached blocks before memory runs out.
     """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
@@ -341,7 +343,7 @@ def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
 
 
 def normal_share(x: Number) -> Number:
-    """Return the fraction of a standard normal distribution below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
+    """Return the fraction of a standard normal distribution that is below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
     x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

@@ -1,6 +1,6 @@
-"""Compute the bytes of the optimizer's states and the seconds of its step.
+"""Compute the bytes of the optimizer's states and the time of its step.
 
-Muon's matrices are dealt to the ranks of a pipeline stage, which orthogonalize them whole
+Muon's matrices are distributed over the ranks of a pipeline stage, and each rank orthogonalizes whole matrices
 (``training.owned_matrices``).
 """
 
@@ -32,7 +32,7 @@ AVERAGE_BYTES = 4
 
 
 class Matrices(NamedTuple):
-    """Matrices of one shape on a rank's stages: their number, their shorter side, and their longer side."""
+    """Matrices of the same shape on a rank's stages: their number, their shorter side, and their longer side."""
 
     number: Number
     short: Number
@@ -40,23 +40,23 @@ class Matrices(NamedTuple):
 
     @property
     def entries(self) -> Number:
-        """Return the entries of one matrix."""
+        """Return the number of entries of one matrix."""
         return self.short * self.long
 
     @property
     def flops(self) -> Number:
-        """Return the FLOPs of one matrix's Newton-Schulz iterations: x·xᵀ, its square, and their product with x, five
-        times."""
+        """Return the FLOPs of one matrix's Newton-Schulz iterations. Each of the five iterations computes x·xᵀ, its
+        square, and their product with x."""
         return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
 
 def is_named(work: Workload, name: str) -> Flag:
-    """Return whether a run has the optimizer."""
+    """Return whether a run uses the optimizer with this name."""
     return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
 
 
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
-    """Return the entries for which the optimizer keeps one state instead of AdamW's two.
+    """Return the number of entries for which the optimizer keeps only one state, instead of AdamW's two.
 
     Args:
         work: The workload.
@@ -75,7 +75,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
 
 def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
-    """Return the matrices that Muon steps in ``layers`` layers, including experts."""
+    """Return the matrices that Muon updates in ``layers`` layers, including experts."""
     model, hidden = work.model, work.model.hidden_size
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
     ups = model.gate_up / np.maximum(model.intermediate_size, 1)
@@ -96,7 +96,7 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
     """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices, and to send and receive
     them.
 
-    It is 0 without Muon. At least one rank has a whole matrix of the largest shape.
+    The time is 0 without Muon. At least one rank has a whole matrix of the largest shape.
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
@@ -116,10 +116,10 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
 
 def muon_workspace(work: Workload, layers: Number) -> Number:
-    """Return the bytes that Muon adds to the states on a rank with a full round.
+    """Return the bytes that Muon needs in addition to the states, on a rank whose round is full.
 
     During the iterations, a rank holds its matrices, the matrices divided by their norms, and x·xᵀ with its square or
-    with the next x. Afterwards it holds the updates that it sends to all copies and the same number of updates that it
+    with the next x. Afterwards it holds the updates that it sends to all copies, and the same number of updates that it
     receives.
     """
     if not np.any(is_named(work, "muon")):
@@ -137,9 +137,10 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 
 
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
-    """Return the bytes that Lion adds to the states while it steps the largest shard, of a matrix or of a table.
+    """Return the bytes that Lion needs in addition to the states, while it updates the largest shard of a matrix or of
+    a table.
 
-    It holds the update, its magnitude, and the gradient if it is cast.
+    These are for the update, its magnitude, and the gradient if it is cast.
     """
     if not np.any(is_named(work, "lion")):
         return 0
@@ -153,14 +154,14 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the units of each shape on a rank. No unit has more entries than the largest matrix."""
+    """Return the number of units of each shape on a rank. No unit has more entries than the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
 
 
 def moved_bytes(work: Workload) -> Number:
-    """Return the bytes that a step moves for each entry that a rank steps.
+    """Return the bytes that a step moves for each entry that a rank updates.
 
     A moving average adds one read and one write, and one more read of the weight.
     """
@@ -169,7 +170,7 @@ def moved_bytes(work: Workload) -> Number:
 
 
 def saved_bytes(work: Workload, parameters: Number) -> Number:
-    """Return the bytes of a checkpoint with this number of parameters: weights, the optimizer's moments, and
+    """Return the size in bytes of a checkpoint with this number of parameters: weights, the optimizer's moments, and
     averages."""
     model, step = work.model, work.step
     rest = parameters - model.num_hidden_layers * (model.block_weights + model.expert_weights)

@@ -1,4 +1,5 @@
-"""Compute the blocks on each rank of a pipeline for many layouts at once, with the same split as ``config.stages``."""
+"""Compute the number of blocks on each pipeline rank for many layouts at once, with the same split as
+``config.stages``."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from fourfold.planning.workload import Workload
 
 
 class Blocks(NamedTuple):
-    """Number of blocks of one rank.
+    """The number of blocks on one rank.
 
-    In a mixture, the model's first blocks have a dense MLP, and their number is counted too.
+    In a mixture, the first blocks of the model have a dense MLP, and these are counted separately too.
     """
 
     number: Number
@@ -24,10 +25,11 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Numbers of blocks: of the first rank, of the last rank, of the rank with the most blocks, and of ranks between
-    that may be the fullest.
+    """The numbers of blocks on the first rank, on the last rank, on the rank with the most blocks, and on ranks in
+    between that may need the most memory.
 
-    Each rank between is given by its pp rank and its blocks. A case without such a rank has rank 0 and no blocks there.
+    Each rank in between is given by its pipeline rank and its blocks. In cases without such a rank, this is rank 0 with
+    no blocks.
     """
 
     first: Blocks
@@ -50,7 +52,7 @@ def split_of(work: Workload) -> StageSplit:
     )
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
-    # Layouts of one model have only a few combinations of these numbers.
+    # Layouts of the same model have only a few combinations of these numbers.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
     found = [_split(*row, None) for row in table.tolist()]
@@ -64,7 +66,7 @@ def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
-    """Count the blocks of each pp rank, all its stages together, for a single layout."""
+    """Count the blocks on each pipeline rank over all its stages, for a single layout."""
     model, layout = work.model, work.layout
     return blocks_of_ranks(int(model.num_hidden_layers), int(model.dense_first), int(layout.pp),
                            int(layout.stages_per_rank), bool(layout.v_shaped), float(layout.end_layers),
@@ -76,9 +78,9 @@ def _split(
     layers: float, dense: float, pp: float, stages_per_rank: float, v_shaped: float, ends: float,
     counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
-    """Return the numbers of a ``StageSplit`` in a row.
+    """Return the numbers of a ``StageSplit`` as one row.
 
-    A rank is left out if an earlier rank has at least the same number of blocks of each kind and of micro-batches.
+    A rank is left out if an earlier rank has at least as many blocks of each kind and at least as many micro-batches.
     """
     ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(stages_per_rank), bool(v_shaped), ends, counts)
     fullest, between = {ranks[0]}, []
@@ -94,7 +96,7 @@ def blocks_of_ranks(
     layers: int, dense: int, pp: int, stages_per_rank: int, v_shaped: bool, ends: float,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
-    """Return the blocks of each pp rank, all its stages together."""
+    """Return the blocks on each pipeline rank, over all its stages."""
     stages = pp * stages_per_rank
     if stages > layers:  # Another check refuses this.
         return (Blocks(-(-layers // pp), 0),) * pp

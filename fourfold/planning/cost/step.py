@@ -1,4 +1,4 @@
-"""Seconds of a step, split into parts."""
+"""Compute the time of a step, split into parts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _Layer(NamedTuple):
     launch: Number
     z: Number
     z_first: Number
-    """Additional seconds for a rank's outermost block, which has no neighbor before it in the forward or after it in
-    the backward."""
+    """Additional seconds for a rank's outermost block, which has no previous block in the forward and no next block
+    in the backward."""
 
     @property
     def total(self) -> Number:
@@ -75,16 +75,17 @@ def step_parts(
     work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None,
     traffic: WeightTraffic | None = None,
 ) -> dict[str, Number]:  # fmt: skip
-    """Return the seconds of each of ``PARTS``. Their sum is the step.
+    """Return the seconds of each of ``PARTS``. Their sum is the time of the step.
 
-    ``block`` and ``traffic`` are the workload's, if they are already known.
+    ``block`` and ``traffic`` are the results for this workload, if they are already known.
     """
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # The rank has an average stage: its layers, and its share of head and embedding. All other time is waiting.
+    # Assume a rank with an average stage: an average number of layers, and a share of head and embedding. All other
+    # time is waiting.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -117,7 +118,7 @@ def step_seconds(work: Workload, machine: Machine, constants: Constants, block: 
 
 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the slowest device's time relative to the mean. All devices wait for the slowest one.
+    """Return the time of the slowest device relative to the mean. All devices wait for the slowest one.
 
     If the variation between devices was not measured, the slowest node determines the result.
     """
@@ -127,8 +128,8 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Return by how many standard deviations the slowest of many is slower than their mean: √(2 ln n), the growth of
-    the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Return by how many standard deviations the slowest of ``count`` devices is slower than their mean: √(2 ln n), the
+    growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
     deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
     return deviations
 
@@ -159,13 +160,14 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
 
 
 def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the exposed seconds of copying a block's input to the host's memory and back (parallel.offload).
+    """Return the exposed seconds of copying a block's input to host memory and back (parallel.offload).
 
-    The block's forward hides the copy to the host. The recomputation and backward of the next block hide the copy back.
+    The block's forward hides the copy to the host. The recomputation and the backward of the following block hide the
+    copy back.
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # An unknown bandwidth was refused before.
+    copy = residual / np.maximum(machine.host, 1.0)  # Unknown bandwidths were refused earlier.
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
@@ -183,7 +185,7 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 
 
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
-    """Return the seconds of one block in which the device waits for the host.
+    """Return the seconds per block during which the device waits for the host.
 
     The host must read each expert's number of rows before it launches the experts' matmuls, so at that point it is not
     ahead of the device. The experts' computation hides the experts' launches, and all other computation hides all other
@@ -233,8 +235,8 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds of one micro-batch on the slowest rank: the rank with the most blocks, the last rank (head),
-    or the first rank."""
+    """Return the seconds of one micro-batch on the slowest rank. This is the rank with the most blocks, the last rank
+    (which has the head), or the first rank."""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head)
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -249,7 +251,7 @@ def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffi
 
 
 def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of the optimizer step over a rank's shard of the weights."""
+    """Return the seconds of the optimizer step on a rank's shard of the weights."""
     stepped = _entries_stepped(work)
     if has_experts(work):
         stepped = stepped + _entries_stepped(states_of_experts(work))
@@ -263,25 +265,26 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 
 
 def _entries_stepped(work: Workload) -> Number:
-    """Return the entries of a rank's shard of the weights, without experts."""
+    """Return the number of entries in a rank's shard of the weights, without experts."""
     layout = work.layout
     held = work.model.num_hidden_layers * work.model.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the average memory traffic of a rank in one micro-batch, in seconds per entry of the whole weights.
+    """Return the average time of a rank's memory traffic for weights in one micro-batch, in seconds per entry of the
+    whole weights.
 
-    A rank with whole gradients casts or copies the first micro-batch's gradient and adds the later ones.
+    A rank with whole gradients casts or copies the first micro-batch's gradient, and adds the later gradients to it.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
     copied = item + reduced  # The gradient is read in the step's dtype and written in the sum's dtype.
-    added = item + 2 * reduced  # The sum is also read and written.
+    added = item + 2 * reduced  # In addition, the sum is read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
-    # 16-bit gradients that are kept are cast for every micro-batch, and added to the 32-bit sums.
+    # If 16-bit gradients are kept, they are cast for every micro-batch and added to the 32-bit sums.
     cast_and_added = (item + 4) + 3 * 4
     accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)
     summed = np.where(replicated | (work.layout.zero == 1), accumulated, copied)

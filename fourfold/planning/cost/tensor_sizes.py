@@ -1,4 +1,4 @@
-"""Compute the bytes of one block's tensors on a rank, and how the ranks of y share the attention."""
+"""Compute the bytes of one block's tensors on a rank, and how the y ranks share attention."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
-"""Number of queries in one piece of an attention that runs as separate operations."""
+"""Smallest and largest number of queries in one piece of attention that runs as separate operations."""
 
 WIDEST_FLASH, WIDEST_CUDNN = 256, 128
 """The largest ``head_dim`` that FlashAttention's kernels support, and the largest that a ring gives to cuDNN."""
 
 
 class TensorBytes(NamedTuple):
-    """Bytes of one micro-batch's tensors on the rank: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
+    """Bytes of one micro-batch's tensors on a rank: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
 
-    queries and keys are the attention's inputs on this rank, and whole_queries are the queries of all ranks of y.
+    queries and keys are the inputs of attention on this rank, and whole_queries are the queries of all y ranks.
     """
 
     residual: Number
@@ -36,7 +36,7 @@ def tensor_bytes(work: Workload) -> TensorBytes:
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden_size / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A rank holds whole key-value heads. If heads do not divide evenly, it holds one copy for each query head.
+    # A rank holds whole key-value heads. If the heads do not divide evenly, it holds one copy for each query head.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
@@ -52,7 +52,7 @@ def tensor_bytes(work: Workload) -> TensorBytes:
 
 
 def attention_over_y(work: Workload) -> np.ndarray:
-    """Return the dimension along which the y ranks share the attention, as in ``config.layout.attention_split``."""
+    """Return the dimension along which the y ranks share attention, as in ``config.layout.attention_split``."""
     model, layout = work.model, work.layout
     heads = model.queries / model.head_dim
     return np.where(
@@ -76,21 +76,21 @@ def is_ring(work: Workload) -> Flag:
 
 
 def heads_on_rank(work: Workload) -> Number:
-    """Return the number of query heads on the rank, or a fraction of one if ranks share it."""
+    """Return the number of query heads on a rank, or a fraction of one head if several ranks share it."""
     model, layout = work.model, work.layout
     return model.queries / model.head_dim / (layout.x * layout.y)
 
 
 def log_sum_exp_bytes(work: Workload) -> Number:
-    """Return the bytes of the log-sum-exps, fp32, one for each query of each head."""
+    """Return the bytes of the log-sum-exps in fp32, one for each query of each head."""
     return 4 * work.tokens * heads_on_rank(work)
 
 
 class CappedScores(NamedTuple):
-    """Scores of one block's attention, which runs as separate operations.
+    """Sizes of one block's attention with capped scores, which runs as separate operations.
 
-    The fields are the heads (of all sequences) on the rank, the queries and the keys whose scores exist at once, the
-    mean number of keys per query for which scores are computed, and the number of pieces.
+    The fields are the number of heads (of all sequences) on the rank, the numbers of queries and keys whose scores
+    exist at once, the mean number of keys per query for which scores are computed, and the number of pieces.
     """
 
     heads: Number
@@ -101,13 +101,14 @@ class CappedScores(NamedTuple):
 
 
 def caps_scores(work: Workload) -> Flag:
-    """Return whether fourfold's attention caps the scores. It has no fused kernel then."""
+    """Return whether fourfold's attention caps the scores. If it does, it has no fused kernel."""
     caps: Flag = np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
     return caps
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the number of pieces that ``parallel.document_attention``, ``block_attention``, and the ring cut."""
+    """Return the sizes and the number of the pieces into which ``parallel.document_attention``, ``block_attention``,
+    and the ring cut the attention."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)
@@ -129,17 +130,17 @@ def capped_scores(work: Workload) -> CappedScores:
 
 def flash_workspace(work: Workload) -> Number:
     """Return the bytes that FlashAttention's backward allocates and frees, as ``recorder.flash_backward_bytes`` counts
-    them in the trace of a GPU run. It is 0 if attention has no such kernel."""
+    them in the trace of a GPU run. Return 0 if attention does not use this kernel."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    # Heads of all sequences that the rank reads at once.
+    # Number of heads, over all sequences that the rank reads at once.
     heads = work.sequences_per_part * heads_on_rank(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)
     summed = np.ceil(width / multiple) * multiple
-    # Windows take the packed kernel, which pads differently.
+    # Attention with windows uses the packed kernel, which pads differently.
     rows = model.sliding * (tokens + 128) + (1 - model.sliding) * np.ceil(tokens / 128) * 128
     accumulated = 4 * heads * rows * (summed + 1)
     expanded = np.where(model.keys == model.queries, 0, 4 * heads * tokens * width)

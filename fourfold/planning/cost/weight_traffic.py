@@ -1,4 +1,5 @@
-"""Compute the seconds of sending weights and gradients to the ranks that shard or copy them, if nothing is hidden."""
+"""Compute the time of sending weights and gradients to the ranks that shard or copy them, if no communication is
+hidden."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class WeightTraffic(ArrayFields):
-    """Seconds of one micro-batch, and of a step for gradients. They depend only on the grid and on zero.
+    """Seconds of traffic per micro-batch, or for ``gradients`` per step. They depend only on the grid and on zero.
 
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
-    - table: a table's weights gathered once, and its gradients scattered.
+    - table: the weights of a table (embedding or head) gathered once, and its gradients scattered.
     - outermost: a block's weights gathered once, and its gradients scattered.
     - of_z, table_of_z: the fraction of block and table that would remain if dp and cp had one rank.
-    - gradients: summed over the ranks that hold copies.
+    - gradients: the gradients summed over the ranks that hold copies.
     """
 
     block: Number
@@ -66,7 +67,7 @@ def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
     """Return the seconds to gather ``weights`` for the forward (and again for the backward if ``gathers`` is 2), and to
-    scatter their gradients, with nothing hidden."""
+    scatter their gradients, if no communication is hidden."""
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
@@ -90,17 +91,17 @@ def weight_traffic_seconds(
 
 
 def gathered_once_a_step(work: Workload) -> Flag:
-    """Return whether sharded weights are gathered once per step: distributed optimizers, and zero 1 and 2 with z =
-    1."""
+    """Return whether sharded weights are gathered once per step. This holds for distributed optimizers, and for zero
+    1 and 2 with z = 1."""
     layout = work.layout
     gathered: Flag = work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
     return gathered
 
 
 def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of the sum of all gradients except experts', with nothing hidden.
+    """Return the seconds of summing all gradients except those for experts, if no communication is hidden.
 
-    With a distributed optimizer (zero 1 whose weights are kept), gradients are scattered, and weights are gathered
+    With a distributed optimizer (zero 1 with weights that are kept), gradients are scattered, and weights are gathered
     during the next forward.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program

@@ -1,1 +1,1 @@
-"""Machines: rates and memory of their devices, and bandwidths and latencies of their links."""
+"""Describe machines: the rates and memory of their devices, and the bandwidths and latencies of their links."""

@@ -1,7 +1,7 @@
-"""The constants that no data sheet lists: how close a program gets to the machine's rates.
+"""Define the constants that no data sheet lists, which tell how close a program gets to the machine's rates.
 
-Each has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants are
-factors on the machine's rates, so one set also serves machines that nobody has measured.
+Each constant has a prior from published measurements, and ``calibration`` moves it towards measured rows. The constants
+are factors on the machine's rates, so the same constants also work for machines that have not been measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.planning.array_fields import ArrayFields, Number
 class Constants(ArrayFields):
     """Fractions of the machine's rates, and times.
 
-    - matmul: fraction of the achieved rate. Training runs longer and hotter than a benchmark.
+    - matmul: fraction of the achieved rate. It is below 1 because training runs longer and hotter than a benchmark.
     - attention: fraction of the fused kernel's best rate.
     - memory: fraction of the memory bandwidth in pointwise operations.
     - launch: factor on the host time of a kernel.
@@ -26,7 +26,7 @@ class Constants(ArrayFields):
     - latency: factor on the latency of a collective.
     - exposed: fraction of the communication that could be hidden but stays exposed.
     - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
-    - step: seconds that a step takes at any size.
+    - step: fixed number of seconds that every step takes, regardless of its size.
     """
 
     matmul: Number
@@ -42,7 +42,7 @@ class Constants(ArrayFields):
 
 
 class Prior(NamedTuple):
-    """A constant before any measurement: its median, and the spread of its logarithm."""
+    """A constant before any measurement, given by its median and the spread of its logarithm."""
 
     median: float
     spread: float
@@ -71,5 +71,5 @@ def prior_constants() -> Constants:
 
 
 def moved(constants: Constants, logs: np.ndarray) -> Constants:
-    """Return ``constants`` times exp(``logs``), an array [..., constants]."""
+    """Return ``constants`` multiplied by exp(``logs``), where ``logs`` is an array [..., constants]."""
     return replace(constants, **{name: getattr(constants, name) * np.exp(logs[..., i]) for i, name in enumerate(NAMES)})

@@ -1,4 +1,4 @@
-"""A machine as the planner sees it: the rates and memory of one device, and the links between devices.
+"""Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
 Machines are TOML files (``fourfold/planning/machines``). Every constant in them names its source.
 """
@@ -22,9 +22,9 @@ from fourfold.untrusted_files import read_text_file
 class Machine(ArrayFields):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
-    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates: the advertised bf16 rate, and the rates that the
-      best shape reaches.
-    - units: processors that share the tiles of a matmul.
+    - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate, and the
+      achieved rates are those of the best shape.
+    - units: number of processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.
     - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if no other kernel is faster.
@@ -33,11 +33,12 @@ class Machine(ArrayFields):
     - host: bandwidth to the host's memory, 0 if unknown.
     - node: injection bandwidth of a node.
     - base, intra_hop, inter_hop: latency of a collective, and of each step of its ring.
-    - ring_hop: measured latency per rank in rings that leave a node. 0 means the steps' latency.
+    - ring_hop: measured latency per rank in rings that leave a node. 0 means that the latencies of the steps are used
+      instead.
     - launch: host time of a kernel.
     - reserved: bytes of a device that the runtime takes.
-    - nn, nt, tn: fraction of the achieved rate with operands as stored, with the second transposed, and with the first
-      transposed. These are the input gradients, outputs, and weight gradients of linear layers.
+    - nn, nt, tn: fraction of the achieved rate with operands as stored, with the second operand transposed, and with
+      the first operand transposed. Input gradients, outputs, and weight gradients of linear layers use these layouts.
     - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
     """
 
@@ -79,7 +80,8 @@ class Machine(ArrayFields):
     efficiency: tuple[tuple[str, float], ...] = ()
     """Factors on the priors of ``constants.Constants``, by name, as ``fourfold machine calibrate`` fitted them."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature among the calibrated rows. Predictions outside are extrapolations."""
+    """Smallest and largest value of each feature among the calibrated rows. Predictions outside this range are
+    extrapolations."""
 
 
 SECTIONS = {
@@ -170,10 +172,10 @@ def check_positive(value: Any, what: str) -> None:
 
     Args:
         value: The value.
-        what: Its name, for the message.
+        what: Name of the value, for the message.
 
     Raises:
-        UserError: It is not.
+        UserError: The value is not plausible.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{what} = {str(value)[:40]} must be a number above 0, such as 1")

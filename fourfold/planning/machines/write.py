@@ -16,7 +16,7 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     """Return the text of a file that ``load_machine`` reads.
 
-    Comments tell measured constants from the constants of ``base``.
+    Comments tell which constants were measured and which come from ``base``.
     """
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
@@ -45,7 +45,7 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """Return a copy of the machine with fitted constants and the range of their fit."""
+    """Return a copy of the machine with fitted constants, and with the range of workloads in the fit."""
     return replace(
         machine,
         name=name,
@@ -55,10 +55,12 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
 
 
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
-    """Return a machine from a microbenchmark's record. Anything it could not measure is taken from ``base``.
+    """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure are taken from
+    ``base``.
 
-    The measured rates are rates that programs reach, so no constant needs to scale them down: the factors are set so
-    that prior × factor = 1 (for links: the fraction that one collective reached).
+    The measured rates are rates that programs reach, so no constant needs to scale them down. The factors are therefore
+    set so that prior × factor = 1. For links, prior × factor is the fraction of the bandwidth that one collective
+    reached.
     """
     from fourfold.planning.machines.constants import PRIORS
 
@@ -109,7 +111,8 @@ def machine_with_matmul_rates(base: Machine, name: str, rates: Mapping[str, floa
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth by group size and the latencies, from a line through a small and a large all-gather."""
+    """Return the bandwidth by group size, and the latencies, from a line through the times of a small and a large
+    all-gather."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -1,5 +1,5 @@
-"""Explain why a layout wins: which layouts it beats, by how much, and which change of the machine would reverse the
-order."""
+"""Explain why a layout is the fastest: which layouts it beats, by how much, and which change of the machine would
+reverse the order."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Machine constants whose break-even is searched: the field, the unit, and the size of the unit."""
+"""Machine constants for which a break-even is searched. Each has the field, the unit, and the size of the unit."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
 FINER = 65
-"""Number of factors to try between two values, so that a break-even is exact to a thousandth."""
+"""Number of factors to try between two values, so that a break-even is found to within a thousandth."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The value of a constant at which another layout overtakes the best."""
+    """The value of a machine constant at which another layout becomes faster than the best one."""
 
     what: str
     now: float
@@ -48,8 +48,8 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that is one change away: the change, and how much slower the layout is (None if it is refused, with the
-    reason)."""
+    """A layout that differs by one change: the change, and how much slower the layout is. If the layout is refused,
+    this is None, and the reason is given."""
 
     change: str
     slower: float | None
@@ -68,14 +68,15 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Return the seconds of each part with one column per prediction. Parts that are zero everywhere are left out."""
+    """Return the seconds of each part, with one column per prediction. Parts that are zero in all predictions are left
+    out."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """For each of ``KNOBS`` and each direction, find the value at which another grid becomes the fastest among the
-    ``RANKED`` fastest layouts."""
+    """For each of ``KNOBS`` and each direction, find the value at which another grid becomes the fastest. Only the
+    ``RANKED`` fastest layouts are considered."""
     order = plan.found.order[:RANKED]
     if len(order) < 2:
         return []
@@ -84,9 +85,9 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     of_best = (grids == grids[0]).all(axis=1)
 
     def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
-        """Find the first factor of a constant at which a layout on another grid is the fastest.
+        """Find the first factor on a constant at which a layout on another grid is the fastest.
 
-        Returns the indices of the factor and of that layout among the candidates.
+        Return the indices of the factor and of that layout among the candidates.
         """
         machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
@@ -113,15 +114,16 @@ def break_evens(plan: Plan) -> list[BreakEven]:
 
 
 def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
-    """Return a machine with the constant ``field`` multiplied. "intra8" covers all intra-node bandwidth."""
+    """Return a machine whose constant ``field`` is multiplied by the factor. "intra8" stands for all bandwidths
+    inside a node."""
     names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
     return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with layouts that move a factor of two between axes, or change one choice by a step.
+    """Compare the best layout with layouts that move a factor of two between axes, or change one choice by one step.
 
-    Each layout uses the number of micro-batch parts with which it is fastest.
+    Each of these layouts has the number of batch parts with which it is fastest.
     """
     found, best = plan.found, plan.best
     ep = ["ep"] if best.work.model.num_experts else []
@@ -194,13 +196,13 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
 
 
 def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
-    """Return the neighbors of a value in a list."""
+    """Return the values before and after a value in a list."""
     at = values.index(here)
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return changes to the schedules before and after this one in ``space.PIPELINES``."""
+    """Return changes to the previous and the next schedule in ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
@@ -213,8 +215,8 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor], factor: float) -> str:
-    """Return a sentence with the number of neighbors that are within ``factor``, the planner's margin, of the best
-    layout."""
+    """Return a sentence with the number of neighbors whose time is within ``factor``, the planner's margin, of the best
+    layout's."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
         return "No neighbor is legal and fits: the layout stands alone."
@@ -223,7 +225,7 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
 
 
 def next_doubling(plan: Plan, more: Prediction) -> dict[str, Any]:
-    """Compare with the same batch on twice the GPUs: speed-up and efficiency."""
+    """Compare with a plan of the same batch on twice as many GPUs, and return the speed-up and the efficiency."""
     speedup = plan.best.seconds / more.seconds
     return {"gpus": 2 * plan.gpus, "layout": more.describe(), "step_seconds": more.seconds, "speedup": speedup,
             "efficiency": speedup / 2}  # fmt: skip
@@ -236,9 +238,9 @@ def explain(
 
     Args:
         plan: The plan.
-        factor: The ratio of two predicted times above which their order is certain.
+        factor: The ratio of two predicted times above which their order is considered certain.
         own: The run file's own layout.
-        doubled: The best layout of the same batch on twice the GPUs, if one fits.
+        doubled: The best layout for the same batch on twice as many GPUs, if one fits.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})

@@ -1,7 +1,7 @@
-"""Find the fastest layouts that fit. All legal layouts are evaluated, without sampling.
+"""Find the fastest layouts that fit into memory. All legal layouts are evaluated, without sampling.
 
 Batch parts are the exception, because they only hide communication over x and y. A layout is evaluated with several
-parts only if it could be among the fastest with all of this communication hidden.
+parts only if it could be among the fastest if all of this communication were hidden.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
-"""Ratio of two step times that counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
+"""Ratio of two step times that still counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""A layout with at least this probability of running out of memory is given up for any number of parts."""
+"""Probability of running out of memory from which on a layout is discarded, with any number of batch parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
 """Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields that the traffic of weights and gradients depends on."""
 RANKED = 400
-"""Number of fastest layouts that are guaranteed to be the fastest with any number of parts."""
+"""Number of fastest layouts that are guaranteed to be correct for any number of batch parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that get shorter if communication over x and y is hidden. The bubble gets shorter too."""
+"""Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
 """Minimum fraction of a step that is left if sequences come one by one and are not copied around collectives."""
 
 
 class SearchScores(NamedTuple):
-    """Scores of the points of a search, one array [n] each: seconds of a step (infinite if illegal), minimum seconds
-    over all numbers of parts, bytes of the fullest rank, P(OOM), and the index of the reason for a refusal."""
+    """Scores of the points of a search. Each is an array [n]: the seconds of a step (infinite if illegal), the minimum
+    seconds with any number of batch parts, the peak bytes on any rank, P(OOM), and the index of the reason for a
+    refusal."""
 
     seconds: np.ndarray
     least: np.ndarray
@@ -65,7 +66,7 @@ class SearchScores(NamedTuple):
 
     @property
     def fits(self) -> np.ndarray:
-        """Return the positions of the points that are legal and fit."""
+        """Return the indices of the points that are legal and fit into memory."""
         return np.flatnonzero(self.reason == 0)
 
     def followed_by(self, more: Self) -> Self:
@@ -76,9 +77,9 @@ class SearchScores(NamedTuple):
 class Found:
     """All points of a search, with their scores.
 
-    - order: the legal points, fastest first, ties by P(OOM) (see ``ranking``).
-    - crossed: the number of points before the candidates with more parts.
-    - refused: [reasons] the number of layouts that are illegal with every recompute mode. They are not among the
+    - order: the legal points, fastest first. Ties are ordered by P(OOM) (see ``ranking``).
+    - crossed: the number of points in the first round. Candidates with more batch parts come after these.
+    - refused: for each reason, the number of layouts that are illegal with every recompute mode. They are not among the
       points.
     - batch_parts: the numbers of parts that were tried.
     - seconds_taken: wall time.
@@ -97,11 +98,11 @@ class Found:
 
     @property
     def evaluated(self) -> int:
-        """Return the number of layouts."""
+        """Return the number of evaluated layouts."""
         return len(self.seconds) + int(self.refused.sum())
 
     def point(self, index: int | np.ndarray) -> Workload:
-        """Return one layout."""
+        """Return the layout at an index."""
         return self.work.point(index)
 
     def rejected(self) -> dict[str, int]:
@@ -156,11 +157,11 @@ def search(
 
 
 def ranking(scores: SearchScores) -> np.ndarray:
-    """Order the points that fit, fastest first.
+    """Return the points that fit into memory, fastest first.
 
-    Starting at the fastest, times within a factor of ``TIED`` form a band and count as equal.
+    Starting with the fastest point, times within a factor of ``TIED`` form a band and count as equal.
 
-    Within a band, layouts are sorted by P(OOM), rounded to whole percent, and then by time.
+    Within a band, layouts are sorted by P(OOM), rounded to a whole percentage, and then by time.
     """
     seconds, p_oom = scores.seconds[scores.fits], scores.p_oom[scores.fits]
     bands = np.floor(np.log(seconds / seconds.min(initial=np.inf)) / np.log(TIED))
@@ -172,8 +173,8 @@ def score(
     work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
     watch: Callable[[int, int], None] | None = None,
 ) -> SearchScores:  # fmt: skip
-    """Evaluate the points that no earlier ``reason`` refuses (``space.rejections``), and refuse points that do not
-    fit."""
+    """Evaluate the points that no earlier ``reason`` refuses (``space.rejections``), and refuse points that do not fit
+    into memory."""
     count = np.size(work.layout.x)
     scores = SearchScores(
         seconds=np.full(count, np.inf),
@@ -195,11 +196,12 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return every point's bytes on the fullest rank, seconds of a step, and minimum seconds with any number of parts.
+    """Return every point's peak bytes on any rank, seconds of a step, and minimum seconds with any number of batch
+    parts.
 
-    Points share blocks and the traffic of weights, which are computed once.
+    The times of blocks and the traffic of weights are shared by many points and computed only once.
 
-    The minimum assumes that parts hide all communication over x and y, and shorten nothing else except copies of
+    The minimum assumes that batch parts hide all communication over x and y, and shorten nothing else except copies of
     tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
@@ -216,9 +218,9 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
-    """Return the positions of points that may be among the fastest ``RANKED`` with more parts.
+    """Return the indices of points that may be among the fastest ``RANKED`` points with more batch parts.
 
-    More parts may also need less memory.
+    With more batch parts, a point may also need less memory.
     """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf
@@ -231,7 +233,7 @@ def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
 
 
 def with_batch_parts(work: Workload, batch_parts: Sequence[int]) -> Workload:
-    """Return every point with each number of parts."""
+    """Return every point with each number of batch parts."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(batch_parts)))
     each: Workload = repeated.but(batch_parts=np.repeat(np.array(batch_parts, dtype=np.int32), count))

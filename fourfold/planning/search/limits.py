@@ -1,4 +1,4 @@
-"""Parse limits of the search as the command line writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
+"""Parse limits of the search, which the command line gives as texts: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cp_method": ("cp_methods", str),
     "batch_parts": ("batch_parts", str),
 }
-"""The field of ``SearchLimits`` that a limit restricts, and how its text names an entry."""
+"""For each limit, the field of ``SearchLimits`` that it restricts, and the texts for the entries of that field."""
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
@@ -34,7 +34,8 @@ SYNTAX = (
 
 
 def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimits:
-    """Parse an option's settings. Raise ``UserError`` for an unknown setting, and if two contradict each other."""
+    """Parse an option's settings. Raise ``UserError`` for an unknown setting, and if two settings contradict each
+    other."""
     at_most: list[tuple[str, int]] = []
     fixed: list[tuple[str, tuple[int, ...]]] = []
     limits = EVERYTHING

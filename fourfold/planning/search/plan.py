@@ -25,20 +25,20 @@ GRID = ("pp", "dp", "cp", "z", "y", "x")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout, with its predicted seconds by part and its memory by stage and on the fullest rank."""
+    """One layout with its predictions: seconds by part, and memory by stage and on the rank that needs the most."""
 
     work: Workload
     """The layout, with its model, step, and program."""
     parts: dict[str, float]
     """Seconds of a step by part (``cost.step.PARTS``)."""
     memory_bytes: float
-    """Peak bytes of the fullest rank."""
+    """Peak bytes on the rank that needs the most memory."""
     p_oom: float
     """Probability of running out of memory."""
     stages: list[dict[str, float]]
-    """Peak bytes by category on each pipeline stage, in the order of the stages shown."""
+    """Peak bytes by category, for each pipeline stage that is shown."""
     machine: Machine
-    """Machine that the prediction is for."""
+    """The machine that the prediction is for."""
 
     @property
     def gpus(self) -> int:
@@ -57,14 +57,14 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the throughput of all GPUs together."""
+        """Return the throughput of all GPUs together, in tokens per second."""
         return float(self.work.step.global_batch_size * self.work.step.seq_length / self.seconds)
 
     def utilization(self, flops: Number) -> float:
-        """Return the utilization: FLOP/s divided by the GPUs' bf16 peak, even for other precisions.
+        """Return the utilization, which is FLOP/s divided by the GPUs' bf16 peak (for other precisions too).
 
         Args:
-            flops: FLOPs of one step on all GPUs. Model FLOPs give the MFU.
+            flops: Number of FLOPs of one step on all GPUs. Model FLOPs give the MFU.
         """
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
@@ -72,7 +72,7 @@ class Prediction:
         """Return the PFLOP/s of all GPUs together.
 
         Args:
-            flops: FLOPs of one step on all GPUs.
+            flops: Number of FLOPs of one step on all GPUs.
         """
         return float(flops / self.seconds / 1e15)
 
@@ -81,7 +81,7 @@ class Prediction:
         return describe_layout(self.work)
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the prediction as JSON values."""
         work, layout = self.work, self.work.layout
         schedule, stages_per_rank = SCHEDULES[int(layout.schedule)], int(layout.stages_per_rank)
         cp_method = CP_METHODS[int(layout.cp_method)]
@@ -113,7 +113,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest layouts of a search, best first."""
+    """The fastest layouts that a search has found, best first."""
 
     best: Prediction
     ranked: list[Prediction]
@@ -148,12 +148,12 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """Return a suffix that names which blocks recompute. Empty if all blocks do."""
+    """Return a suffix that tells which blocks recompute. It is empty if all blocks do."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
-    """Predict one layout, which need not be legal."""
+    """Predict one layout. The layout need not be legal."""
     block, traffic = block_time(work, machine, constants), weight_traffic(work, machine, constants)
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block, traffic).items()}
     stages = [
@@ -172,8 +172,8 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
 
 
 def _stages_shown(pp: int) -> list[int]:
-    """Return all stages of a short pipeline, or eight evenly spaced stages of a long one, including the first and the
-    last."""
+    """Return the indices of the stages to show: all stages of a short pipeline, or eight evenly spaced stages of a long
+    one, including the first and the last."""
     return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
 
 
@@ -186,7 +186,7 @@ def make_plan(
     limits: SearchLimits | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Find the fastest layouts that fit.
+    """Find the fastest layouts that fit into memory.
 
     Args:
         base: The model and its step.
@@ -213,7 +213,7 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits | None, found: Found
 ) -> str:
-    """Return a sentence that says why nothing fits and names the smallest change that helps."""
+    """Return a sentence that says why no layout fits, and names the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]

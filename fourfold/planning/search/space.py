@@ -1,4 +1,4 @@
-"""List every layout of a number of GPUs as arrays, and the reasons why some are illegal."""
+"""List all layouts for a number of GPUs as arrays, and the reasons why some of them are illegal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
-"""Axes whose size the search can limit. ep adds no ranks of its own."""
+"""Axes whose size a limit can restrict. ep adds no ranks of its own."""
 MOST_GPUS = 1 << 24
-"""Largest number of GPUs. The sizes of larger layouts do not fit the search's 32 bits."""
+"""Largest number of GPUs. With more GPUs, sizes do not fit into the 32 bits that the search uses."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PIPELINES = (
     ("1F1B", 1),
@@ -31,9 +31,9 @@ PIPELINES = (
 take as long as 1F1B and need more memory, and DualPipeV, which is like ZBVZeroBubble. These are predicted only if a run
 file names them."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
-"""Recompute choices: mode (an index into ``workload.RECOMPUTE``), every, and offload."""
+"""Recompute choices to try. Each has the mode (an index into ``workload.RECOMPUTE``), every, and offload."""
 BATCH_PARTS = (1, 2, 4)
-"""Numbers of batch parts to try (``batch_parts``)."""
+"""Numbers of batch parts to try."""
 
 REASONS = (
     "legal",
@@ -44,12 +44,12 @@ REASONS = (
 """Reasons for refusing a point. A point stores the index of the first reason that applies."""
 NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
-"""Number of points evaluated at once, so that their arrays stay in a processor's cache."""
+"""Number of points that are evaluated at once, so that their arrays stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of the search: largest sizes of axes, or the sizes that they may have, and the choices to try."""
+    """Limits of the search: the largest sizes of axes, or a list of allowed sizes, and the choices to try."""
 
     at_most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
@@ -60,14 +60,15 @@ class SearchLimits:
     cp_methods: tuple[str, ...] = ("ring", "ulysses")
     batch_parts: tuple[int, ...] = BATCH_PARTS
     written: str = field(default="the limits of the search", compare=False)
-    """The options that set the limits, for messages."""
+    """The options that set these limits, for messages."""
 
 
 def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.ndarray]:
-    """Return columns of every factorization of ``gpus``, with every ep if there are experts, and every micro-batch.
+    """Return all factorizations of ``gpus`` as columns, combined with every ep if there are experts, and with every
+    micro-batch size.
 
     Raises:
-        UserError: There is a limit on ep and no expert.
+        UserError: There is a limit on ep, but the model has no experts.
     """
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
@@ -84,11 +85,12 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
-    """Return ``base`` with every grid and every choice except the recompute modes, because no rule depends on those."""
+    """Return ``base`` with every grid and every choice, except recompute modes, because no rule depends on
+    recompute."""
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
-    # If points differ only in a choice without effect, keep one of them.
+    # If several points differ only in a choice that has no effect, keep one of them.
     first = (columns["schedule"] == pipelines[0][0]) & (columns["stages_per_rank"] == pipelines[0][1])
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
@@ -115,10 +117,10 @@ def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
 def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each grid, the index of the reason why it is illegal with every choice (0 if it may be legal), and
-    its number of layouts, [n] each."""
-    # If a grid is illegal with these choices, it is illegal with all choices. Zero 3 is among them, because it is the
-    # only one that allows an ep that neither divides z nor is a multiple of it.
+    """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with every
+    choice (0 if it may be legal). The second has its number of layouts."""
+    # If a grid is illegal with these choices, it is illegal with all choices. They include zero 3, because only zero 3
+    # allows an ep that neither divides z nor is a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
@@ -127,7 +129,7 @@ def refused_grids(
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
-    """Return the index of each point's reason for a refusal in ``REASONS`` [n], without considering memory."""
+    """Return the index in ``REASONS`` of each point's reason for a refusal [n], without considering memory."""
     count = np.size(work.layout.x)
     if count > CHUNK:
         chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]
@@ -145,10 +147,10 @@ def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
     numbers = (model.queries, model.keys, model.hidden_size, model.intermediate_size, model.padded_vocab_size,
                model.positions, step.seq_length, step.global_batch_size)  # fmt: skip
-    # The search's 32 bits are enough for any model that was ever built.
+    # 32 bits are enough for any model that was ever built.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
-    # The rules are written for one layout. Arrays pass through the same operators.
+    # The rules are written for one layout. Arrays work too, because they support the same operators.
     sizes: dict[str, Any] = {
         "layers": model.num_hidden_layers, "hidden": model.hidden_size, "heads": model.queries // model.head_dim,
         "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.intermediate_size,
@@ -157,7 +159,7 @@ def _sizes(work: Workload) -> Sizes:
         "float8": step.bits == 8, "experts": model.num_experts, "expert_inner": model.moe_intermediate_size,
         "shared_inner": model.shared_expert_intermediate_size,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # Matmuls with other sizes would exceed 32 bits.
+        # Sizes of matmuls would otherwise exceed 32 bits.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,
@@ -171,7 +173,7 @@ def _sizes(work: Workload) -> Sizes:
 
 
 def refusal(work: Workload, machine: Machine) -> str:
-    """Return why one layout is illegal. Empty if it is legal."""
+    """Return why one layout is illegal. The text is empty if the layout is legal."""
     reason = int(rejections(work, machine)[0])
     return REASONS[reason] if reason else ""
 
@@ -189,7 +191,7 @@ def factorisations(number: int, parts: int) -> np.ndarray:
 
 
 def _crossed(columns: dict[str, np.ndarray], more: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return the columns of all combinations of a row of ``columns`` and a row of the additional columns."""
+    """Return columns with all combinations of a row of ``columns`` and a row of the additional columns."""
     count, times = len(next(iter(columns.values()))), len(next(iter(more.values())))
     crossed = {key: np.repeat(column, times) for key, column in columns.items()}
     for key, values in more.items():

@@ -1,5 +1,5 @@
-"""Find the best layouts whose predicted times are too close to call, and propose a search by real trials that decides
-between them."""
+"""Find the best layouts whose predicted times are too close to tell which is the fastest, and propose a search with
+real trials to decide between them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from fourfold.planning.search.space import AXES
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
-"""Names of choices that a layout holds as indices."""
+"""Names of choices that a layout stores as indices."""
 MEASURED = 10
-"""Largest number of layouts that the proposed search must contain."""
+"""Largest number of the fastest layouts that the proposed search is required to include."""
 
 
 @dataclass(frozen=True)
 class WithinError:
-    """The layouts whose predicted times are too close to the best one to say which is the fastest."""
+    """The layouts whose predicted times are so close to the best one that any of them may be the fastest."""
 
     factor: float
     """Ratio of two predicted times above which the measured times have the same order with 95 % certainty."""
     count: int
-    """Number of layouts that fit and are within the factor, including the best."""
+    """Number of layouts that fit into memory and are within the factor, including the best one."""
     ranked: int
-    """Number of these layouts among the ranked ones."""
+    """Number of these layouts that are among the ranked layouts."""
     space: list[str]
-    """Limits for ``fourfold tune`` that include the fastest of these layouts and few other layouts."""
+    """Limits for ``fourfold tune`` that allow the fastest of these layouts and as few other layouts as possible."""
 
 
 def layouts_within_error(plan: Plan, factor: float) -> WithinError:
-    """Find the layouts within ``factor`` of the best."""
+    """Find the layouts whose times are within ``factor`` of the best one's."""
     found = plan.found
     seconds = found.seconds[found.order]
     count = max(1, int(np.count_nonzero(seconds < factor * seconds[0])))
@@ -42,7 +42,8 @@ def layouts_within_error(plan: Plan, factor: float) -> WithinError:
 
 
 def tuning_space(works: Sequence[Workload]) -> list[str]:
-    """Return limits that allow all ``works``, as texts for ``limits.parse_limits``: the values of each knob."""
+    """Return limits that allow all ``works``, as texts for ``limits.parse_limits``. They list the values of each
+    knob."""
     layouts = [work.layout for work in works]
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "stages_per_rank": pipelined, "cp_method": shared}

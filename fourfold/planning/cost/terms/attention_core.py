@@ -1,4 +1,4 @@
-"""Seconds of the attention core: scores, softmax, and the weighted sum of values."""
+"""Compute the time of the attention core: scores, softmax, and the weighted sum of values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Ratio of matmuls in a fused kernel's backward and forward: five to two, because the backward computes the scores
-again."""
+"""Ratio of the number of matmuls in a fused kernel's backward to the number in its forward. It is five to two,
+because the backward computes the scores again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """Bytes moved per score in 16 bits by separate kernels for scaled masked softmax and for dropout: scores written and
-read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves the same bytes and the gradient
-of the scores."""
+read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves the same bytes, and also
+the gradient of the scores."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
 """Bytes moved per score if Megatron-LM's fused softmax does not apply. Scaling, masking, conversion to 32 bits,
@@ -24,17 +24,18 @@ the same bytes except the mask."""
 FUSED_HEADS = 4
 """The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
 PLAIN_KERNELS = 6.0
-"""Operations that the fused kernel saves in each direction."""
+"""Number of operations that the fused kernel saves in each direction."""
 
 
 NARROW, NARROW_FLASH2 = 0.8, 0.9
-"""Rate with a head_dim of 64 relative to a head_dim of 128, for forward and backward together: with cuDNN and
-FlashAttention-3, and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473, and 299 of
-539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward the rates are closer)."""
+"""Rate with a head_dim of 64 relative to the rate with a head_dim of 128, for forward and backward together. The first
+number is for cuDNN and FlashAttention-3, and the second for FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608,
+figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward the
+rates are closer)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
 """Bytes moved per score in 16 bits by capped attention, which runs as separate operations (parallel.block_attention).
-Each operation reads its operands from memory and writes its result.
+Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
   maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).
@@ -43,7 +44,7 @@ Each operation reads its operands from memory and writes its result.
   matmuls (4).
 """
 CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
-"""Number of operations for one piece of the queries."""
+"""Number of operations for one piece of the queries, in forward and backward."""
 
 
 class Kernel(NamedTuple):
@@ -59,8 +60,8 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
     """Return the seconds of a fused kernel's forward.
 
     Args:
-        flops: FLOPs of the forward.
-        seq: Tokens of a sequence.
+        flops: Number of FLOPs in the forward.
+        seq: Number of tokens in a sequence.
         head_dim: Size of a head.
         rate: FLOP/s of the machine's fastest kernel for long sequences.
         kernel: The kernel's speed relative to the fastest one.
@@ -74,7 +75,7 @@ def unfused_seconds(
 ) -> Number:
     """Return the seconds of one direction of the attention core with separate kernels.
 
-    Its two matmuls move the scores, and their depth (or width) is only ``head_dim``.
+    Its two matmuls read or write all scores, and their depth (or width) is only ``head_dim``.
 
     Args:
         scores: Number of scores: sequences × heads × queries × keys.

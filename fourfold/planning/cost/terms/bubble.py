@@ -1,4 +1,4 @@
-"""Seconds that a pipeline costs: the bubble, and sending activations from stage to stage."""
+"""Compute the time that a pipeline costs: the bubble, and sending activations from stage to stage."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def bubble_seconds(
 ) -> Number:
     """Return the seconds per step that a rank waits for the pipeline to fill and drain.
 
-    forward, inputs, and weights are the seconds of one micro-batch in all of the rank's layers: of the forward, the
-    input gradients, and the weight gradients.
+    forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
+    (F), the input gradients (I), and the weight gradients (W).
 
     1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B waits 1/v of this (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2). If there are fewer than p micro-batches, each missing one adds (v − 1)/v of a micro-batch's time.
-    Zero-bubble schedules fill the gaps with weight gradients until none are left (Qi et al. 2024, arXiv 2401.10241,
-    table 2). For DualPipeV this is an upper bound. If F, I, and W take equally long, the times equal torch's lists
-    (tests/planning/test_terms.py). Otherwise the steps of zero-bubble schedules are within a few percent.
+    section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v of a micro-batch's
+    time. Zero-bubble schedules fill the gaps with weight gradients until no weight gradients are left (Qi et al. 2024,
+    arXiv 2401.10241, table 2). For DualPipeV this is an upper bound. If F, I, and W take equally long, the results
+    equal the times of torch's operation lists (tests/planning/test_terms.py). Otherwise the steps of zero-bubble
+    schedules are within a few percent.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -52,9 +53,9 @@ def _zero_bubble(
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
 
-    It is F + I − W between two ranks, plus the work of the micro-batches that are missing if there are fewer than p. It
-    is at least the time that the first micro-batch takes through all chunks and back, because all later micro-batches
-    follow it.
+    It is F + I − W between each two ranks. If there are fewer than p micro-batches, the work of the missing
+    micro-batches is added. The bubble is at least the time that the first micro-batch takes through all chunks and
+    back, because all later micro-batches follow it.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))
@@ -66,9 +67,9 @@ def _zero_bubble(
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
     """Return the bubble of the V-shaped zero-bubble schedule.
 
-    With 2·pp or more micro-batches, there are p − 1 gaps, over half of a rank's layers. The longest of F, I, and W, or
-    their differences, set each gap. With fewer micro-batches, the bubble is the part of the first micro-batch's way
-    down the V and up again that no later micro-batch fills.
+    With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The longest of F, I, and
+    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the part
+    of the first micro-batch's way down the V and up again that no later micro-batch fills.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
@@ -81,8 +82,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
     """Return the seconds of sending activations to the next stage.
 
-    The bytes go through the network, because the slowest hop sets the pace. Only a job within one node or domain uses
-    the links inside.
+    The bytes are sent through the network, because the slowest hop sets the pace. Only if the whole job is inside one
+    node or domain, they are sent through the links inside it.
 
     Args:
         size: Bytes to send.

@@ -1,5 +1,5 @@
-"""Seconds of a collective as a ring or a tree, inside a node and across nodes. Groups share a node's network
-adapters."""
+"""Compute the time of a collective that runs as a ring or a tree, inside a node and across nodes. Groups share a node's
+network adapters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fourfold.planning.machines.machine import Machine
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks that communicate: its size, its number of ranks in one node, its bandwidth, and the latency of a
-    ring and a tree."""
+    """A group of ranks that communicate: its size, its number of ranks in one node, its bandwidth, and the latencies
+    of a ring and of a tree."""
 
     size: Number
     inside: Number
@@ -27,14 +27,15 @@ class RankGroup(NamedTuple):
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
-    """Return a group of ranks that communicate, if ranks fill one node after another.
+    """Return a group of ranks that communicate. Ranks are assumed to fill one node after another.
 
-    All groups of an axis work at once. Groups that leave a node share its adapters, and members of one group in the
-    node use them together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that share it).
+    All groups of an axis communicate at the same time. Groups that leave a node share its adapters, and members of one
+    group in the node use them together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that
+    share it).
 
     Args:
         size: Number of ranks in the group.
-        stride: Distance between neighbors of the group, in ranks.
+        stride: Distance in ranks between neighbors in the group.
         machine: The machine.
         constants: The machine's constants.
     """
@@ -45,7 +46,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     intra = constants.intra * np.where(
         stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near
     )
-    # A domain of several nodes (NVL72) leaves it through all their adapters.
+    # Traffic leaves a domain of several nodes (NVL72) through the adapters of all its nodes.
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop
@@ -67,7 +68,7 @@ def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
     """Return the seconds of ``count`` ring all-gathers or reduce-scatters whose full tensors have ``size`` bytes in
     total.
 
-    Its latency grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5).
+    The latency grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5).
     """
     share = (group.size - 1) / group.size
     seconds = share * size / group.bandwidth + count * (group.base + group.ring)
@@ -75,7 +76,8 @@ def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
 
 
 class ShardGroup(NamedTuple):
-    """Ranks that share weights: one group, or in two levels the ranks inside a node and the ranks across nodes."""
+    """A group of ranks that shard weights. It is one group, or in two levels, the ranks inside a node and the ranks
+    across nodes."""
 
     whole: RankGroup
     inside: RankGroup
@@ -86,8 +88,8 @@ class ShardGroup(NamedTuple):
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
-    """Return the group of ``size`` ranks, in two levels if it has several times ``per_node`` ranks and ``per_node``
-    exceeds 1."""
+    """Return the group of ``size`` ranks. It has two levels if ``per_node`` exceeds 1, and the group has several times
+    ``per_node`` ranks."""
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
     if not in_levels.any():
@@ -97,10 +99,10 @@ def shard_group_of(
 
 
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
-    """Return ``gather_seconds`` over a shard group.
+    """Return ``gather_seconds`` for a shard group.
 
-    Two levels are two rings, one after the other: a ring of a node's ranks, and a ring of the nodes for one rank's part
-    (PCCL, arXiv 2504.18658).
+    With two levels, two rings run one after the other: a ring of a node's ranks, and a ring of the nodes for one rank's
+    part (PCCL, arXiv 2504.18658).
     """
     if not group.in_levels.any():
         return gather_seconds(size, count, group.whole)
@@ -110,8 +112,8 @@ def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
 
 
 def reduce_seconds(size: Number, count: Number, group: RankGroup) -> Number:
-    """Return the seconds of ``count`` all-reduces of ``size`` bytes in total. A ring moves twice a gather's bytes,
-    and a tree has fewer steps."""
+    """Return the seconds of ``count`` all-reduces of ``size`` bytes in total. A ring moves twice as many bytes as a
+    gather, and a tree has fewer steps than a ring."""
     share = 2 * (group.size - 1) / group.size
     latency = group.base + np.minimum(2 * group.ring, group.tree)
     return np.where(group.size > 1, share * size / group.bandwidth + count * latency, 0.0)

@@ -1,4 +1,4 @@
-"""Seconds of an all-to-all of tokens over the ranks that divide the experts."""
+"""Compute the time of an all-to-all of tokens over the ranks that divide the experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def exchange_seconds(
     and the slower of the two sets the time.
 
     Args:
-        once: A token with several copies on one node is sent once over the network, and once to each rank there
-            (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
+        once: Whether a token with several copies on one node is sent only once over the network, and once to each rank
+            on that node (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
     """
     group = group_of(ranks, stride, machine, constants)
     near = group_of(group.inside, stride, machine, constants).bandwidth
@@ -30,7 +30,7 @@ def exchange_seconds(
     to_ranks = np.where(once, ranks * _share_reached(copies, ranks), copies)
     to_nodes = np.where(once, group.nodes * _share_reached(copies, group.nodes), copies)
     inside = size * to_ranks * (1 - 1 / group.inside) / near
-    # Tokens that arrive at a node are passed on inside it.
+    # Tokens that arrive at a node are passed on inside the node.
     inside = np.where(once, inside, inside * group.inside / ranks)
     outside = size * to_nodes * (1 - group.inside / ranks) / far
     hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
@@ -39,5 +39,6 @@ def exchange_seconds(
 
 
 def _share_reached(copies: Number, places: Number) -> Number:
-    """Return the expected fraction of ``places`` that get at least one of ``copies``, each sent to a random place."""
+    """Return the expected fraction of ``places`` that get at least one of the ``copies``, if each copy is sent to a
+    random place."""
     return 1 - (1 - 1 / np.maximum(places, 1.0)) ** copies

@@ -1,4 +1,4 @@
-"""Host time: one thread launches kernels one after another. If the device is faster, it waits."""
+"""Compute the time of the host. One thread launches kernels one after another, and the device waits if it is faster."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import numpy as np
 from fourfold.planning.array_fields import Flag, Number
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
-"""Operations of one block in eager PyTorch: matmuls, biases, norms, casts, dropout, copies, activation, and
+"""Number of operations of one block in eager PyTorch: matmuls, biases, norms, casts, dropout, copies, activation, and
 attention."""
 FUSED_SHARE = 0.5
-"""Fraction of these operations left with fused norms, rotary embeddings, and attention."""
+"""Fraction of these operations that remain with fused norms, rotary embeddings, and attention."""
 COLLECTIVE_KERNELS = 3.0
-"""Number of launches per collective: the copies around it, and the events that order streams."""
+"""Number of launches per collective: the copies before and after it, and the events that order streams."""
 OPTIMIZER_KERNELS = 60.0
-"""Number of launches of fused AdamW, norm, and clipping, which are multi-tensor kernels."""
+"""Number of launches of fused AdamW, gradient norm, and clipping, which are multi-tensor kernels."""
 
 
 def overlapped(device: Number, host: Number) -> Number:
-    """Return the time if device and host work concurrently.
+    """Return the total time if device and host work concurrently.
 
-    If they take equally long, neither hides the other fully.
+    If they take equally long, the total is longer than each, because neither is hidden completely.
     """
     return (device**4 + host**4) ** 0.25
 
 
 def block_launches(kernels: float, fused: Flag, collectives: Number) -> Number:
-    """Return the launches of one block in one direction, with this number of ``kernels`` in eager PyTorch."""
+    """Return the number of launches of one block in one direction, if it has ``kernels`` operations in eager
+    PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
 
@@ -36,15 +37,17 @@ gathering, and summing rows."""
 GROUPED_KERNELS = 4.0
 """Number of operations of grouped matmuls and of the activation between them, if one kernel computes all experts."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
-"""Number of matmuls of an expert, if each is launched by itself (Transformer Engine's GroupedLinear)."""
+"""Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
+forward and backward."""
 FLOAT8_KERNELS = 3.0
-"""Number of additional launches for each of these matmuls in 8 bits: one rounds an input, and two reorder scales."""
+"""Number of additional launches for each of these matmuls in 8 bits: one launch rounds an input, and two launches
+reorder scales."""
 
 
 def expert_launches(
     experts: Number, grouped: Flag, fused: Flag, in_8: Flag, collectives: Number
 ) -> tuple[Number, Number]:
-    """Return the launches of a router and its experts on a rank, forward and backward."""
+    """Return the numbers of launches of a router and its experts on a rank, in forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
     one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4

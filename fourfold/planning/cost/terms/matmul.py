@@ -1,8 +1,8 @@
-"""Seconds of a matmul and of a linear layer: tiles, waves of tiles, and the depth of the sum.
+"""Compute the time of a matmul and of a linear layer from tiles, waves of tiles, and the depth of the sum.
 
-A kernel gives every processor one tile of the output at a time. A last wave that is not full costs as much as a full
-one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among tile
-sizes, so the fastest one counts. Smaller tiles reuse less of the data that they load.
+A kernel gives every processor one tile of the output at a time. If the last wave is not full, it costs as much as a
+full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among
+tile sizes, so the time is that of the fastest tile size. Smaller tiles reuse less of the data that they load.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.rates import Rates
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
-"""Rows, columns, and the fraction of the best rate, with two of the guide's figures (256×128 and 128×64 on A100)."""
+"""Tile sizes: rows, columns, and the fraction of the best rate that they reach, with two of the guide's figures
+(256×128 and 128×64 on A100)."""
 
 PROLOGUE = 128.0
-"""Setting up and writing out a tile takes as long as this depth of the sum: two to four steps of 32 or 64."""
+"""Depth of the sum that takes as long as setting up and writing out a tile: two to four steps of 32 or 64."""
 
 
 def matmul_seconds(
@@ -24,16 +25,16 @@ def matmul_seconds(
 ) -> Number:
     """Return the seconds of [m, k] @ [k, n].
 
-    ``groups`` such matmuls are one grouped matmul, whose tiles share the waves.
+    If ``groups`` is above 1, this is one grouped matmul of so many such matmuls, whose tiles share the waves.
 
     Args:
-        m: Rows of the output.
-        n: Columns of the output.
+        m: Number of rows of the output.
+        n: Number of columns of the output.
         k: Depth of the sum.
-        rate: FLOP/s of the best shape.
+        rate: FLOP/s that the best shape reaches.
         units: Number of processors.
         bandwidth: Memory bandwidth in bytes per second.
-        item: Bytes of an entry.
+        item: Number of bytes per entry.
         groups: Number of matmuls.
     """
     wave = 2.0 * units * (k + PROLOGUE) / rate
@@ -42,7 +43,7 @@ def matmul_seconds(
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
-    # A device with one unit is a CPU. Its tiles fit its caches and are small compared with any layer.
+    # A device with one unit is a CPU. Its tiles fit into its caches and are small compared with any layer.
     computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
     moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)

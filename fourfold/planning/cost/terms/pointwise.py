@@ -1,6 +1,6 @@
-"""Bytes moved by operations that memory limits: norms, residuals, activations, rotary embeddings, and copies.
+"""Count the bytes moved by memory-bound operations: norms, residuals, activations, rotary embeddings, and copies.
 
-A pass reads or writes all of a tensor.
+One pass reads or writes a whole tensor.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The next numbers are for programs other than fourfold, in the forward. They are counted from the operations of a
+# The following numbers are for programs other than fourfold, in the forward. They are counted from the operations of a
 # block.
 RESIDUAL_PASSES = 12.0
-"""Passes over the residual stream: two norms (read, write), two residual sums (read twice, write), and one copy of the
-two outputs."""
+"""Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
+each), and one copy of the two outputs."""
 FUSED_RESIDUAL_PASSES = 8.0
 """Passes over the residual stream if a norm and a residual sum are one kernel each."""
 HEAD_PASSES = 4.0
-"""Passes over queries, keys, and values that rotate them or add biases, and reorder them for the attention."""
+"""Passes over queries, keys, and values to rotate them or add biases, and to reorder them for the attention."""
 PLAIN_TURNS = 8.0
 """Additional passes over queries and keys if rotary embeddings run as separate operations: products, negation,
 concatenation, and sum compute x·cos + (−x₂, x₁)·sin (Megatron-DeepSpeed and Hugging Face in bf16)."""
@@ -31,18 +31,20 @@ BACKWARD = 1.5
 """Number of passes in the backward divided by the number in the forward: 3 / 2. The backward of a norm reads the
 gradient and the input and writes one tensor. The backward of a sum moves nothing."""
 
-# The numbers below are for fourfold's own operations in 16 bits, forward and backward. tests/planning/test_traffic.py
-# counts them, except fused operations and the kernels of norms, which only a GPU or a compiler has.
+# The numbers below are for fourfold's own operations in 16 bits, in forward and backward.
+# tests/planning/test_traffic.py counts them, except fused operations and the kernels of norms, which exist only on a
+# GPU or with a compiler.
 OWN_SUMS = 6.0, 6.0
-"""Passes over the residual stream: two residual sums and the sums of the gradients there (read twice, write)."""
+"""Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
+each)."""
 OWN_NORMS = 4.0, 10.0
-"""Passes over the residual stream by two norms of one kernel each. The forward reads and writes. The gradients of
-inputs and of weights each read the input and the output's gradient."""
+"""Passes over the residual stream by two norms of one kernel each. The forward reads and writes the stream. The
+gradients of inputs and of weights each read the input and the output's gradient."""
 OWN_CHAINS = 10.0, 48.0
 """Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.norm``) with a sum over y
 in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
-"""Passes for two such LayerNorms, which have two statistics in higher precision."""
+"""Passes by two LayerNorms of this kind, which have two statistics in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys by their norms. Each norm converts them to 32 bits, runs its kernel, and multiplies the
 result by the weight in 16 bits."""
@@ -50,41 +52,42 @@ OWN_TURNS = 11.5, 11.5
 """Passes over the channels that rotary embeddings rotate, in separate operations with sums in 32 bits
 (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
-"""Passes if one kernel computes rotary embeddings and head norms."""
+"""Passes over the same channels if one kernel computes rotary embeddings and head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
 """Passes over the inner width for silu(gate) · up. Gate and up each have a gradient."""
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over the outputs that a bias is added to. The gradient of the bias is a sum."""
+"""Passes over outputs to which a bias is added. The gradient of the bias is a sum."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
-"""Passes over the router's scores in fp32, for softmax, choice, and sums."""
+"""Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
 ROW_PASSES = 4.0
-"""Passes over the rows of a rank's tokens. The forward gathers them before it sends them, and sums them with weights
-when they come back. The backward does the reverse."""
+"""Passes over the rows of a rank's tokens. The forward gathers the rows before it sends them, and sums them with
+weights when they return. The backward does the reverse."""
 SORT_PASSES = 4.0
-"""Passes over the rows of a rank's experts, if it has several: sort the rows by expert, and restore their order."""
+"""Passes over the rows of a rank's experts if it has several experts: sort the rows by expert, and restore their
+order."""
 PLACING_PASSES = 2.0
-"""Passes that replace these and ``ROW_PASSES`` if the exchange delivers rows in the right order and sums the rows that
-come back."""
+"""Passes that replace ``SORT_PASSES`` and ``ROW_PASSES`` if the exchange delivers rows in the right order, and sums the
+rows that return."""
 PADDING_PASSES = 4.0
 """Passes over these rows in 8 bits, to pad each expert's rows to a multiple and to remove the padding."""
 ROUNDING_PASSES = 2.0
-"""Passes, in 16 bits, that round a matmul's operand to 8 bits by rows and by columns."""
+"""Passes, in 16 bits, that round an operand of a matmul to 8 bits by rows and by columns."""
 EXPERT_GATE_PASSES = 3.0, 6.0
-"""Passes of other programs over the experts' width. The forward reads gate and up, and writes their product times the
-router's weights. The backward reads the product's gradient, gate, and up, writes their gradients, and computes the
-product again for the gradients of the router's weights."""
+"""Passes of programs other than fourfold over the experts' width. The forward reads gate and up, and writes their
+product times the router's weights. The backward reads the product's gradient, gate, and up, writes their
+gradients, and computes the product again for the gradients of the router's weights."""
 
 
 def others_bytes(
     residual: Number, heads: Number, turned: Number, inner: Number, gated: Flag, fused: Flag
 ) -> tuple[Number, Number]:
-    """Return the bytes moved in one block's forward and backward.
+    """Return the bytes that one block moves in forward and backward in programs other than fourfold.
 
     The arguments are bytes on the rank: of the residual, of queries, keys, and values (``heads``), of channels that
-    rotary embeddings rotate (``turned``), and of the inner width.
+    rotary embeddings rotate (``turned``), and of the MLP's inner width.
     """
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
@@ -97,14 +100,14 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Flag, fused: Flag, core_fused: Flag, chains: Flag, layer_norm: Flag,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """Return the bytes moved in forward and backward of fourfold's own block.
+    """Return the bytes that fourfold's own block moves in forward and backward.
 
     Args:
-        turned: Bytes that rotary embeddings rotate.
-        normed: Bytes that head norms read.
-        biased: Bytes that biases are added to.
+        turned: Number of bytes that rotary embeddings rotate.
+        normed: Number of bytes that head norms read.
+        biased: Number of bytes to which biases are added.
         core_fused: Whether the operations between the attention's matmuls are fused.
-        chains: Whether norms are chains of operations.
+        chains: Whether norms are chains of separate operations.
     """
 
     def passes(direction: int) -> Number:
@@ -128,8 +131,9 @@ def own_bytes(
 class ExpertFlags(NamedTuple):
     """How a program moves rows.
 
-    The flags are fourfold's own operations, fused operations, matmuls in 8 bits, exchanges that put rows in their place
-    with matmuls that compute the activation and round, and several experts on a rank.
+    The flags tell whether the program uses fourfold's own operations, fused operations, and matmuls in 8 bits, whether
+    exchanges put rows into order while matmuls compute the activation and round, and whether a rank has several
+    experts.
     """
 
     is_own: Flag
@@ -146,10 +150,10 @@ def expert_bytes(
     forward's activation.
 
     Args:
-        scores: Bytes of the router's scores.
-        sent: Bytes of the rows of a rank's tokens.
-        here: Bytes of the rows of its experts.
-        inner: Bytes of these rows at the experts' width.
+        scores: Number of bytes of the router's scores.
+        sent: Number of bytes of the rows of a rank's tokens.
+        here: Number of bytes of the rows of the rank's experts.
+        inner: Number of bytes of the latter rows at the experts' width.
         how: How the program moves rows.
     """
     passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
