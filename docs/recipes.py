@@ -66,7 +66,7 @@ class Recipe:
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
 """Keys of [parallel] whose default is not 1."""
-HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of", "s a step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
+HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of GB", "s/step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
           "published")  # fmt: skip
 MODES = ("none", "selective", "full")
 AXONN_GPUS = {
@@ -217,7 +217,7 @@ def row(recipe: Recipe) -> tuple[str, ...]:
         return link, machine.name, gpus, layout, f"{memory / 1e9:.1f} (traced)", of, *[""] * (len(HEADER) - 6)
     found = prediction(recipe)
     work = found.work
-    risk = f" (too much with a probability of {found.p_oom:.0%})" if found.p_oom > MAX_P_OUT_OF_MEMORY else ""
+    risk = f" (runs out of memory with a probability of {found.p_oom:.0%})" if found.p_oom > MAX_P_OUT_OF_MEMORY else ""
     return (
         link,
         machine.name,

@@ -26,7 +26,7 @@ class ValidationConfig(Strict):
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A loss counts as lower only if it is at least this much below the lowest so far."""
+    """A loss counts as lower only if it is more than this much below the lowest so far."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:

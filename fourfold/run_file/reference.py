@@ -22,15 +22,15 @@ INTRODUCTION = """\
 
 <!-- Written by fourfold/run_file/reference.py from the schema: change descriptions there, not here. -->
 
-A run file describes a whole run in TOML. Start from [examples/laptop.toml](../examples/laptop.toml), and change one key
-for one run with `--set`:
+A run file describes a run in TOML. Start from [examples/laptop.toml](../examples/laptop.toml). To change a key for one
+run only, use `--set`:
 
     fourfold train run.toml --set optimizer.lr=1e-4
 
-Every command takes `--set section.key=value`. The value is read as TOML, or as a string if it is not valid TOML. An
-unknown key is an error that names the nearest right key. A run whose sizes do not divide over the grid is refused with
-a sentence that says what would work ([parallelism.md](parallelism.md#what-is-refused)). The resolved file is kept as
-`run.toml` in the run's folder.
+Every command that reads a run file takes `--set section.key=value`. fourfold reads the value as TOML, or as a string if
+it is not valid TOML. If you use an unknown key, the error names the closest valid key. If a size cannot be divided over
+the grid, the error says which sizes work ([parallelism.md](parallelism.md#what-is-refused)). fourfold writes the run
+file with all defaults and overrides to `run.toml` in the run's folder.
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
@@ -73,7 +73,7 @@ def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, 
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
-    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
         cells = (
             f"`{name}`",
@@ -89,7 +89,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if isinstance(field.default, BaseModel):
-        return "that of its keys"
+        return "see below"
     if field.default is None or (field.default == UNSET and Gt(0) in field.metadata):
         return "none"
     return f"`{json.dumps(field.default)}`"
@@ -123,7 +123,11 @@ def _elsewhere() -> str:
     theirs: dict[str, list[str]] = {}
     for name, ours in ELSEWHERE.items():
         theirs.setdefault(ours, []).append(f"`{name}`")
-    rows = ["These are not accepted, but the error says what to write.\n", "| here | elsewhere |", "|---|---|"]
+    rows = [
+        "fourfold does not accept these names, but its error message says which key to use instead.\n",
+        "| key in fourfold | names in other programs |",
+        "|---|---|",
+    ]
     rows += [f"| {ours} | {', '.join(names)} |" for ours, names in theirs.items()]
     return "\n".join(rows) + "\n"
 
