@@ -1,1 +1,1 @@
-"""Evaluate models: perplexity on text, and lm-eval's tasks."""
+"""Evaluate models by their perplexity on text and by lm-eval tasks."""

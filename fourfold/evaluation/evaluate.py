@@ -1,4 +1,4 @@
-"""Evaluate a model on texts and tasks, and return one record."""
+"""Evaluate a model on texts and tasks, and return the results as one record."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from fourfold.untrusted_files import read_text_file
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest(ScoringRequest):
-    """A model, and the texts and tasks to evaluate it on."""
+    """A request to evaluate a model on texts and tasks."""
 
     texts: tuple[Path, ...] = ()
     """Text files to predict."""
     overlap: int = 1
-    """Number of tokens that each window repeats from the window before."""
+    """Number of tokens that each window repeats from the previous window."""
     context: int | None = None
     """Length of the longest input in tokens. By default it is the model's context, but at most ``LONGEST_UNKNOWN`` if
     fourfold did not train the model."""
     tasks: tuple[str, ...] = ()
-    """lm-eval tasks."""
+    """Names of lm-eval tasks."""
     include_path: Path | None = None
     """A folder with your own tasks."""
     num_fewshot: int | None = None
@@ -60,7 +60,8 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate on every process of the grid of ``subject``. Return the record on rank 0, and None on the other ranks.
+    """Evaluate the model. Every process of the grid of ``subject`` calls this. Return the record on rank 0, and None on
+    all other ranks.
 
     Failed tasks are in the record under "failed", each with its reason.
 
@@ -94,8 +95,8 @@ def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """Return the token that the first token of a text is predicted from.
 
     It is the beginning-of-text token if there is one, and otherwise the end-of-text token. A corpus records a
-    beginning-of-text token only if its documents begin with one. For an imported model, the original tokenizer can name
-    one.
+    beginning-of-text token only if its documents begin with one. For an imported model, the original tokenizer can also
+    name one.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)

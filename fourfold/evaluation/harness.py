@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on one process, and all processes were told. The model and its grid remain usable."""
+    """A task failed on one process, and all processes have been told. The model and its grid remain usable."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can drive. The ranks share the requests of a call and score them in one pass.
+    """A model that lm-eval can use. The ranks divide the requests of a call among themselves and score them in one
+    pass.
 
     Args:
-        prefix: The token before a text.
+        prefix: The token that comes before a text.
         context: Length of the longest input in tokens.
     """
 
@@ -49,13 +50,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         """Run tasks one after the other.
 
-        A task that fails loses only its own scores.
+        If a task fails, only its own scores are lost.
 
         Returns:
             The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
 
         Raises:
-            UserError: A task is unknown. In that case no task has run.
+            UserError: A task is unknown. In that case, no task has been run.
         """
         find_tasks(tasks, folder)
         scores: dict[str, dict[str, float]] = {}
@@ -73,14 +74,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Run a task, or a group of tasks, on all processes, as ``run_tasks`` does.
 
         Raises:
-            TaskFailed: The task failed on some process, outside the model's own passes. All processes raise it.
+            TaskFailed: The task failed on at least one process, outside the model's own passes. All processes raise
+                this error.
         """
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
-        except TaskFailed:  # The task failed on another process, and this process was told before its next pass.
+        except TaskFailed:  # The task failed on another process, which has told this process before its next pass.
             raise
-        except Exception as error:  # A task is third-party code, templates, and data, and can raise anything.
+        except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
             # The model itself failed, and the processes may have left the pass at different points.
             if self._is_scoring:
                 raise
@@ -141,7 +143,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass predicts every given token but the first. The last token is a placeholder for the one to generate.
+            # A pass predicts every token after the first. The last token is a placeholder for the token to generate.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])
@@ -160,11 +162,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Run one pass on all processes. If the task has failed on one of them, all processes learn it here."""
+        """Run one pass on all processes. If the task has failed on any process, all processes learn about it here."""
         _raise_together(None)
         self._is_scoring = True
         yield
-        self._is_scoring = False  # It stays True if the pass fails.
+        self._is_scoring = False  # If the pass fails, this stays True.
 
 
 def _raise_together(failure: TaskFailed | None) -> None:
@@ -175,7 +177,7 @@ def _raise_together(failure: TaskFailed | None) -> None:
 
 
 def _broadcast(value: T | None) -> T:
-    """Return the first process's value on every process, because all must make the same next request."""
+    """Return the first process's value on every process, because all processes must make the same request next."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(values, src=0)

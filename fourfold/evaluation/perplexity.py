@@ -18,11 +18,11 @@ class Perplexity:
     tokens: int
     bytes: int
     nats: float
-    """Sum of the losses of all tokens, each predicted once, in nats."""
+    """Sum of the losses in nats over all tokens, where each token is predicted once."""
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Return the loss in nats per token."""
         return self.nats / self.tokens
 
     def record(self) -> dict[str, float]:
@@ -38,15 +38,15 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """Tokens of one forward pass."""
+    """The tokens of one forward pass."""
 
     tokens: NDArray[np.int64]
     first: int
-    """Index of the first token whose prediction counts. Earlier tokens are context."""
+    """Index of the first token whose prediction counts. Earlier tokens only give context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
-    """Return windows that together predict every token once.
+    """Return windows that together predict every token exactly once.
 
     The first window starts after the token ``before``, and each later window repeats ``overlap`` tokens. A window has
     at most ``context`` inputs. The windows equal those that lm-eval's ``get_rolling_token_windows`` returns with
@@ -54,7 +54,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []
-    begin = 1  # Index of the next token to predict.
+    begin = 1  # This is the index of the next token to predict.
     while begin < len(stream):
         stop = min(begin + (context if begin == 1 else context - overlap + 1), len(stream))
         start = max(0, stop - 1 - context)
@@ -66,9 +66,9 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 def perplexity(
     model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
-    """Measure a tokenized text on the model's grid.
+    """Measure the perplexity of a tokenized text on the model's grid.
 
-    All its processes call this. Only the first process gets the result, and the others get None.
+    All processes of the grid call this. Only the first process gets the result, and all other processes get None.
     """
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])

@@ -1,4 +1,4 @@
-"""Run lm-eval tasks during training: scores against steps, in the run's tasks.jsonl."""
+"""Run lm-eval tasks during training, and write the scores by step to the run's tasks.jsonl."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fourfold.training.validation_loss import is_last_step
 class TasksInTraining:
     """A training callback that runs the tasks of [evaluation] on the training grid at the configured interval.
 
-    Every process of the job calls it, and the first one writes. A resumed run replaces the lines of later steps. A task
-    that fails after the start only causes a warning, then and again at the end. Lost scores are no reason to end the
-    run.
+    Every process of the job calls it, and the first process writes. A resumed run replaces the lines of later steps. A
+    task that fails after the start only causes a warning, both immediately and at the end, because lost scores are not
+    a reason to end the run.
 
     Raises:
         UserError: At the start, if lm-eval or a tokenizer is missing, or if lm-eval does not know or cannot run a task.

@@ -1,1 +1,1 @@
-"""Run models: load them, generate text, and attend with low-rank keys."""
+"""Run models: load them, generate text, and attend to selected keys with Loki."""

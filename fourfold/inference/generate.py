@@ -17,7 +17,7 @@ from fourfold.errors import UserError, first_line
 from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
 COLDEST = 1e-6
-"""Lowest temperature above 0. A lower one makes the scaled logits overflow float32."""
+"""Lowest temperature above 0. With a lower temperature, the scaled logits would overflow float32."""
 SCORE_KEYS = (
     "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
@@ -38,10 +38,10 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing the next token. Raises ``UserError`` for invalid values."""
+    """Settings for choosing the next token. Raises ``UserError`` for invalid values."""
 
     temperature: float = 0.0
-    """0 always takes the most likely token."""
+    """Temperature of the softmax. 0 always takes the most likely token."""
     top_k: int | None = None
     """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
@@ -57,10 +57,11 @@ class Sampling:
         check_sampling(self.temperature or 1.0, self.top_k, self.top_p)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """Return the settings in effect, by transformers' names.
+        """Return the settings in effect, with transformers' names.
 
-        With a temperature, they include the settings of the model's generation_config.json that change probabilities
-        (``SCORE_KEYS``). Without a temperature the most likely token is taken, so these settings must not apply.
+        If the temperature is above 0, they include the settings in the model's generation_config.json that change
+        probabilities (``SCORE_KEYS``). At temperature 0 the most likely token is taken, so these settings must not
+        apply.
         """
         theirs = model.generation_config.to_diff_dict()
         stops = {key: theirs[key] for key in ("stop_strings",) if theirs.get(key)}
@@ -79,17 +80,17 @@ class Generation:
     prompt_tokens: int
     new_tokens: int
     prompt_seconds: float
-    """Time until the first new token."""
+    """Number of seconds until the first new token."""
     tokens_per_second: float | None
-    """Speed after the first new token. None if there is only one."""
+    """Number of tokens per second after the first new token. None if there is only one token."""
     cache_bytes: int | None
-    """Size of everything in the cache at the end. None for a model without a cache."""
+    """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
-    """How the next token was chosen and which texts stop generation, by transformers' names."""
+    """How the next token was chosen, and which texts stop generation, with transformers' names."""
     step_bytes: int | None = None
-    """The fewest bytes that Loki reads from the cache for one more token. None without Loki."""
+    """Smallest number of bytes that Loki reads from the cache for one more token. None without Loki."""
     full_step_bytes: int | None = None
-    """The bytes that full attention would read. None without Loki."""
+    """Number of bytes that full attention would read. None without Loki."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -97,7 +98,7 @@ class Generation:
 
 
 class _Streamer:
-    """A transformers streamer that shows new text in whole characters and records the time of each token."""
+    """A transformers streamer that shows new text in complete characters and records the time of each token."""
 
     def __init__(self, tokenizer: AnyTokenizer, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -113,7 +114,7 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # The next token will complete the character.
+        if not text.endswith("\ufffd"):  # The next token completes the character.
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -135,11 +136,11 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    The model's generation_config.json gives the end tokens, the texts that stop generation, and the settings that
-    ``Sampling.settings`` reads. All its other settings are ignored, because one sequence is streamed.
+    The end tokens, the texts that stop generation, and the settings that ``Sampling.settings`` reads come from the
+    model's generation_config.json. All other settings in this file are ignored, because a single sequence is streamed.
 
     Args:
-        model: A transformers model, or ours with the same interface.
+        model: A transformers model, or one of our models with the same interface.
         tokenizer: The model's tokenizer.
         prompt: The text to continue.
         max_new_tokens: Largest number of tokens to generate.
@@ -165,7 +166,7 @@ def generate(
     begin = time.perf_counter()
     out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
-    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # The argument's name before transformers 5.24.
+    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # transformers before 5.24 uses another name.
     step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
@@ -183,19 +184,19 @@ def generate(
 def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
-    """Call transformers' ``generate`` with these settings alone, and not the model's settings."""
+    """Call transformers' ``generate`` with only these settings, ignoring the model's own settings."""
     theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
             use_cache=theirs.use_cache,
-            # One sequence is never padded, but transformers warns if it has no id for padding.
+            # A single sequence is never padded, but transformers warns if there is no id for padding.
             pad_token_id=(ends or [0])[0],
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # transformers reads the model's configuration for every argument that is not given.
+        # For every missing argument, transformers reads the model's configuration.
         model.generation_config = own
         return model.generate(
             tokens,
@@ -211,9 +212,9 @@ def _continued(
 
 
 def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:
-    """A transformers stopping criterion: return whether the new text contains one of these texts.
+    """Return whether the new text contains one of these texts. This is a stopping criterion for transformers.
 
-    transformers' own criterion needs one of its own tokenizers.
+    transformers' own criterion works only with its own tokenizers.
     """
     new = stream.tokenizer.decode(stream.ids)
     done = any(text in new for text in ([texts] if isinstance(texts, str) else texts))
@@ -224,7 +225,7 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
     """Tokenize a prompt.
 
     Raises:
-        UserError: The prompt is empty or cannot be decoded, or it has ids that the model lacks.
+        UserError: The prompt is empty or cannot be decoded, or it has token ids that the model does not have.
     """
     try:
         prompt.encode("utf-8")
@@ -239,7 +240,7 @@ def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Raise ``UserError`` if prompt and continuation exceed the model's positions."""
+    """Raise ``UserError`` if the prompt and its continuation exceed the model's positions."""
     if new < 1:
         raise UserError(f"--max-new-tokens {new} must be at least 1")
     positions = positions_of(model)
@@ -251,7 +252,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text: the model's own or, if it names none, the tokenizer's ids that the model has."""
+    """Return the ids that end a text. These are the model's own ids. If it names none, they are the tokenizer's ids
+    that the model has."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -1,4 +1,4 @@
-"""Run lm-eval tasks with any model that lm-eval can drive."""
+"""Run lm-eval tasks with any model that lm-eval supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def import_lm_eval(purpose: str = "--tasks needs") -> ModuleType:
-    """Import lm-eval, or raise a ``UserError`` that begins with ``purpose``."""
+    """Import lm-eval, or raise a ``UserError`` whose message begins with ``purpose``."""
     return import_extra("lm_eval", "evaluate", purpose)
 
 
@@ -32,7 +32,7 @@ def task_names(names: str) -> tuple[str, ...]:
 
 
 def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
-    """Return the same tokenizer. Raise ``UserError`` if lm-eval cannot use it."""
+    """Return the tokenizer, after checking that lm-eval can use it. Raise ``UserError`` if it cannot."""
     if not isinstance(tokenizer, TransformersTokenizer):
         raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
     return tokenizer
@@ -47,7 +47,7 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
-    """Return all known tasks, including those of ``folder``. Raise ``UserError`` if one of ``tasks`` is unknown."""
+    """Return all known tasks, including the tasks in ``folder``. Raise ``UserError`` if one of ``tasks`` is unknown."""
     manager = _tasks_in(folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
@@ -60,14 +60,15 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
 
 @cache
 def _tasks_in(folder: Path | None) -> TaskManager:
-    """Return the tasks of lm-eval and of a folder. Reading their thousands of files takes seconds."""
+    """Return the tasks of lm-eval and of a folder. lm-eval's tasks are thousands of files, so reading them takes
+    seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Try two documents of each task with random answers, which loads the dataset and renders the templates.
+    """Run two documents of each task with random answers. This loads the dataset and renders the templates.
 
     Raises:
         UserError: A task is unknown or fails.
@@ -79,7 +80,7 @@ def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int 
             lm_eval.simple_evaluate(
                 "dummy", tasks=[task], num_fewshot=num_fewshot, limit=2, task_manager=manager, bootstrap_iters=0
             )
-        except Exception as error:  # A task is third-party code, templates, and data, and can raise anything.
+        except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
             raise UserError(
                 f"task {task}: lm-eval cannot run it ({type(error).__name__}: {first_line(error)})"
             ) from error
@@ -102,7 +103,7 @@ def run_tasks(
         num_fewshot: Number of examples in the prompt.
 
     Returns:
-        The metrics by task under lm-eval's names, ``metric,filter``. Empty on every process except the first.
+        The metrics by task, with lm-eval's names (``metric,filter``). Empty on every process except the first.
 
     Raises:
         UserError: A task is unknown.

@@ -12,13 +12,13 @@ from fourfold.untrusted_files import read_text_file
 MIN_WINDOW = 16
 
 TEXT_FILE = "give a text file in UTF-8"
-"""What `--text` takes, for messages."""
+"""Explains in messages what `--text` takes."""
 
 
 def token_windows(
     tokenizer: AnyTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Cut files into windows of ``length`` ids, and leave out the end of a file that does not fill a window.
+    """Cut files into windows of ``length`` token ids. The end of a file that does not fill a window is left out.
 
     Each window begins with the tokens that the tokenizer puts before a text, as in a prompt.
 

@@ -1,1 +1,1 @@
-"""Memory layouts of matmuls: measure them on this machine, and keep the fastest."""
+"""Measure memory layouts of matmuls on this machine, and choose the fastest."""

@@ -1,4 +1,5 @@
-"""Choose the layouts of a run's matmuls, from this machine's table or by measuring. All processes choose the same."""
+"""Choose the layouts of a run's matmuls from this machine's table, or by measuring. All processes make the same
+choice."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from fourfold.parallel.tensor.matmul_layouts import LayerLayout, Layouts
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
     """Return the layouts that rank 0 finds, on every process. Ranks that share a weight must store it the same way.
 
-    Return nothing if ``training.tuned_products`` is off.
+    The result is empty if ``training.tuned_products`` is off.
 
     Raises:
         UserError: The table is damaged.
@@ -50,19 +51,19 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
 ) -> dict[MatmulSizes, TunedLayer]:
-    """Return the tuned layers of a run's sizes. Sizes that the machine's table lacks are measured and added.
+    """Return the tuned layers for the sizes in a run. Sizes that the machine's table lacks are measured and added.
 
     Args:
         run: The run.
         dtype: The matmuls' dtype.
         device: The device to measure on.
-        again: Also measure sizes that are in the table.
+        again: Whether to also measure sizes that are already in the table.
     """
     machine = machine_of(device)
     layers = {}
     for sizes in dict.fromkeys(matmul_sizes(run).values()):
         key = key_of(sizes, dtype)
-        table = read_table(machine)  # Another process may have written the table since.
+        table = read_table(machine)  # Another process may have written to the table in the meantime.
         if again or key not in table.layers:
             table.layers[key] = tune_layer(sizes, dtype, device)
             write_table(table)

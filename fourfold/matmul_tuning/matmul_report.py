@@ -18,21 +18,22 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
-"""Maps the three matmuls of a layer to their keys in a machine file's section ``layouts``. A key names the layouts of
-the stored operands."""
+"""Maps the three matmuls of a layer to their keys in the section ``layouts`` of a machine file. A key gives the
+layouts of the stored operands."""
 
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
 
-    On a CPU, a rank has the threads that ``fourfold train`` gives it here: OMP_NUM_THREADS, or its share of the cores.
+    On a CPU, a rank uses as many threads as ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or its share
+    of the cores.
 
     Args:
         run: The run.
-        again: Also measure sizes that are in the table.
+        again: Whether to also measure sizes that are already in the table.
     """
     device = choose_device(Place(0, 0, 1, 1, launcher="local"), run.training.device)
-    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch has already read the variable.
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # torch has already read OMP_NUM_THREADS.
         torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
     machine = machine_of(device)
@@ -64,7 +65,7 @@ def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes,
 
 
 def rates(layers: Mapping[MatmulSizes, TunedLayer]) -> dict[str, float]:
-    """Return the FLOP/s of each of the three matmuls over all sizes, in the chosen layouts."""
+    """Return the FLOP/s of each of the three matmuls, over all sizes, in the chosen layouts."""
     flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
     gains = {kind: [tuned.gains[matmul] for tuned in layers.values()] for matmul, kind in KINDS.items()}
     return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

@@ -1,4 +1,4 @@
-"""The file in the user's cache directory with the fastest matmul layouts on this machine."""
+"""Read and write the file in the user's cache directory that holds the fastest matmul layouts on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """One matmul's measured time, and the gain of its layout over operands as stored."""
+    """The measured time of one matmul, and the gain of its layout over operands as stored."""
 
     seconds: float = Field(gt=0)
     """Seconds with operands as stored."""
     gain: float = Field(gt=0)
-    """Seconds as stored divided by seconds of the layout: the median of the rounds."""
+    """Seconds with operands as stored, divided by seconds with this layout: the median over the rounds."""
     low: float = Field(gt=0)
     """Lower quartile of this gain over the rounds."""
     high: float = Field(gt=0)
@@ -35,12 +35,12 @@ class Gain(Strict):
 
 
 class TunedLayer(Strict):
-    """The layouts of a layer's three matmuls, with their gains by the names in ``LayerLayout``."""
+    """The layouts of a layer's three matmuls, with their gains by their names in ``LayerLayout``."""
 
     layout: LayerLayout
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
-    """The gain of all three matmuls with the weight order that was not chosen."""
+    """The gain of all three matmuls together with the weight order that was not chosen."""
 
     @field_validator("gains")
     @classmethod
@@ -51,12 +51,12 @@ class TunedLayer(Strict):
 
     @property
     def gain(self) -> float:
-        """Return the gain of all three matmuls."""
+        """Return the gain of all three matmuls together."""
         return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
 
 
 class MatmulTable(Strict):
-    """Tuned layers of one machine, by dtype and sizes (``key_of``)."""
+    """The tuned layers of one machine, by dtype and sizes (``key_of``)."""
 
     machine: str
     layers: dict[str, TunedLayer]
@@ -68,8 +68,8 @@ def key_of(sizes: MatmulSizes, dtype: torch.dtype) -> str:
 
 
 def machine_of(device: torch.device) -> str:
-    """Return everything that a matmul's speed depends on: the device, the libraries' versions, and the number of
-    threads."""
+    """Return a text with everything that determines the speed of a matmul: the device, the libraries' versions, and the
+    number of threads."""
     library = f"torch {torch.__version__}"
     if device.type == "cuda":
         version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -82,7 +82,7 @@ def machine_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name. Python itself knows it only on some systems."""
+    """Return the processor's name. Python's own function returns it only on some systems."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -91,7 +91,8 @@ def _processor() -> str:
 
 
 def table_file(machine: str) -> Path:
-    """Return a machine's file in $XDG_CACHE_HOME/fourfold or ~/.cache/fourfold. Raise ``UserError`` without a home."""
+    """Return the path of a machine's file in $XDG_CACHE_HOME/fourfold or ~/.cache/fourfold. Raise ``UserError`` if
+    there is no home folder."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -100,7 +101,7 @@ def table_file(machine: str) -> Path:
 
 
 def read_table(machine: str) -> MatmulTable:
-    """Return a machine's table, which is empty without a file. Raise ``UserError`` for a damaged one."""
+    """Return a machine's table. It is empty if there is no file. Raise ``UserError`` if the file is damaged."""
     file = table_file(machine)
     try:
         text = file.read_bytes()

@@ -1,8 +1,8 @@
-"""Time a linear layer's matmuls in all layouts, and choose layouts that are faster by more than the noise.
+"""Time a linear layer's matmuls in all layouts, and choose layouts whose gain is larger than the noise.
 
-Timings are noisy, and the best of many is often just the luckiest. So the first rounds only nominate one layout per
-matmul for each way to store the weight. New rounds then alternate between the nominee and operands as stored, and
-decide.
+Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate one layout per
+matmul for each way to store the weight. Then new rounds alternate between the nominee and operands as stored, and these
+rounds decide.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LEAST_GAIN = 1.02
 """A layout is chosen if it is faster by this factor in three of four rounds."""
 
 HOPELESS = 1.1
-"""A layout that is slower than operands as stored by this factor in the first round is not timed again."""
+"""A layout that is slower than operands as stored by this factor in the first round is not timed any further."""
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""Seconds for which a matmul is repeated, long enough that the clock's resolution and a GPU's launches matter
-little."""
+"""Number of seconds for which a matmul is repeated. It is long enough that the clock's resolution and a GPU's launch
+times matter little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -47,8 +47,8 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The copies to try for each matmul, of the operand whose rows run along the sum. The second operand's columns already
-do."""
+"""The copies to try for each matmul. They are copies of the operand whose rows run along the summed dimension. The
+columns of the second operand already do."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
 
 AS_STORED = Candidate(False, Way())
 Ratios = tuple[float, float, float]
-"""Lower quartile, median, and upper quartile of seconds as stored divided by a candidate's seconds."""
+"""Lower quartile, median, and upper quartile of the ratio: seconds as stored divided by a candidate's seconds."""
 
 
 class Chosen(NamedTuple):
@@ -74,7 +74,7 @@ class Chosen(NamedTuple):
 
 
 def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
-    """Measure the three matmuls of a layer of these sizes, and choose their layouts."""
+    """Measure the three matmuls of a layer with these sizes, and choose their layouts."""
     doing(f"timing matmuls of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
     seconds, by_matmul = {}, {}
     for matmul in WAYS:
@@ -93,8 +93,8 @@ def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return how many times faster all three matmuls are in ``layout`` than as stored, measured in new rounds that run
-    both."""
+    """Return how many times faster all three matmuls together are in ``layout`` than as stored. This is measured in new
+    rounds that run both."""
 
     def whole_layer(layout: LayerLayout) -> Callable[[], object]:
         own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in WAYS}
@@ -106,7 +106,7 @@ def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, de
 
 
 def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Chosen]]) -> bool:
-    """Return whether the layer is faster with a transposed weight, whether or not the output is recomputed."""
+    """Return whether the layer is faster with a transposed weight, both with and without recomputing the output."""
 
     def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
         times = {matmul: seconds[matmul] / both[turned].ratios[quartile] for matmul, both in by_matmul.items()}
@@ -118,7 +118,8 @@ def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Cho
 def _tune_matmul(
     matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Return the seconds with operands as stored, and the best copies for the weight as it is and transposed."""
+    """Return the seconds with operands as stored, and the best copies, both for the stored weight and for its
+    transpose."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
     calls = _calls(matmul, candidates, sizes, dtype, device)
     times = _rounds(calls, 1, device)
@@ -133,11 +134,11 @@ def _tune_matmul(
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
-    return min(times[AS_STORED]), chosen  # Other programs can only make a repetition slower.
+    return min(times[AS_STORED]), chosen  # Other programs can only slow a repetition down, so the minimum is right.
 
 
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
-    """Return the fastest candidate for this way to store the weight.
+    """Return the fastest candidate for this way of storing the weight.
 
     Prefer the candidate without copies if it is only slightly slower.
     """
@@ -176,7 +177,7 @@ def _calls(
 
 
 def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device) -> dict[K, list[float]]:
-    """Return the seconds of each call in each round. Every round begins with another call."""
+    """Return the seconds of each call in each round. Every round starts with a different call."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
     calls[turns[0]]()
@@ -196,7 +197,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return a call's CPU seconds. On one thread, they exclude time when other programs ran."""
+    """Return the CPU time of a call in seconds. On one thread, it excludes the time when other programs ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     for _ in range(repetitions):

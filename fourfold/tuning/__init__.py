@@ -1,1 +1,1 @@
-"""Measure the user's own devices, and search for the fastest layout by real trials."""
+"""Measure the user's own devices, and search for the fastest layout with real trials."""

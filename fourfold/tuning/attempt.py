@@ -16,7 +16,7 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_
 from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
-"""Texts in which PyTorch, memory allocators, and SLURM report that memory ran out."""
+"""Texts with which PyTorch, memory allocators, and SLURM report that memory has run out."""
 KEPT_OF_LOG = 1 << 16
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung if it takes this many times as long as the longest finished trial, plus this many seconds."""
@@ -24,7 +24,7 @@ TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 
 @dataclass
 class Attempt:
-    """A running trial. ``timeout`` is in seconds from its start. ``memory_limit`` is in bytes of one process."""
+    """A running trial. ``timeout`` is in seconds from its start. ``memory_limit`` is in bytes per process."""
 
     number: int
     index: int
@@ -42,11 +42,11 @@ class Attempt:
         self._held, self._kills = 0.0, kernel_kills()
 
     def result(self, best: float | None, longest: float | None) -> Result | None:
-        """Return the result once there is one. End the processes if a limit is exceeded.
+        """Return the result, or None while there is no result. End the processes if a limit is exceeded.
 
         Args:
-            best: Step seconds of the best trial so far.
-            longest: Wall seconds of the longest finished trial.
+            best: Step time in seconds of the best trial so far.
+            longest: Wall time in seconds of the longest finished trial.
         """
         if self._started is None and self.process.has_started():
             self._started = time.monotonic()
@@ -99,7 +99,7 @@ class Attempt:
 
 
 def reason_in(log: Path) -> str:
-    """Return the last sentence of a trial's log: fourfold's own message, or the end of a traceback."""
+    """Return the last sentence in a trial's log: fourfold's own message, or the end of a traceback."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
     return (ours or lines or [""])[-1][:300]

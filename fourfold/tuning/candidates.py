@@ -1,4 +1,4 @@
-"""The layouts that a tuner may try, with the planner's prediction for each: seconds by part, and bytes."""
+"""List the layouts that a tuner may try, with the planner's predictions for each: seconds by part, and bytes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", 
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs whose distance is the logarithm of their ratio. All other knobs are equal or different."""
+"""Knobs for which the distance between two values is the logarithm of their ratio. For all other knobs, values are
+either equal or different."""
 MOST = 4096
-"""Number of layouts to keep, fastest first. Each trial updates the belief about all of them, so more would cost
-time."""
+"""Number of layouts to keep, fastest first. After each trial, the predictions for all of them are updated, so a larger
+number would take more time."""
 MOST_LIKELY_OUT = 0.5
-"""Layouts that are more likely than this to run out of memory are dropped before the first trial."""
+"""Probability of running out of memory above which layouts are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
-"""Value of ``Candidates.doubt`` if processes share cores, which the planner does not model."""
+"""Value of ``Candidates.doubt`` if processes share cores, because the planner does not model this."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Legal layouts of one model, step, and machine, as arrays [n]."""
+    """The legal layouts of one model, step, and machine, as arrays [n]."""
 
     work: Workload
     machine: Machine
     seconds_by_part: np.ndarray
     """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
-    """Predicted bytes that the fullest rank needs [n]."""
+    """Predicted number of bytes that the rank with the most memory needs [n]."""
     doubt: float = 1.0
     """Factor on the uncertainty of the predictions, relative to predictions for published runs on GPUs."""
 
@@ -56,7 +57,7 @@ class Candidates:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Return the parts as fractions of a step [n, parts]. Each row sums to one."""
+        """Return each part as a fraction of the step [n, parts]. Each row sums to one."""
         return np.asarray(self.seconds_by_part / self.seconds[:, None])
 
     @cached_property
@@ -66,8 +67,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return the knobs as features [n, features], scaled so that a factor of two or another choice is a distance of
-        one."""
+        """Return the knobs as features [n, features]. They are scaled so that a factor of two, or a different
+        choice, is a distance of one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -77,11 +78,11 @@ class Candidates:
         return np.stack(columns, axis=1)
 
     def point(self, index: int) -> Workload:
-        """Return one layout."""
+        """Return the layout at an index."""
         return self.work.point(index)
 
     def but_with(self, constants: Constants) -> Self:
-        """Return the same layouts, predicted with other constants."""
+        """Return the same layouts with predictions from other constants."""
         return replace(self, seconds_by_part=parts_of(self.work, self.machine, constants))
 
 
@@ -102,7 +103,7 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
+    """Return every legal layout within the limits that may fit into memory, or only the ``MOST`` fastest of them.
 
     Args:
         on_gpu: Whether communication libraries take memory for each group, as they do on GPUs.
@@ -111,7 +112,7 @@ def search_candidates(
         UserError: No layout is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    # With n blocks or fewer, every n-th block is the first one, so a larger n means the same.
+    # With n blocks or fewer, the only block that recomputes is the first one, so a larger n has the same effect.
     same = found.work.layout.recompute_every > base.model.num_hidden_layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
@@ -122,7 +123,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # gloo allocates almost no buffers.
+    # gloo allocates almost no buffers for its groups.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

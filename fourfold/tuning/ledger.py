@@ -1,4 +1,4 @@
-"""The ledger of a search: an append-only file of JSON lines from which a killed search continues."""
+"""Keep the ledger of a search, an append-only file of JSON lines. A search that was killed continues from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.parsing import parse_json
 from fourfold.tuning.result import Result, Trial
 
 LEDGER, EARLIER = "ledger.jsonl", "ledger.journal"
-"""Names of the ledger in a search's folder, and of the Optuna study that old versions wrote instead."""
+"""Name of the ledger in a search's folder, and name of the Optuna study that old versions wrote instead."""
 
 
 class Ledger:
@@ -25,7 +25,7 @@ class Ledger:
         """Open the ledger of a folder, or start one.
 
         Args:
-            what: Texts by name that identify the search. The ledger refuses a search with other texts.
+            what: Texts that identify the search, by name. The ledger refuses a search with other texts.
 
         Raises:
             UserError: The ledger belongs to another search.
@@ -53,7 +53,7 @@ class Ledger:
             )
 
     def trials(self) -> list[Trial]:
-        """Return every trial that ran and ended, by number."""
+        """Return every trial that was started and has ended, in order of number."""
         return [Trial(self._begun[number][0], self._results[number], number) for number in sorted(self._results)]
 
     def reason(self, number: int) -> str:
@@ -61,14 +61,14 @@ class Ledger:
         return self._begun[number][1]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Return the number and candidate of every started trial without a result.
+        """Return the number and the candidate of every trial that was started but has no result.
 
-        A killed search leaves such trials.
+        A search that was killed leaves such trials.
         """
         return [(number, index) for number, (index, _) in self._begun.items() if number not in self._results]
 
     def begin(self, index: int, why: str) -> int:
-        """Record that a candidate is tried, and the reason. Return the trial's number."""
+        """Record that a candidate is being tried, and why. Return the number of the trial."""
         number = len(self._begun)
         self._append({"begin": number, "index": index, "why": why})
         return number
@@ -92,7 +92,7 @@ class Ledger:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """Return the lines of a ledger, after removing a partial last line whose writer was killed."""
+    """Return the complete lines of a ledger, after removing an incomplete last line whose writer was killed."""
     if not file.exists():
         return []
     with writing(file):

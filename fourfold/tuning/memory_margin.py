@@ -1,5 +1,5 @@
-"""Learn from trials how likely a layout is to run out of memory, and which layouts must run out because a smaller one
-did."""
+"""Learn from trials how likely each layout is to run out of memory, and which layouts must run out of memory because a
+smaller layout has done so."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
 SHIFTS = np.linspace(-1.5, 1.5, 301)
-"""Grid of logarithms of the common factor between needed and predicted memory in a search."""
+"""Grid of logarithms of the factor between needed and predicted memory, which all layouts of a search share."""
 APART = 0.03
-"""Standard deviation of the logarithm of a layout's bytes around the prediction times the common factor."""
+"""Standard deviation of the logarithm of the bytes that a layout needs, around the prediction times the shared
+factor."""
 RARELY, FAR_OFF = 0.02, 8
-"""The probability that the planner's memory is far off, and by how many standard deviations it then is."""
+"""Probability that the planner's memory prediction is far off, and how many standard deviations off it then is."""
 NEVER = 1e-9
-"""Lowest likelihood of an outcome. A trial that fails for another reason must not decide everything."""
+"""Lowest likelihood of an outcome, so that a trial that fails for another reason cannot determine everything."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
-"""Knobs that take more memory when they grow."""
+"""Knobs that increase memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs that take less memory when they grow, provided that no later knob in this list saves less memory."""
+"""Knobs that reduce memory when they grow, as long as later knobs in this list do not change to save less memory."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
-"""Knobs that make two layouts incomparable if they differ. A larger ep can put the busiest experts on one rank."""
+"""Knobs that make two layouts incomparable if they differ. For example, a larger ep can put the busiest experts on one
+rank."""
 
 
 @dataclass
 class MemoryMargin:
-    """The distribution of the factor between needed and predicted bytes. All layouts of a search share this factor."""
+    """The probability distribution of the factor between needed and predicted bytes. All layouts of a search share this
+    factor."""
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
-    """Logarithm of the weight of each of ``SHIFTS``."""
+    """Logarithm of the weight of each value in ``SHIFTS``."""
 
     def measured(self, index: int, used: float) -> None:
         """Learn from a trial that needed ``used`` bytes."""
@@ -55,14 +58,14 @@ class MemoryMargin:
         return np.asarray(weight @ self._out(np.arange(self.candidates.count)) / weight.sum())
 
     def _out(self, index: np.ndarray) -> np.ndarray:
-        """Return the probabilities of running out of memory for each factor [shifts, index]."""
+        """Return the probability of running out of memory for each factor and layout [shifts, index]."""
         headroom = np.log(self.candidates.machine.memory / self.candidates.needed[index])
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
 
 def _prior() -> np.ndarray:
-    """Return the weights of ``SHIFTS`` from the planner's own uncertainty, which allow a small probability of being far
-    off."""
+    """Return the weights of ``SHIFTS`` from the planner's own uncertainty. They include a small probability of being
+    far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5
@@ -70,9 +73,10 @@ def _prior() -> np.ndarray:
 
 
 def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
-    """Return an array [n] that is True for layouts that certainly need at least as much memory as one layout.
+    """Return an array [n] that is True for layouts that certainly need at least as much memory as the layout at
+    ``index``.
 
-    None of their knobs saves memory compared with that layout: micro-batches are not smaller, axes that divide weights
+    Compared with that layout, none of their knobs saves memory: micro-batches are not smaller, axes that divide weights
     or activations are not longer, states are not sharded more, and no more is recomputed.
     """
     knobs = candidates.knobs
@@ -83,5 +87,5 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
         found &= knobs[name] <= knobs[name][index]
     for name in AS_IT_IS:
         found &= knobs[name] == knobs[name][index]
-    # States that are sharded over dp shrink as dp grows.
+    # If states are sharded over dp, they shrink as dp grows.
     return np.asarray(found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index])))

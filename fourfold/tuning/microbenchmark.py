@@ -1,4 +1,4 @@
-"""Measure a machine file's rates on this job's devices: matmul, memory, attention, launch, and collectives."""
+"""Measure the rates for a machine file on this job's devices: matmul, memory, attention, launch, and collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""Seconds for which one point is repeated. The fastest repetition counts, because slower ones were disturbed."""
+"""Number of seconds for which one point is repeated. The fastest repetition counts, because slower repetitions were
+disturbed."""
 
 
 @dataclass
@@ -31,14 +32,14 @@ class MeasuredRates:
     memory: float
     units: int
     matmuls: dict[str, dict[str, float]] = field(default_factory=dict)
-    """FLOP/s by shape (m×n×k) and layout of the two operands (N: as stored, T: transposed)."""
+    """FLOP/s by shape (m×n×k) and by layout of the two operands (N: as stored, T: transposed)."""
     fp32_matmul: float = 0.0
     memory_bandwidth: float = 0.0
     attention: float = 0.0
     launch: float = 0.0
-    """Host seconds of one operation."""
+    """Host time of one operation in seconds."""
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Seconds by number of ranks and bytes."""
+    """Seconds of an all-reduce by number of ranks and number of bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def measure(place: Place) -> MeasuredRates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
-    """Return the seconds of the fastest repetition: of ``times`` repetitions, or of as many as fit in
+    """Return the seconds of the fastest repetition, either of ``times`` repetitions or of as many as fit in
     ``SECONDS_PER_POINT``.
 
     All ranks must call a collective equally often, so collectives use a fixed number of repetitions.
@@ -88,7 +89,8 @@ def _fastest(run: Callable[[], object], device: torch.device, times: int | None 
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one repetition. On a GPU, two events exclude the host's wait for the result."""
+    """Return the seconds of one repetition. On a GPU, two events exclude the time that the host waits for the
+    result."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -121,7 +123,7 @@ def _copy(size: int, device: torch.device) -> float:
 
 
 def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
-    # The sizes are from an 8B model's layer. Fewer heads would leave a GPU partly idle.
+    # These sizes are from a layer of an 8B model. Fewer heads would leave a GPU partly idle.
     heads, head_dim = 32 if device.type == "cuda" else 8, 128
     q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.ones_like(q)
@@ -133,7 +135,7 @@ def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Return the host's seconds for one small operation with autograd."""
+    """Return the seconds that the host needs for one small operation with autograd."""
     x = torch.ones(16, device=device, requires_grad=True)
 
     def many() -> None:

@@ -1,7 +1,8 @@
-"""Propose the next trial: a legal layout that probably fits, chosen by the lower bound of its step time.
+"""Propose the next trial: a legal layout that probably fits into memory, chosen by the lower bound of its step time.
 
-Predictions order the first trials. After each trial, the residual model corrects the predictions and the memory margin
-is updated. If no new layout is likely to be better, layouts within noise of the best are tried again.
+Predictions determine the order of the first trials. After each trial, the residual model corrects the predictions, and
+the memory margin is updated. If no new layout is likely to be better, layouts that are within noise of the best one are
+tried again.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from fourfold.tuning.result import Trial
 BOUND = 1.0
 """Distance between the expected log seconds and the lower bound, in standard deviations."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""A layout counts as better if it is faster than the best one by the first fraction. The search ends if the probability
-that any layout is better falls below the second number."""
+"""A layout counts as better if it is faster than the best layout by the first number, as a fraction. The search ends if
+the probability that any layout is better falls below the second number."""
 MOST_LIKELY_OUT = 0.2
-"""Layouts that are more likely than this to run out of memory are not tried."""
+"""Probability of running out of memory above which layouts are not tried."""
 MOST_TRIALS_OF_ONE = 3
-"""Number of trials of one layout. Repeats separate noise from a difference."""
+"""Largest number of trials of the same layout. Repeated trials tell noise from a real difference."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Assumed standard deviation of the logarithm of a step time between equal runs, and the number of repeats that this
-assumption counts as."""
+"""Assumed standard deviation of the logarithm of the step time between equal runs, and the number of repeated trials
+that this assumption counts as."""
 CRASHES = 2
-"""Number of crashes after which a value of a knob is dropped, if it has never worked."""
+"""Number of crashes after which a value of a knob is dropped, if that value has never worked."""
 DRAWN = 256
-"""Number of candidates, with the lowest bounds first, whose log seconds are drawn jointly to estimate whether one is
-better."""
+"""Number of candidates, those with the lowest bounds, whose log seconds are drawn jointly to estimate the
+probability that one of them is better."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Proposal:
     index: int | None
     why: str
     chance: float | None = None
-    """The probability that a layout is ``BETTER`` than the best trial. None before the first trial."""
+    """Probability that some layout is ``BETTER`` than the best trial. None before the first trial."""
 
 
 def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
-    """Choose the next layout. ``running`` lists the candidates that are being tried now."""
+    """Choose the next layout. ``running`` lists the candidates that are being tried at the moment."""
     may = eligible(candidates, trials)
     may[list(running)] = False
     timed = [trial for trial in trials if trial.result.seconds is not None]
@@ -83,7 +84,7 @@ def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
-    """Return the belief about all candidates, given the trials that measured a step time."""
+    """Return the posterior for all candidates, given the trials that measured a step time."""
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
@@ -94,8 +95,8 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
 
 
 def noise_between_runs(timed: Sequence[Trial]) -> float:
-    """Return the standard deviation of the logarithm of the step time between equal runs, from ``NOISE`` and
-    repeats."""
+    """Return the standard deviation of the logarithm of the step time between equal runs, from ``NOISE`` and the
+    repeated trials."""
     logs: dict[int, list[float]] = {}
     for trial in timed:
         assert trial.result.seconds is not None
@@ -106,7 +107,7 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
-    """Return the tried layout with the lowest expected time."""
+    """Return the layout with the lowest expected time, among the layouts that were tried."""
     done = sorted(
         {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
     )
@@ -114,8 +115,8 @@ def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
 
 
 def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return an array [n] that is True for layouts that may be tried (again), probably fit, and may need less memory
-    than every layout that ran out."""
+    """Return an array [n] that is True for layouts that may be tried or repeated. They probably fit into memory, and
+    may need less memory than every layout that ran out."""
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:
@@ -127,7 +128,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return each layout's probability of running out of memory, given the trials [n]."""
+    """Return each layout's probability of running out of memory, given the trials, [n]."""
     margin = MemoryMargin(candidates)
     for trial in trials:
         if trial.result.outcome == "out of memory":
@@ -156,14 +157,14 @@ def doubt(candidates: Candidates, seed: int = 0) -> float:
 
 
 def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
-    """Return an array [n] that is True for layouts with a knob value that crashed at least ``CRASHES`` times and never
-    worked."""
+    """Return an array [n] that is True for layouts with a knob value that has crashed at least ``CRASHES`` times and
+    has never worked."""
     found = np.zeros(candidates.count, dtype=bool)
     crashed = [trial.index for trial in trials if trial.result.outcome in ("crashed", "hung")]
     worked = [trial.index for trial in trials if trial.result.outcome in ("done", "hopeless", "out of memory")]
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
-        if worked:  # Without a trial that worked, nothing tells the crashed value from the others.
+        if worked:  # Without a trial that worked, nothing distinguishes the value that crashes.
             found |= np.isin(values, bad)
     return found

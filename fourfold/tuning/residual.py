@@ -2,8 +2,8 @@
 
 The covariance has three terms. The first is a factor shared by all layouts. The second is an error for each part of the
 predicted step, weighted by the part's share of the step, so a trial that mostly communicates over x also corrects the
-time of x in all other layouts. The third is a smooth remainder over the layouts, for effects that the cost model leaves
-out.
+time of x in all other layouts. The third is a smooth remainder over the layouts, for effects that are missing from the
+cost model.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.tuning.candidates import Candidates
 
 COMMON = 0.5
-"""Standard deviation of the logarithm of the factor that all layouts share. The factor does not change the order of
-layouts."""
+"""Standard deviation of the logarithm of the factor that all layouts share. This factor does not change the order of
+the layouts."""
 SPREADS = {
     "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
     "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
 """Standard deviation of the logarithm of each part's error. Matmul rates are known best. Exposed communication is known
-worst, because part of it hides."""
+worst, because part of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder, and its correlation length in doublings or choices (see
 ``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
 that never saw the sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
-"""Factors on both deviations. The trials choose the most likely one."""
+"""Factors on both deviations. The trials determine which factor is the most likely."""
 SCALE_SPREAD = 0.35
 """Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048
 JITTER = 1e-8
-"""Variance that keeps a covariance positive despite rounding."""
+"""Variance that is added to keep a covariance matrix positive definite despite rounding."""
 assert tuple(SPREADS) == PARTS
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """Log seconds of every candidate, given the trials."""
+    """The distribution of the log seconds of every candidate, given the trials."""
 
     mean: np.ndarray
     """Expected log seconds [n]."""
@@ -51,13 +51,13 @@ class Posterior:
     """The factor on the prior's standard deviations."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the covariance between candidates at two lists of indices."""
+        """Return the covariance between the candidates at two lists of indices."""
         prior = prior_covariance(self.candidates, one, other, self.scale)
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
     def spread_against(self, incumbent: int) -> np.ndarray:
-        """Return the standard deviation of the difference between each candidate's log seconds and the incumbent's,
-        [n]."""
+        """Return the standard deviation of the difference between the log seconds of each candidate and of the
+        incumbent, [n]."""
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
         own = prior_variance(self.candidates, self.scale) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
@@ -71,7 +71,7 @@ class Posterior:
 
 
 def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Return the prior covariance of log(measured / predicted) between candidates at two lists of indices."""
+    """Return the prior covariance of log(measured / predicted) between the candidates at two lists of indices."""
     weights = np.array(list(SPREADS.values())) ** 2
     parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
     a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH
@@ -86,9 +86,9 @@ def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
-    """Condition on trials.
+    """Return the posterior, given the results of trials.
 
-    Candidates at ``index`` took ``seconds``, with standard deviation ``noise`` of the logarithm.
+    The candidates at ``index`` took ``seconds``, and ``noise`` is the standard deviation of the logarithm of that time.
     """
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
     scale = _likeliest_scale(candidates, index, ratio, noise)

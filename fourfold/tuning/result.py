@@ -1,4 +1,4 @@
-"""Results of trials: how a layout performed, what the trial cost, and why it ended."""
+"""Store results of trials: how a layout performed, what the trial cost, and why it ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
-"""How a trial can end. "hopeless" trials ended early, because their first steps were far slower than the best trial's.
-"refused" trials are not legal runs."""
+"""The ways in which a trial can end. "hopeless" trials ended early, because their first steps were far slower than the
+best trial's steps. "refused" trials are not legal runs."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
@@ -17,16 +17,16 @@ class Result:
 
     outcome: Outcome
     seconds: float | None = None
-    """Median seconds of a step. None if there were too few steps."""
+    """Median step time in seconds. None if there were too few steps."""
     noise: float = 0.0
     """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
     memory_bytes: float | None = None
-    """On a GPU, the fullest process's allocations plus the runtime's memory. On a CPU, the most memory that one process
-    held. None if it was not measured."""
+    """On a GPU, the number of bytes that the process with the most memory allocated, plus the runtime's memory. On a
+    CPU, the largest number of bytes that one process held. None if it was not measured."""
     reason: str = ""
     """Why the trial ended before it was done."""
     wall_seconds: float = 0.0
-    """Seconds from the start to the end of the trial, which is its cost."""
+    """Number of seconds from the start to the end of the trial, which is its cost."""
 
     def __post_init__(self) -> None:
         assert self.outcome in OUTCOMES
@@ -40,4 +40,4 @@ class Trial:
     index: int
     result: Result
     number: int = -1
-    """The trial's number in the ledger."""
+    """Number of the trial in the ledger."""

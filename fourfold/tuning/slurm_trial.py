@@ -1,4 +1,4 @@
-"""Run a trial as a SLURM job: ``sbatch --wait`` with the script of ``fourfold launch slurm``."""
+"""Run a trial as a SLURM job, with ``sbatch --wait`` and the script of ``fourfold launch slurm``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fourfold.run_file.load import load_run
 from fourfold.tuning.trial_process import LOG, SUBMISSION
 
 SCRIPT = "job.sh"
-"""The batch script in a trial's folder."""
+"""Name of the batch script in a trial's folder."""
 SAVE_SECONDS = 30
-"""Seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
+"""Number of seconds between the stop signal and the end of a job. A trial saves nothing, so this can be short."""
 
 
 class SlurmTrial:
@@ -53,12 +53,13 @@ class SlurmTrial:
 
 
 def cancel(folder: Path) -> None:
-    """Cancel a trial's job if it was ever submitted. Do nothing if it has ended."""
+    """Cancel a trial's job if it was submitted. This does nothing if the job has ended."""
     if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
 
 
 def _job_name(folder: Path) -> str:
-    """Return a unique job name. sbatch prints the number of a job that it waits for only after the job has ended."""
+    """Return a unique job name. It is needed because ``sbatch --wait`` prints the job's number only after the job has
+    ended."""
     return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"

@@ -10,7 +10,7 @@ from fourfold.launch.job_processes import run_on_grid
 
 
 def microbenchmark(processes: int | None) -> dict[str, Any] | None:
-    """Measure on a launcher's processes, or otherwise on ``processes`` local ones.
+    """Run the microbenchmark on a launcher's processes, or without a launcher on ``processes`` local processes.
 
     Returns:
         The result, or None on every process of a launcher except the first.

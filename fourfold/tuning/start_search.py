@@ -1,4 +1,4 @@
-"""Build a search from a run file and options: what is tuned, where trials run, and how many run at once."""
+"""Build a search from a run file and options. These set what is tuned, where trials run, and how many run at once."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def search_for(
 ) -> tuple[Search, Machine]:
     """Build the search, and load the machine as its file describes it.
 
-    If ``settings.at_once`` is 0, this machine's GPUs determine how many trials run at once. On a CPU it is one.
+    If ``settings.at_once`` is 0, the number of GPUs on this machine determines how many trials run at once. On a CPU,
+    one trial runs at a time.
 
     Raises:
-        UserError: No layout can fit.
+        UserError: No layout fits into memory.
     """
     request = request_from_options(run_file=run_file, overrides=overrides, gpus=nproc)
     assert request.run is not None
@@ -70,9 +71,9 @@ def search_for(
 
 
 def _gpus_here(run: RunConfig, site: str | None) -> int:
-    """Return the number of this machine's GPUs that trials may use.
+    """Return the number of GPUs on this machine that trials may use.
 
-    It is 0 if the run uses the CPU or if trials run on another machine.
+    It is 0 if the run uses the CPU, or if trials run on another machine.
     """
     if site is not None or run.training.device == "cpu":
         return 0
@@ -92,7 +93,7 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
 
 
 def _locally(gpus: int) -> Start:
-    """Start trials on this machine. Each concurrent trial has its own GPUs."""
+    """Return a function that starts trials on this machine. Each concurrent trial has its own GPUs."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

@@ -1,4 +1,4 @@
-"""The processes of one trial on this machine, in their own process group, watched and ended together."""
+"""Run the processes of one trial on this machine, in their own process group, which is watched and ended as a whole."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Protocol
 from fourfold.processes import end_with_starter
 
 LOG = "log.txt"
-"""File in the trial's folder with everything that the trial prints."""
+"""Name of the file in the trial's folder that gets everything that the trial prints."""
 SUBMISSION = "submission.txt"
-"""File with the messages of a batch system that refuses a trial."""
+"""Name of the file that gets the messages of a batch system if it refuses a trial."""
 PROC = Path("/proc")
 
 
@@ -24,7 +24,7 @@ class TrialProcess(Protocol):
     """A trial that is running or waiting in a queue."""
 
     def has_started(self) -> bool:
-        """Return False while the trial waits."""
+        """Return False while the trial is waiting."""
         ...
 
     def exit_code(self) -> int | None:
@@ -32,16 +32,18 @@ class TrialProcess(Protocol):
         ...
 
     def held_bytes(self) -> float | None:
-        """Return the largest number of bytes that one of its processes has held so far, or None if it is unknown."""
+        """Return the largest number of bytes that one of the trial's processes has held so far, or None if it is
+        unknown."""
         ...
 
     def end(self) -> None:
-        """End all its processes at once."""
+        """End all processes of the trial at once."""
         ...
 
 
 class LocalTrial:
-    """``fourfold train`` on this machine, in its own process group, which ends with this process."""
+    """A trial that runs ``fourfold train`` on this machine, in its own process group. It ends when this process
+    ends."""
 
     def __init__(self, run_file: Path, folder: Path, environment: Mapping[str, str]) -> None:
         with (folder / LOG).open("ab") as log:
@@ -71,7 +73,8 @@ class LocalTrial:
 
 
 def kernel_kills() -> int | None:
-    """Return how many processes this machine's kernel has killed for lack of memory since boot, or None if unknown."""
+    """Return how many processes this machine's kernel has killed since boot because memory ran out, or None if
+    unknown."""
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -80,7 +83,7 @@ def kernel_kills() -> int | None:
 
 
 def _members(group: int) -> list[int]:
-    """Return the processes of a group, or none if the machine has no /proc."""
+    """Return the ids of the processes in a group. The result is empty if the machine has no /proc."""
     found = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if entry.name.isdigit():

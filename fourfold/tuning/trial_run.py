@@ -1,4 +1,4 @@
-"""Make a run file for a trial, which takes a few steps with one layout, and read the run's folder afterwards."""
+"""Create the run file of a trial, which takes a few steps with one layout, and read the run's folder afterwards."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from fourfold.training.metrics import METRICS_FILE, read_metrics
 from fourfold.tuning.result import Result
 
 RUN_FOLDER = "run"
-"""The run's folder inside its trial's folder."""
+"""Name of the run's folder inside the trial's folder."""
 LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
-"""Sections that a trial leaves out because they cost time outside the steps."""
+"""Sections that a trial leaves out, because they take time outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
 """A trial ends early if its fastest step after the first takes too long. The numbers are how many steps it must take
 before this check, and how many times as long as the best trial's step is too long."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """Return the run of a trial: the warm-up and ``steps`` measured steps in a separate folder, without other work."""
+    """Return the run of a trial: the warm-up and ``steps`` measured steps, in a separate folder, without any other
+    work."""
     table = run.model_dump(mode="json", exclude_none=True)
     table = {name: section for name, section in table.items() if name not in LEFT_OUT}
     table |= {"name": RUN_FOLDER, "output_dir": str(folder)}
@@ -39,7 +40,7 @@ def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
 
 
 def step_seconds_of(folder: Path) -> list[float]:
-    """Return the seconds of the steps that a trial has taken so far, including the first ones."""
+    """Return the durations in seconds of the steps that a trial has taken so far, including the first steps."""
     path = folder / RUN_FOLDER / METRICS_FILE
     return [record["step_seconds"] for record in read_metrics(path)] if path.is_file() else []
 
@@ -48,7 +49,7 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held:
     """Return the result of a trial that took all its steps, or None if some are missing.
 
     Args:
-        held: On a CPU, the largest number of bytes that one of its processes was seen to hold.
+        held: On a CPU, the largest number of bytes that one of the trial's processes was observed to hold.
     """
     seconds = step_seconds_of(folder)
     if len(seconds) < run.training.train_steps:
@@ -64,7 +65,7 @@ def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held:
 def hopeless(folder: Path, best: float | None) -> Result | None:
     """Return the result of a trial that is far slower than the best one.
 
-    Return None if it is not, or if it is too early to tell.
+    Return None if it is not slower, or if it is too early to tell.
     """
     seconds = step_seconds_of(folder)[1:]
     if best is None or len(seconds) < LEAST_STEPS - 1 or min(seconds) <= HOPELESS * best:
@@ -75,7 +76,7 @@ def hopeless(folder: Path, best: float | None) -> Result | None:
 
 
 def error_of_median(seconds: Sequence[float]) -> float:
-    """Return the standard error of the logarithm of the median step.
+    """Return the standard error of the logarithm of the median step time.
 
     For normal variables, it is 1.25 times the standard error of the mean.
     """

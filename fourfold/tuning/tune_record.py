@@ -1,4 +1,4 @@
-"""Write the result of a search: its trials, the best layout, and the calibration."""
+"""Write the result of a search: its trials, the best layout, and the calibration of the machine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial in a form for people to read."""
+    """One trial, in a form that is easy to read."""
 
     number: int
     layout: str
     knobs: dict[str, float]
     predicted_seconds: float
-    """Seconds predicted with the constants that the search began with."""
+    """Predicted step time in seconds, with the constants that the search started with."""
     predicted_bytes: float
     result: Result
     why: str
@@ -51,35 +51,37 @@ class TuneRecord:
     gpus: int
     machine: str
     memory: float
-    """Bytes of a device, or the value of --memory-limit."""
+    """Memory of a device in bytes, or the value of --memory-limit."""
     layouts: int
-    """Number of legal layouts that may fit."""
+    """Number of legal layouts that may fit into memory."""
     trials: list[TrialRecord]
     best: str
     best_seconds: float
-    """Measured: the median of its trials."""
+    """Measured step time of the best layout in seconds: the median of its trials."""
     predicted_first: str
     """The layout that the planner alone would have chosen."""
     predicted_first_seconds: float | None
-    """Measured: the median of its trials. None if it was not tried or if it failed."""
+    """Measured step time of that layout in seconds: the median of its trials. None if it was not tried or if it
+    failed."""
     own: str
     own_seconds: float | None
-    """Expected seconds of the run file's own layout after the trials. None if it is not among the layouts."""
+    """Expected step time of the run file's own layout in seconds, after the trials. None if it is not among the
+    layouts."""
     end: Proposal
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error
-    affects the order of layouts."""
+    changes the order of the layouts."""
     held_out_error: float | None
-    """Mean error of the calibrated planner on trials that were held out of its fit. None without such trials."""
+    """Mean error of the calibrated planner on trials that were held out of the fit. None if no trials were held out."""
     files: dict[str, str]
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
 def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
-    """Write the best run file, the calibration, and the record of a search into its folder.
+    """Write the best run file, the calibration, and the record of a search into the search's folder.
 
     Args:
         base: The machine as its file describes it.
@@ -164,7 +166,7 @@ def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]
 
 
 def _median(done: Sequence[Trial], index: int) -> float | None:
-    """Return the median step of a layout's trials, or None without trials."""
+    """Return the median step time over a layout's trials, or None if there are none."""
     seconds = [trial.result.seconds for trial in done if trial.index == index and trial.result.seconds is not None]
     return float(np.median(seconds)) if seconds else None
 

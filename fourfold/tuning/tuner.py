@@ -1,4 +1,5 @@
-"""Run a search: propose layouts, run each one as a trial, and record the results, until nothing better is likely."""
+"""Run a search: propose layouts, run each layout as a trial, and record the results, until a better layout is
+unlikely."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ RUN_FILE, RESULT_FILE, TRIALS = "run.toml", "result.json", "trials"
 POLL_SECONDS = 0.2
 
 Start = Callable[[Path, Path, int], TrialProcess]
-"""Start a trial, given its run file, its folder, and its slot among the concurrent trials."""
+"""A function that starts a trial, given its run file, its folder, and its slot among the concurrent trials."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Limits of a search.
 
-    ``trials`` counts all trials, including earlier calls. ``minutes`` limits this call (None: no limit).
+    ``trials`` limits the number of all trials, including trials of earlier calls. ``minutes`` limits the time of this
+    call (None means no limit).
     """
 
     trials: int
@@ -56,7 +58,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a search tunes: a run file's model and step, the layouts, and the planner's view of the machine."""
+    """The subject of a search: a run file's model and step, the layouts, and the planner's description of the
+    machine."""
 
     request: Request
     candidates: Candidates
@@ -75,7 +78,7 @@ class Subject:
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the texts that identify this search, by their names in messages.
+        """Return the texts that identify this search, by the names that messages use.
 
         Only searches with equal texts may share a ledger.
         """
@@ -101,13 +104,13 @@ class Search:
         self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._interrupted: list[tuple[int, int]] = []
-        """Number and candidate of the trials to start again."""
+        """The number and the candidate of each trial that must be started again."""
         self._began = time.monotonic()
 
     def run(self) -> Proposal:
         """Try layouts until the search ends.
 
-        Return the last proposal, which says why, or another reason for the end.
+        Return the last proposal, which says why the search ended, or another reason for the end.
         """
         with self._locked():
             self._report(self._doubt())
@@ -146,7 +149,7 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _result_found(self, folder: Path, index: int) -> Result | None:
-        """Return the result of a trial that is missing from the ledger, or None if it has no result."""
+        """Return the result of a trial that is missing from the ledger, or None if the trial has no result."""
         if (folder / RESULT_FILE).is_file():
             try:
                 return Result(**parse_json((folder / RESULT_FILE).read_text(encoding="utf-8")))
@@ -158,7 +161,7 @@ class Search:
         return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
 
     def _fill(self) -> Proposal | None:
-        """Start trials while there are free slots. Return the reason if there is nothing left to try."""
+        """Start trials as long as there are free slots. If there is nothing left to try, return the reason."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:
@@ -213,6 +216,7 @@ class Search:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
-    """Return the layout with the lowest expected time among tried layouts that fit, or None if no trial finished."""
+    """Return the layout with the lowest expected time, among the tried layouts that fit into memory. Return None if no
+    trial finished."""
     done = [trial for trial in trials if trial.result.outcome == "done"]
     return incumbent(posterior_of(candidates, done), done) if done else None

@@ -1,4 +1,5 @@
-"""The models that Loki supports, their attention modules, and the reasons for refusing all other models."""
+"""List the models that Loki supports, find their attention modules, and give the reasons for refusing all other
+models."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SUPPORTED = (
     "smollm3",
     "starcoder2",
 )
-"""Model types with attention softmax(q·k) v, one cache per layer, and rotary embedding in halves."""
+"""Model types whose attention is softmax(q·k) v, with one cache per layer and rotary embeddings in halves."""
 
 LACKING = {
     "gemma2": "its attention caps the scores (softcap)",
@@ -43,7 +44,7 @@ LACKING = {
 class AttentionModule(nn.Module):
     """The attributes of a transformers attention module that Loki uses.
 
-    It serves type checkers and is never instantiated.
+    This class is for type checkers and is never instantiated.
     """
 
     config: PreTrainedConfig
@@ -51,9 +52,9 @@ class AttentionModule(nn.Module):
     head_dim: int
     num_key_value_groups: int
     loki: object
-    """A ``LayerState`` while Loki is enabled."""
+    """A ``LayerState`` while Loki is enabled for the model."""
     loki_observer: object
-    """Set while ``observe_keys`` is active."""
+    """The observer while ``observe_keys`` is active."""
 
 
 def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
@@ -81,14 +82,15 @@ def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
 
 
 def key_shape(attention: AttentionModule) -> tuple[int, int]:
-    """Return the number of KV heads and their size (head_dim)."""
+    """Return the number of KV heads and the size of a head (head_dim)."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """Return a layer's sliding window, which keeps the layer dense, or None if the layer sees the whole context.
+    """Return a layer's sliding window, which makes Loki keep the layer dense. Return None if the layer sees the whole
+    context.
 
-    A window as long as the model's positions hides nothing. Phi-3 and StarCoder2 can declare one.
+    A window that is as long as the model's positions hides nothing. Phi-3 and StarCoder2 can declare such a window.
     """
     kinds = getattr(attention.config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":

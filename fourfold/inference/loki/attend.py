@@ -1,4 +1,4 @@
-"""Run one decoding step: rank the cached keys, gather the best ones, and attend to them exactly.
+"""Run one decoding step: rank the cached keys, gather the best keys, and attend to them exactly.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
 """
@@ -14,8 +14,8 @@ from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_head
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
-"""Bytes of keys that a CPU gathers at a time: about the size of its second-level cache, but at least one head's
-keys."""
+"""Number of bytes of keys that a CPU gathers at a time. It is about the size of the second-level cache. At least one
+head's keys are gathered."""
 
 
 def decode(
@@ -30,7 +30,8 @@ def decode(
     visible_B1S: Tensor | None = None,
     k_B: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of one token to the best k of its cached keys, [B, N, D] (arXiv 2406.02542, algorithm 1).
+    """Return the output of attention from one token to the best k of its cached keys, [B, N, D] (arXiv 2406.02542,
+    algorithm 1).
 
     The rows of each head must be contiguous in the caches. A sequence that sees no key gets zeros.
 
@@ -38,13 +39,14 @@ def decode(
         query_BND: Queries of one token.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
-        proxy_BKSd: Leading rotated dims of the keys, which rank them.
-        basis_KDd: Rotates queries. None if queries and keys are already rotated, so that their leading dims rank.
+        proxy_BKSd: Leading rotated dims of the keys, which are used to rank the keys.
+        basis_KDd: The basis that rotates queries. None if queries and keys are already rotated, so that their own
+            leading dims rank the keys.
         k: Number of keys to attend to.
         config: Loki's settings.
         scaling: Factor on the scores.
-        visible_B1S: True for keys that a sequence may see. None if it may see all.
-        k_B: Number of keys of each sequence, at most k, if sequences differ.
+        visible_B1S: True for keys that a sequence may see. None if it may see all keys.
+        k_B: Number of keys that each sequence attends to, at most k, if this differs between sequences.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     d = proxy_BKSd.shape[-1]
@@ -54,14 +56,14 @@ def decode(
     if not torch.is_grad_enabled():  # The compiled kernels have no backward.
         kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
-            with torch.cuda.device_of(query_BND):  # Triton launches on the current device.
+            with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
                 return _compiled(step, kernels).flatten(1, 2)
     worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
 
 
 def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
-    """Run the kernels of a package, which is imported here."""
+    """Run the step with the kernels of a package. The package is imported here."""
     if package == "triton":
         from fourfold.inference.loki import triton_kernels
 
@@ -72,12 +74,13 @@ def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return rotated dims, [B, K, S, d]. Sums are in float32 and rounded once, to ``dtype`` or x's dtype."""
+    """Return the leading rotated dims, [B, K, S, d]. Sums are in float32 and rounded once, to ``dtype`` or to the
+    dtype of x."""
     return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
 def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
-    """Attend exactly to the chosen keys (the first k_B of each sequence). Return [B, K, G, D]."""
+    """Attend exactly to the chosen keys (only the first k_B keys of each sequence). Return [B, K, G, D]."""
     dtype = step.query_BKGD.dtype
     seen_BK1k = None
     if step.visible_B1S is not None:
@@ -91,7 +94,7 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
     for heads in _head_slices(step.key_BKSD, chosen_BKk, exact):
         key_BhkD = gather_rows(step.key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
-        del key_BhkD  # Free the keys before the values are gathered.
+        del key_BhkD  # Free the keys before gathering the values.
         value_BhkD = gather_rows(step.value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
         out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))
@@ -99,7 +102,8 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
 
 
 def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Return slices over all KV heads. On a CPU, the keys that one slice gathers in ``dtype`` fit the caches."""
+    """Return slices of the KV heads that cover all of them. On a CPU, the keys that one slice gathers in ``dtype`` fit
+    into the caches."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
@@ -108,7 +112,7 @@ def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list
 
 
 def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
-    """Return the softmax over the visible keys, or zeros without a gradient if there are none."""
+    """Return the softmax over the visible keys. If there are none, return zeros without a gradient."""
     if seen_Bh1k is None:
         return torch.softmax(scores_BhGk, -1)
     weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)
@@ -116,7 +120,7 @@ def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
 
 
 def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """Return the chosen rows, [B, K, k, D], of a cache that can have unused room after each head's rows."""
+    """Return the chosen rows, [B, K, k, D], of a cache that may have unused room after the rows of each head."""
     batch, heads, length, width = x_BKSD.shape
     of_batch, of_head, of_row, _ = x_BKSD.stride()
     assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"

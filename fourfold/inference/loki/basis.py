@@ -1,4 +1,5 @@
-"""A model's basis, the principal components of its keys per layer and KV head, and its file format."""
+"""Define a model's basis, which holds the principal components of its keys per layer and KV head, and its file
+format."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from fourfold.parsing import parse_json
 FORMAT = "1"
 AGAIN = "make it again with: fourfold loki calibrate"
 KINDS = ("pre", "post")
-"""Kinds of components: of the keys before and after their rotary embedding."""
+"""Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """Principal components of the keys of every layer and KV head."""
+    """The principal components of the keys, for every layer and KV head."""
 
     vectors_LKDD: Tensor
-    """Orthonormal columns, sorted by falling variance."""
+    """Orthonormal columns, sorted by variance in descending order."""
     variances_LKD: Tensor
     """Variances along the columns, in descending order."""
 
@@ -38,7 +39,7 @@ class Components:
         2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
-        # Rounding must not give one component more than exist.
+        # Rounding errors must not give more components than exist.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 
@@ -48,7 +49,7 @@ class LayerBasis:
 
     whole_KDD: Tensor
     d: int
-    """Number of leading dims that rank keys."""
+    """Number of leading dims that are used to rank keys."""
     leading_KDd: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,14 +71,14 @@ class LokiBasis:
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys better."""
     fingerprint: Fingerprint
-    """Identifies the calibrated model."""
+    """Fingerprint of the calibrated model."""
     seq_length: int
     """Number of tokens in the longest calibration window."""
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """By kind and layer, the recall of the best quarter of the keys if a quarter of the dims ranks them. Empty if
-    nothing was held out."""
+    """Recall of the best quarter of the keys if a quarter of the dims ranks them, by kind and layer. Empty if no
+    windows were held out."""
 
     @property
     def layers(self) -> int:
@@ -98,7 +99,7 @@ class LokiBasis:
         """Return the basis of one layer, with the kind and the number of ranking dims that the settings select.
 
         Args:
-            layer: Number of the layer, from 0.
+            layer: Index of the layer.
             config: Loki's settings.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
@@ -109,7 +110,7 @@ class LokiBasis:
         return LayerBasis(components.vectors_LKDD[layer], d)
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. Any calibration must beat this control.
+        """Return a basis of random directions for the same model. This is a control that any calibration must beat.
 
         Args:
             seed: Seed of the directions.
@@ -120,7 +121,7 @@ class LokiBasis:
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all.
+        """Write a safetensors file, completely or not at all.
 
         Args:
             path: Path of the file.
@@ -184,11 +185,11 @@ class LokiBasis:
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Check that each layer and head has its own directions.
 
-        The directions of a single head must not broadcast to the other heads of its layer.
+        The directions of a single head must not be broadcast to all heads of its layer.
 
         Args:
             layers: Number of the model's layers.
-            kv_heads: Number of its KV heads.
+            kv_heads: Number of the model's KV heads.
             head_dim: Size of a head.
 
         Raises:
@@ -204,7 +205,7 @@ class LokiBasis:
                 )
 
     def record(self) -> dict[str, Any]:
-        """Return JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
+        """Return the basis as JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -224,7 +225,8 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` for numbers that are not a basis. A wrong one would silently choose random keys."""
+    """Raise ``UserError`` if the numbers are not a basis. With wrong numbers, the choice of keys would silently be
+    random."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
         raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis; {AGAIN}")

@@ -1,6 +1,6 @@
 """Cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
 
-They replace the layers of a transformers cache and take over its contents.
+They replace the layers of a transformers cache and take over their contents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values that grow by doubling. transformers' own layer copies all of them at every token."""
+    """Keys and values in storage that grows by doubling. transformers' own layer copies all of them for every token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -29,11 +29,11 @@ class GrowingLayer(DynamicLayer):
         return self.key_buffer, self.value_buffer
 
     def release(self) -> None:
-        """Note that the attention pass that uses this layer has ended or failed."""
+        """Record that the attention pass that uses this layer has ended or failed."""
 
     @property
     def held_bytes(self) -> int:
-        """Return the size of the cached tokens, without the room to grow."""
+        """Return the size of the cached tokens in bytes, not counting unused room."""
         return sum(buffer.held_bytes for buffer in self.buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -41,7 +41,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return views of all keys and values."""
+        """Append keys and values, and return views of all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.key_buffer.append(key_states)
@@ -90,18 +90,18 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d]. Ranking reads only the proxy."""
+    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d]. Only the proxy is read to rank the keys."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
         self.basis = basis_KDd
         self.proxy_dtype = proxy_dtype
-        """None means the keys' dtype."""
+        """Dtype of the proxy. None means the dtype of the keys."""
 
         self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
-        """The proxy during an attention pass, on the device of the keys that ``update`` returned. An offloaded cache
-        has moved its buffers to the CPU before the attention reads them."""
+        """The proxy during an attention pass, on the device of the keys that ``update`` returned. If the cache is
+        offloaded, its buffers have already moved to the CPU when the attention reads the proxy."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor, ...]:
@@ -117,9 +117,9 @@ class LokiLayer(GrowingLayer):
 
 
 class RotatedLayer(GrowingLayer):
-    """Rotated keys only.
+    """A layer that holds only rotated keys.
 
-    The cache is as small as a dense one, but only attention that rotates its queries can read it.
+    It is as small as a dense cache, but only attention that rotates its queries can read it.
     """
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
@@ -148,7 +148,7 @@ class RotatedLayer(GrowingLayer):
 
 
 class StaticLokiLayer(StaticLayer):
-    """A ``LokiLayer`` with buffers of fixed size and address for CUDA graphs. The unfilled part is masked."""
+    """A ``LokiLayer`` whose buffers have fixed sizes and addresses for CUDA graphs. The unfilled part is masked."""
 
     def __init__(self, basis_KDd: Tensor, max_cache_len: int, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(max_cache_len)
@@ -179,7 +179,7 @@ class StaticLokiLayer(StaticLayer):
         return super().update(key_states, value_states)
 
     def take_over(self, layer: StaticLayer) -> None:
-        """Use the buffers of ``layer``, at their addresses, and compute the proxy of its keys."""
+        """Use the buffers of ``layer`` at their current addresses, and compute the proxy of its keys."""
         own = ("basis", "proxy_dtype", "held_proxy_BKSd", "proxy_BKSd")
         vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
         if self.keys is not None:

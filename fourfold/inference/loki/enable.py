@@ -36,17 +36,17 @@ def enable_loki(
     """Make a model attend with Loki.
 
     ``model.generate`` and ``model(...)`` work as before, with any transformers cache. The next pass replaces the
-    cache's layers. A second call changes the basis and the configuration. Layers with a sliding window stay dense, with
-    a warning.
+    cache's layers. A second call changes the basis and the configuration. Layers with a sliding window stay dense, and
+    a warning says so.
 
     Args:
         model: A transformers model.
         basis: The result of ``calibrate`` for this model.
         config: Loki's settings (default: ``LokiConfig()``).
-        capacity: Number of tokens to allocate at once, if the final length is known. 0 lets the cache grow.
+        capacity: Number of tokens to allocate room for at once, if the final length is known. 0 lets the cache grow.
 
     Returns:
-        The same model.
+        The model that was passed.
 
     Raises:
         UserError: The basis belongs to another model, the architecture is not supported, or the configuration does not
@@ -63,11 +63,12 @@ def enable_loki(
 
         compile_for(parameter.dtype, recipes[0].proxy_dtype or parameter.dtype)
     disable_loki(model)
-    # Without a mask function of the same name, transformers would pass no mask: neither causality nor padding.
+    # Without a mask function under the same name, transformers would pass no mask, which would drop both causality and
+    # padding.
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation
-    if before == NAME:  # Another model that shares this configuration has set it.
+    if before == NAME:  # Another model that shares this configuration has set it before.
         before = "sdpa"
     model.set_attn_implementation(NAME)
     for attention, recipe in zip(attentions, recipes, strict=True):
@@ -80,10 +81,10 @@ def enable_loki(
 
 
 def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore a model's own attention, and return the same model. A cache of rotated keys is unusable afterwards.
+    """Restore a model's own attention, and return the model. A cache of rotated keys is unusable afterwards.
 
-    An attention that was set after Loki was enabled stays. Models that share a configuration share the choice of
-    attention, so another model with Loki attends densely from now on.
+    If another attention was set after Loki was enabled, it is kept. Models that share a configuration share the choice
+    of attention, so another model with Loki in this configuration becomes dense too.
     """
     before = None
     for module in model.modules():

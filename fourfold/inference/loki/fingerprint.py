@@ -1,4 +1,5 @@
-"""Identify the model that a basis belongs to: sizes, rotary embedding, and a sample of the attention weights."""
+"""Identify the model that a basis belongs to by its sizes, its rotary embedding, and a sample of its attention
+weights."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 @dataclass(frozen=True)
 class Fingerprint:
     model: str
-    """The model's type and sizes."""
+    """Type and sizes of the model."""
     rope: str
     """Parameters of the rotary embedding, as JSON."""
     sample: Tensor
@@ -43,7 +44,7 @@ class Fingerprint:
             sample_matrix(parameter)
             for attention in attentions
             for name, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2 and "lora_" not in name  # An adapter does not change the base weights.
+            if parameter.ndim == 2 and "lora_" not in name  # Adapters do not change the base weights.
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)
@@ -78,6 +79,7 @@ def sample_matrix(parameter: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether values are equal up to a change of dtype. Tiny values can round to anything near zero."""
+    """Return whether values are equal up to a change of dtype. Such a change can round tiny values to anything near
+    zero."""
     small = 1e-6 + 1e-4 * a.abs().mean()
     return bool(((a - b).abs() <= TOLERANCE * a.abs() + small).all())

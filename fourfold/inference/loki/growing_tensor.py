@@ -14,17 +14,17 @@ class GrowingTensor:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        """Number of tokens to allocate at once, if the final length is known."""
+        """Number of tokens to allocate room for at once, if the final length is known."""
 
         self.length = 0
-        """Number of tokens appended so far."""
+        """Number of tokens that have been appended."""
 
         self.storage: Tensor | None = None
         """The tokens, followed by unused room."""
 
     @property
     def filled(self) -> Tensor:
-        """Return a view of the tokens appended so far."""
+        """Return a view of the tokens that have been appended."""
         assert self.storage is not None, "nothing has been appended"
         return self.storage.narrow(SEQUENCE_DIM, 0, self.length)
 
@@ -33,7 +33,7 @@ class GrowingTensor:
         return 0 if self.storage is None else self.filled.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Write after the last token. The storage doubles when it is full."""
+        """Append tokens after the last token. The storage doubles when it is full."""
         count = new.shape[SEQUENCE_DIM]
         storage = self.storage
         if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
@@ -45,19 +45,19 @@ class GrowingTensor:
         self.length += count
 
     def crop(self, count: int) -> None:
-        """Drop the last tokens."""
+        """Drop the last ``count`` tokens."""
         self.length = max(0, self.length - count)
 
     def clear(self) -> None:
         self.storage, self.length = None, 0
 
     def select(self, indices: Tensor) -> None:
-        """Keep these sequences of the batch, in this order, with the room to grow."""
+        """Keep only these sequences of the batch, in this order, together with the unused room."""
         if self.storage is not None:
             self.storage = self.storage[indices.to(self.storage.device)]
 
     def repeat(self, repeats: int) -> None:
-        """Repeat every sequence of the batch, with its copies next to each other."""
+        """Repeat every sequence of the batch. Copies of a sequence are next to each other."""
         if self.storage is not None:
             self.storage = self.storage.repeat_interleave(repeats, dim=0)
 

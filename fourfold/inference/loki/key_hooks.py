@@ -23,13 +23,13 @@ NAME = "loki_observer"
 """The name of this attention, and of its mask, in transformers' registries."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""Called with a layer's number, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
+"""Called with a layer's index, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
 
 
 @contextmanager
 def observe_keys(model: PreTrainedModel, attentions: list[AttentionModule], observer: KeyObserver) -> Iterator[None]:
-    """Pass every attention's queries and keys to ``observer`` inside the context, without changing the model's
-    results."""
+    """While the context is open, pass every attention's queries and keys to ``observer``. The model's results do not
+    change."""
     before = text_config(model)._attn_implementation
     AttentionInterface.register(NAME, _observed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -61,7 +61,7 @@ def _observed_attention(
     module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     state = getattr(module, "loki_observer", None)
-    if state is not None:  # None for another model that shares the observed model's configuration
+    if state is not None:  # The state is None for another model that shares the observed model's configuration.
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
         before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
         state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
@@ -69,7 +69,7 @@ def _observed_attention(
 
 
 def undo_rotary(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Return keys before their rotary embedding, computed in float32 from keys after it.
+    """Return the keys before their rotary embedding. They are computed in float32 from the keys after it.
 
     cos and sin may rotate only the first R dims of a head, and may be scaled, as in YaRN.
     """

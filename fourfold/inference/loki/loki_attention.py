@@ -1,7 +1,7 @@
-"""Loki as a transformers attention function, and the state that each attention module carries.
+"""Implement Loki as a transformers attention function, with the state that each attention module carries.
 
 transformers calls ``loki_attention`` with the keys and values that the cache returned, but not with the cache itself. A
-hook before each attention module (``before_attention``) finds the cache and replaces its layers with those of
+hook before each attention module (``before_attention``) finds the cache and replaces its layers with the layers in
 ``cache.py``.
 """
 
@@ -34,15 +34,16 @@ class LayerState:
 
     recipe: LayerRecipe
     before: str
-    """The attention that the model had before."""
+    """The attention implementation that the model used before."""
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | StaticLokiLayer | None = None
-    """The cache's layer during a pass."""
+    """The layer of the cache during a pass."""
     probe: Probe | None = None
-    """Records what simulated rows choose, for evaluation."""
+    """Records, for evaluation, which keys the simulated rows choose."""
 
     def release(self) -> None:
-        """Release the cache, so that it neither stays in memory with the model nor waits for another read by Loki."""
+        """Release the cache, so that the model does not keep it in memory, and the cache does not wait for another
+        read by Loki."""
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None
@@ -55,14 +56,14 @@ def state_of(module: nn.Module) -> LayerState | None:
 
 
 def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Find the module's cache layer before a pass, and replace it if it is transformers' own."""
+    """Before a pass, find the module's cache layer, and replace it if it is transformers' own."""
     state = state_of(module)
     assert state is not None
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     if state.recipe.basis is not None:
         state.recipe.basis.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # The argument's name before transformers 5.24.
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # transformers before 5.24 uses the other name.
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME
@@ -70,7 +71,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
 
 
 def after_attention(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    """Release the state after a pass, even if the pass failed."""
+    """Release the state after a pass, even if the pass has failed."""
     state = state_of(module)
     assert state is not None
     state.release()
@@ -90,23 +91,23 @@ def loki_attention(
 
     Args:
         module: The attention module.
-        query: [B, N, Q, D].
-        key: [B, K, S, D].
-        value: [B, K, S, D].
-        attention_mask: [B, 1, Q, S], True if a key is seen. None for causal attention without padding.
+        query: Queries [B, N, Q, D].
+        key: Keys [B, K, S, D].
+        value: Values [B, K, S, D].
+        attention_mask: Mask [B, 1, Q, S], True if a query sees a key. None for causal attention without padding.
         scaling: Factor on the scores.
         dropout: Probability of dropping a weight, in training only.
 
     Returns:
-        The output [B, Q, N, D], and None for the weights.
+        The output [B, Q, N, D], and None in place of the weights.
 
     Raises:
-        UserError: The model extends attention in a way that Loki does not compute.
+        UserError: The model extends attention in a way that Loki does not support.
     """
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # This is a dense layer, or a model that shares the configuration of a model with Loki.
+    # This is a dense layer, or a model without Loki that shares the configuration of a model with Loki.
     if state is None or basis is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
@@ -129,7 +130,7 @@ def loki_attention(
         out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
-        if query.shape[2] == length and is_simple:  # The prompt begins the cache, so rows and keys are the same tokens.
+        if query.shape[2] == length and is_simple:  # The prompt starts the cache, so these are the same tokens.
             out = simulate(query, key, value, basis_KDd, basis.d, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
@@ -140,14 +141,15 @@ def loki_attention(
 
 
 def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
-    """Rotate each query head by the basis of its KV head, so that its dot products with rotated keys are unchanged."""
+    """Rotate each query head with the basis of its KV head, so that its dot products with rotated keys are
+    unchanged."""
     query_BKXD = query_BNQD.unflatten(1, (basis_KDD.shape[0], -1)).flatten(2, 3)
     return project(query_BKXD, basis_KDD).view(query_BNQD.shape)
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it. torch's attention handles all
-    other masks."""
+    """Return whether a mask is boolean and the same for all heads, as transformers' sdpa_mask creates it. torch's
+    attention handles all other masks."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 
@@ -161,7 +163,7 @@ def _dense(
     dropout: float,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run torch's attention. A row that sees nothing (left padding) gives zeros, never NaN."""
+    """Run torch's attention. The output is zero for a row that sees no key (left padding), never NaN."""
     out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
     if mask is not None and mask.dtype == torch.bool:
         out = out.masked_fill(~mask.any(-1).transpose(1, 2)[..., None], 0.0)

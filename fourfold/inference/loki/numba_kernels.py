@@ -1,12 +1,12 @@
-"""One decoding step compiled for a CPU by Numba: each thread computes whole heads, from scores to output.
+"""Run one decoding step that Numba compiles for a CPU. Each thread computes whole heads, from scores to output.
 
 Keys are ranked while they are read. Nothing is sorted, and no chosen row is copied. The selection is the same radix
-search as in the Triton kernels: it maps each key's worth to an unsigned integer with the same order, and finds the k-th
-largest by its leading 11 bits, the next 11, and the last 10. All sums are float32. A key with a NaN score is always
-chosen, so the NaN shows in the output.
+search as in the Triton kernels: it maps each key's combined score to an unsigned integer with the same order, and finds
+the k-th largest integer by its leading 11 bits, the next 11 bits, and the last 10 bits. All sums are float32. A key
+with a NaN score is always chosen, so the NaN shows in the output.
 
-Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H: its G query heads, padded to a multiple
-of four, because four are multiplied at a time.
+Shape letters as in attend.py. R = B · K rows, each a KV head of a sequence. H is the number of its G query heads,
+padded to a multiple of four, because four heads are multiplied at a time.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ NEAR = 256
 """Number of keys in a block. A block stays in the first-level cache until the next four query heads multiply it."""
 
 AHEAD = 6
-"""How many rows ahead to prefetch. Chosen rows are scattered, so the processor cannot predict them."""
+"""Number of rows to prefetch ahead. Chosen rows are scattered, so the processor cannot predict them."""
 
 CACHE_LINE = 64
 
 _numba_lock = threading.Lock()
-"""Some of Numba's threading layers abort the process if two threads call them at once."""
+"""Some of Numba's threading layers abort the process if two threads call Numba at once."""
 
 _options: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
 }
-"""Sums may be reordered so that they vectorize. Infinities and NaNs are respected."""
+"""Fast-math options. Sums may be reordered so that they vectorize. Infinities and NaNs are handled correctly."""
 
 _compiled, _inlined = njit(**_options), njit(inline="always", **_options)
 
 
 def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
-    """Compile for several threads, and cache the result for later processes."""
+    """Compile a step for several threads, and cache the result for later processes."""
     try:
         compiled: Callable[..., None] = njit(parallel=True, cache=True, **_options)(step)
-    except RuntimeError:  # There is no folder for the cache.
+    except RuntimeError:  # There is no folder for Numba's cache.
         compiled = njit(parallel=True, **_options)(step)
     return compiled
 
 
 def decode(step: DecodeStep) -> Tensor:
-    """Run a step on caches in float32 or bfloat16 on a CPU."""
+    """Run a step on a CPU, on caches in float32 or bfloat16."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
     # Compiled code does not check bounds.
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
-    # A single head's keys need no normalization to be ranked.
+    # With a single query head, scores need no normalization to rank keys.
     reduce = MEAN if group == 1 else REDUCTIONS[step.config.group_reduce]
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
@@ -94,7 +94,7 @@ def decode(step: DecodeStep) -> Tensor:
             _decode(threads, *task)
         finally:
             set_num_threads(before)
-    # Starting Numba's threads changes torch's number of threads, because both use the same library.
+    # Starting Numba's threads changes torch's number of threads, because both use the same threading library.
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
     return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
@@ -113,7 +113,7 @@ def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, with its room to grow, [rows, row stride], and the first row of each head, [R]."""
+    """Return all rows of a cache, including unused room, [rows, row stride], and the first row of each head, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
@@ -135,8 +135,8 @@ def _decode(
 ):  # fmt: skip
     """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
 
-    Splitting rows would occupy more threads than there are rows, but it needs a synchronization after every pass. On a
-    busy processor each thread then waits for the slowest one: such a step took ten times as long.
+    Splitting rows would keep more threads busy than there are rows, but it needs a synchronization after every pass. On
+    a busy processor, each thread would then wait for the slowest thread: such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):
@@ -156,7 +156,7 @@ def _decode(
 
 @_compiled
 def _score(query_Hd, proxy_Sx, scores_HS):
-    """Multiply every head with the leading dims of every key."""
+    """Compute the dot product of every head with the leading dims of every key."""
     for begin in range(0, proxy_Sx.shape[0], NEAR):
         for h in range(0, query_Hd.shape[0], 4):
             four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
@@ -167,9 +167,10 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 @_compiled
 def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
-    """Rank each key by its worth to the group, as an unsigned integer with the same order. Return the visible keys.
+    """Rank each key by its combined score in the group, as an unsigned integer of the same order. Return the visible
+    keys.
 
-    An invisible key has rank 0. A key that is always chosen, or whose worth is NaN, has the largest rank.
+    An invisible key has rank 0. A key that is always chosen, or whose combined score is NaN, has the largest rank.
     """
     length = ranks_S.size
     if visible_S.size:
@@ -177,7 +178,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)  # Worth and rank share their memory.
+    worth_S = ranks_S.view(np.float32)  # Combined scores and ranks share the same memory.
     worth_S[:] = NEVER if reduce == MAX else np.float32(0)
     for g in range(scores_GS.shape[0]):
         if reduce == MAX:
@@ -208,7 +209,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
 
 @_compiled
 def _choose(ranks_S, chosen_k):
-    """Return the positions of the largest ranks, ascending. Ties go to the left."""
+    """Return the positions of the largest ranks, ascending. Among ties, the leftmost are taken."""
     least, wanted = _search(ranks_S, chosen_k.size)
     n = 0
     for s in range(ranks_S.size):
@@ -223,7 +224,7 @@ def _choose(ranks_S, chosen_k):
 
 @_compiled
 def _search(ranks_S, k):
-    """Return the k-th largest rank, and the number of ties with it among the k."""
+    """Return the k-th largest rank, and how many keys with exactly this rank are among the k."""
     least, wanted = np.uint32(0), k
     for level in range(3):
         bits = np.uint32(10 if level == 2 else 11)
@@ -242,7 +243,7 @@ def _search(ranks_S, k):
 
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
-    """Attend exactly to the chosen keys, with zeros if there are none."""
+    """Attend exactly to the chosen keys. The output is zero if there are none."""
     k = chosen_k.size
     weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
@@ -270,7 +271,7 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
 
 @_inlined
 def _products(four, key):
-    """Multiply four query heads with one key, or with its leading dims."""
+    """Compute the dot products of four query heads with one key, or with its leading dims."""
     query0, query1, query2, query3 = four
     sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for c in range(query0.size):
@@ -323,7 +324,7 @@ def _prefetch_row(rows_SD, row):
 
 @intrinsic
 def _prefetch(_, rows, row, column):
-    """Issue the prefetch instruction for the cache line of rows[row, column]."""
+    """Issue the prefetch instruction for the cache line that holds rows[row, column]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -339,12 +340,12 @@ def _prefetch(_, rows, row, column):
 
 
 def _as_float32(number):
-    """Return a cache's number as float32. Implemented for compiled code only."""
+    """Return a number of the cache as float32. This is implemented only for compiled code."""
     raise NotImplementedError
 
 
 @overload(_as_float32, inline="always")
 def _compile_as_float32(number):
-    if number == types.uint16:  # An integer here holds the bits of a bfloat16.
+    if number == types.uint16:  # Here, an integer holds the bits of a bfloat16.
         return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
     return lambda number: number

@@ -1,4 +1,4 @@
-"""Calibrate: compute the principal components of a model's keys from statistics streamed over a text."""
+"""Calibrate Loki: compute the principal components of a model's keys from statistics that are streamed over a text."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELD_OUT = 0.1
-"""The fraction of windows held out to compare the kinds of components."""
+"""Fraction of windows that are held out to compare the kinds of components."""
 
 ROWS_COMPARED = 512
 
 
 @dataclass
 class Moments:
-    """Sums over the keys of one layer, in float64. No key is stored."""
+    """Sums over the keys of one layer, in float64. No keys are stored."""
 
     count: int
     """Number of keys."""
     sum_KD: Tensor
-    """Sum of k."""
+    """Sum of the keys k."""
     products_KDD: Tensor
-    """Sum of k·kᵀ."""
+    """Sum of the products k·kᵀ."""
 
     @classmethod
     def zero(cls, heads: int, head_dim: int) -> Moments:
@@ -51,13 +51,13 @@ class Moments:
     def covariance_KDD(self) -> Tensor:
         """Return the covariance around the mean.
 
-        Softmax ignores the mean of the keys, so a component along the mean could not rank them.
+        Softmax is independent of the mean of the keys, so a component along the mean could not rank them.
         """
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]
 
     def components(self) -> tuple[Tensor, Tensor]:
-        """Return eigenvectors [K, D, D] as columns and eigenvalues [K, D], the largest first."""
+        """Return eigenvectors [K, D, D] as columns, and eigenvalues [K, D], in descending order of eigenvalues."""
         variances_KD, vectors_KDD = torch.linalg.eigh(self.covariance_KDD())
         return vectors_KDD.flip(-1).float().contiguous(), variances_KD.flip(-1).float().contiguous()
 
@@ -74,9 +74,9 @@ def calibrate(
     Args:
         model: A transformers model.
         windows: Lists of token ids.
-        kinds: "pre", "post", or both. With both, each layer gets the kind that ranks better on held-out windows (a
-            tenth of the windows, at least one).
-        progress: Wraps the windows to show progress.
+        kinds: "pre", "post", or both. With both, each layer gets the kind that ranks better on the held-out windows (a
+            tenth of the windows, but at least one).
+        progress: A function that wraps the windows to show progress.
 
     Returns:
         The basis: principal components of the keys of every layer and KV head.
@@ -123,7 +123,8 @@ def _compare(
     components: dict[str, Components],
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each kind of components in each layer, with a quarter of the keys and of the dims."""
+    """Return the recall of each kind of components in each layer, for a quarter of the keys ranked by a quarter of the
+    dims."""
     config = LokiConfig(min_k=1, min_seq=0)
     probes = {kind: [Probe() for _ in attentions] for kind in components}
 
@@ -140,7 +141,7 @@ def _compare(
 def _observe(
     model: PreTrainedModel, attentions: list[AttentionModule], windows: Iterable[Sequence[int]], observer: KeyObserver
 ) -> None:
-    """Run the model's decoder on each window with an observer of its keys."""
+    """Run the model's decoder on each window, while an observer receives its keys."""
     with observe_keys(model, attentions, observer):
         for window in windows:
             model.get_decoder()(input_ids=torch.tensor(window, device=model.device)[None], use_cache=False)

@@ -1,7 +1,7 @@
 """Measure what a model loses with Loki: recall, captured attention, perplexity, and task scores.
 
 On a text, Loki is compared with an oracle and with a control. The oracle chooses the same number of keys by their exact
-scores, which no ranking can beat. The control ranks by random directions, which a calibration must beat.
+scores, so no ranking can be better. The control ranks keys by random directions, so a calibration must be better.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def measure_quality(
         windows: Lists of token ids.
         basis: The result of ``calibrate`` for this model.
         config: Loki's settings.
-        progress: Wraps the windows to show progress.
+        progress: A function that wraps the windows to show progress.
 
     Returns:
-        Perplexity, recall, and captured mass of each, as JSON values.
+        Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
 
     Raises:
         UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
@@ -108,8 +108,8 @@ def compare_tasks(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return the metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
 
-    Only tasks that generate text run Loki's decoding. A likelihood is one prefill, which stays dense unless
-    ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it was enabled before.
+    Only tasks that generate text run Loki's decoding. Computing a likelihood is a single prefill, which stays dense
+    unless ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it was enabled before.
 
     Args:
         model: A transformers model.
@@ -135,9 +135,9 @@ def compare_tasks(
 
 
 def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """Return settings for a basis without variances.
+    """Return the same settings for a basis that has no variances.
 
-    They rank by the mean number of dims that the real basis ranks by.
+    These settings rank keys by the mean number of dims that the real basis uses.
     """
     if config.variance is None:
         return replace(config, basis="best")
@@ -166,7 +166,7 @@ def _probed(
 
 
 def _perplexity(model: PreTrainedModel, windows: Iterable[Sequence[int]]) -> float:
-    """Return exp of the mean loss over every token but the first of each window."""
+    """Return exp of the mean loss over all tokens except the first token of each window."""
     total, count = 0.0, 0
     for window in windows:
         tokens = torch.tensor(window, device=model.device)[None]

@@ -1,4 +1,4 @@
-"""Replace layers of a transformers cache with Loki's, and refuse caches that would give wrong logits."""
+"""Replace layers of a transformers cache with Loki's layers, and refuse caches that would give wrong logits."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ log = logging.getLogger("fourfold.loki")
 
 @dataclass(eq=False)
 class LayerRecipe:
-    """Settings of one layer's cache."""
+    """Settings for the cache of one layer."""
 
     config: LokiConfig
     basis: LayerBasis | None = None
-    """None for a layer that stays dense."""
+    """Basis of the layer. None if the layer stays dense."""
     capacity: int = 0
-    """Number of tokens to allocate at once."""
+    """Number of tokens to allocate room for at once."""
     warned: set[type] = field(default_factory=set)
-    """Types of caches that a warning has named. All recipes of a model share it."""
+    """Types of caches that a warning has already named. All recipes of a model share this set."""
 
     @property
     def proxy_dtype(self) -> torch.dtype | None:
-        """None means the keys' dtype."""
+        """Return the dtype of the proxy. None means the dtype of the keys."""
         return torch.bfloat16 if self.config.proxy_dtype == "bf16" else None
 
     def new_layer(self) -> GrowingLayer:
@@ -44,13 +44,13 @@ class LayerRecipe:
 def replace_layer(
     cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool
 ) -> GrowingLayer | StaticLokiLayer | None:
-    """Make the cache's layer one that fits ``recipe``, keep its contents, and return it.
+    """Replace the cache's layer by a layer that fits ``recipe``, with the same contents, and return the new layer.
 
     Args:
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:
-        The layer, or None if it stays as it is, with dense attention.
+        The layer, or None if the layer is kept and its attention is dense.
 
     Raises:
         UserError: The cache cannot be used.
@@ -77,7 +77,7 @@ def replace_layer(
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer holds plain keys and values of all tokens, which ``recipe`` would hold differently."""
+    """Return whether a layer holds plain keys and values of all tokens, and ``recipe`` would hold them differently."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -108,7 +108,8 @@ def _static(layer: StaticLayer, recipe: LayerRecipe, basis: LayerBasis) -> Stati
 
 
 def _check_static(size: int, config: LokiConfig) -> None:
-    """Raise ``UserError`` for settings that depend on how full a cache is. For a static cache, the host cannot know."""
+    """Raise ``UserError`` for settings that depend on how full a cache is, because the host cannot know this for a
+    static cache."""
     if config.k is None or config.cache == "rotated":
         raise UserError(
             'loki: a static cache needs cache = "proxy" and a number of keys, because the host does not know how full '
@@ -125,7 +126,7 @@ def _check_static(size: int, config: LokiConfig) -> None:
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
     """Return the layer unchanged.
 
-    Raise ``UserError`` unless Loki runs with the same basis, because nothing else can read the keys.
+    Raise ``UserError`` unless Loki runs with the same basis, because only then can the keys be read.
     """
     basis = recipe.basis
     if not is_loki or basis is None or recipe.config.cache != "rotated" or not _has_basis(layer, recipe, basis):
@@ -141,7 +142,8 @@ def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) ->
 def _with_current_basis(
     layer: LokiLayer | StaticLokiLayer, recipe: LayerRecipe, basis: LayerBasis
 ) -> GrowingLayer | StaticLokiLayer:
-    """Return the same layer, or one with a proxy that is computed again from its keys for another basis or width."""
+    """Return the layer. If the basis or the number of dims has changed, return a layer whose proxy is computed again
+    from the keys."""
     if _has_basis(layer, recipe, basis):
         layer.basis = basis.leading_KDd
         return layer
@@ -153,6 +155,6 @@ def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerR
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # This is so in every step except the first.
+    if layer.basis is ours:  # This is true in every step except the first.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

@@ -1,7 +1,7 @@
-"""Select the keys that a step attends to: combine the scores of each KV group, and take the best k keys.
+"""Select the keys that a step attends to: combine the scores in each KV group, and take the best k keys.
 
-Shape letters: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys. In a simulation, the
-underscore before S or k is a dim with the rows of a prompt. In a decoding step this dim is absent.
+Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, k chosen keys. In a simulation, the
+underscore before S or k is a dim with the rows of a prompt. In a decoding step, this dim is absent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fourfold.inference.loki.settings import LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 32
-"""The threshold is estimated from a sample of one in this many numbers."""
+"""The threshold is estimated from a sample that has one in this many of the numbers."""
 
 THIN, LONG = 6, 1 << 14
-"""Rows shorter than THIN · k or LONG are selected from directly, without a threshold."""
+"""Rows shorter than THIN · k or shorter than LONG are processed directly, without a threshold."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The attention of one token to the best keys of its cache. Kernels compute it as [B, K, G, D]."""
+    """One step of attention from a token to the best keys of its cache. Kernels compute it as [B, K, G, D]."""
 
     query_BKGD: Tensor
     query_BKGd: Tensor
@@ -42,12 +42,12 @@ class DecodeStep:
 
     @property
     def visible_BS(self) -> Tensor | None:
-        """Return 1 for keys that a sequence sees, or None if it sees all."""
+        """Return 1 for keys that a sequence sees, or None if it sees all keys."""
         return self._as_bytes(self.visible_B1S)
 
     @property
     def always_BS(self) -> Tensor | None:
-        """Return 1 for keys that are chosen whatever their scores, or None if there are none."""
+        """Return 1 for keys that are chosen regardless of their scores, or None if there are none."""
         key_BKSD = self.key_BKSD
         return self._as_bytes(always_chosen(self.config, self.visible_B1S, key_BKSD.shape[2], key_BKSD.device))
 
@@ -57,10 +57,12 @@ class DecodeStep:
 
 
 def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
-    """Return each key's worth to its whole KV group, from the scores of each head. It is -inf for invisible keys.
+    """Return each key's combined score for its whole KV group, from the scores of each head. It is -inf for invisible
+    keys.
 
-    A NaN score has the highest worth, so that it shows in the output. The whole group shares one choice, so each key is
-    read once. Separate choices for its G heads would read up to G times as many keys.
+    A NaN score becomes the highest combined score, so that the NaN shows in the output. The whole group shares one
+    choice of keys, so each key is read once. With separate choices for its G heads, up to G times as many keys would be
+    read.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -75,9 +77,9 @@ def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # On a GPU, the test below would make the host wait.
+    if scores_BKG_S.device.type == "cpu":  # On a GPU, the following test would make the host wait.
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        if not worth_BK_S[..., :1].isnan().any():  # One NaN or infinity would spread over its whole row.
+        if not worth_BK_S[..., :1].isnan().any():  # A single NaN or infinity would spread over its whole row.
             return worth_BK_S
     broken_BKG_S = ~(scores_BKG_S < ALWAYS)
     worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
@@ -85,7 +87,7 @@ def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
 
 
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
-    """Return the number of keys that each sequence attends to, [B], from its visible tokens, without padding."""
+    """Return the number of keys that each sequence attends to, [B], based on its visible tokens, without padding."""
     if config.k is None:
         k_B = (config.key_share * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:
@@ -98,10 +100,10 @@ def choose_keys(
 ) -> Tensor:
     """Return the positions of the k best keys, [B, K, …, k], unordered.
 
-    They include the first ``sink`` and last ``recent``.
+    These include the first ``sink`` keys and the last ``recent`` keys.
 
-    With ``k_B``, the number of keys of each sequence, the best come first. If fewer than k keys are visible, the
-    remaining positions are invisible, and attention must mask them.
+    If ``k_B`` gives the number of keys for each sequence, the best keys come first. If fewer than k keys are visible,
+    the remaining positions are invisible, and attention must mask them.
     """
     kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
@@ -114,11 +116,11 @@ def choose_keys(
 
 
 def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest numbers of each row, in no order.
+    """Return the positions of the k largest numbers of each row, in no particular order.
 
-    Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers reach, with four standard
-    deviations to spare, and only these numbers are compared. If fewer numbers reach the threshold, all numbers are
-    compared. The positions ascend, which is the fastest order for reading memory.
+    Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers should reach, with a margin
+    of four standard deviations, and only these numbers are compared. If fewer numbers reach the threshold, all numbers
+    are compared. The positions ascend, which is the fastest order for reading memory.
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None
@@ -130,8 +132,8 @@ def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
 
 
 def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
-    """Return the positions of the k largest of each of R rows, [R, k], or None if a row's sample gave no useful
-    threshold."""
+    """Return the positions of the k largest numbers in each of R rows, [R, k], or None if the sample of a row gave no
+    useful threshold."""
     narrow = worth_RS.dtype in (torch.bfloat16, torch.float16)
     numbers_RS = (worth_RS.float() if narrow else worth_RS).detach().numpy()
     rows, length = numbers_RS.shape
@@ -140,7 +142,7 @@ def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     threshold_R = _largest(sample_Rs, min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected))))
     if np.isneginf(threshold_R).any():
         return None
-    # A NaN counts as the largest, as in topk, and is not below any threshold.
+    # As in topk, a NaN counts as the largest number. It is not below any threshold.
     candidates = np.flatnonzero(~(numbers_RS < threshold_R[:, None]))
     ends_R = np.searchsorted(candidates, np.arange(1, rows + 1) * length)
     counts_R = np.diff(ends_R, prepend=0)
@@ -152,7 +154,7 @@ def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     numbers_RC[np.arange(counts_R.max()) < counts_R[:, None]] = numbers
     least = np.repeat(_largest(numbers_RC, k), counts_R)
     taken = numbers >= least
-    if np.count_nonzero(taken) > rows * k:  # Ties for the last place go to the left.
+    if np.count_nonzero(taken) > rows * k:  # If several numbers tie for the last place, take the leftmost.
         tied, starts_R = numbers == least, ends_R - counts_R
         above_R = np.add.reduceat(numbers > least, starts_R, dtype=np.int64)
         tied_before = np.cumsum(tied) - tied
@@ -162,7 +164,7 @@ def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
 
 
 def _largest(numbers_RS: NDArray[np.floating], k: int) -> NDArray[np.floating]:
-    """Return the k-th largest of each row, [R]."""
+    """Return the k-th largest number of each row, [R]."""
     place = numbers_RS.shape[1] - k
     return np.partition(numbers_RS, place, axis=1)[:, place]
 

@@ -22,19 +22,20 @@ NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Cache dtypes that the Numba kernels read."""
 
 PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
-"""The package to install for each kind of kernel."""
+"""The package to install for each type of kernel."""
 
 
 @dataclass(frozen=True)
 class LokiConfig:
-    """How keys are ranked and how many are attended to. Raises ``UserError`` for invalid values."""
+    """Settings for how keys are ranked and how many keys are attended to. Raises ``UserError`` for invalid values."""
 
     d: int | None = None
-    """Number of leading rotated dims that rank the keys. Set at most one of ``d``, ``d_f``, and ``variance``."""
+    """Number of leading rotated dims that are used to rank keys. Set at most one of ``d``, ``d_f``, and
+    ``variance``."""
     d_f: float | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
     variance: float | None = None
-    """Rank by as many dims as explain this fraction of the variance in a layer's worst head."""
+    """Rank keys by the number of dims that explains this fraction of the variance in a layer's worst head."""
     k: int | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: float | None = None
@@ -42,31 +43,31 @@ class LokiConfig:
     min_k: int = 128
     """Smallest number of keys if ``k_f`` sets it."""
     sink: int = 0
-    """Number of first keys that are always chosen."""
+    """Number of keys at the start that are always chosen."""
     recent: int = 0
-    """Number of last keys that are always chosen."""
+    """Number of keys at the end that are always chosen."""
     skip_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
     min_seq: int = 512
-    """Attention to shorter contexts is dense."""
+    """Context length in tokens below which attention is dense."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
     """How the scores of one KV head's query heads are combined into one score per key: the sum of their softmaxes,
     or the maximum or mean of the scores."""
     prefill: Literal["dense", "simulate"] = "dense"
     """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"
-    """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" takes, for each layer,
-    the kind that ranked held-out keys better."""
+    """Use components of the keys before ("pre") or after ("post") their rotary embedding. "best" uses, for each
+    layer, the kind that ranked held-out keys better."""
     cache: Literal["proxy", "rotated"] = "proxy"
     """"proxy" stores the leading rotated dims in addition to the keys. "rotated" stores only rotated keys and takes no
     more memory than dense attention."""
     proxy_dtype: Literal["same", "bf16"] = "same"
-    """The dtype of the proxy, which only ranks. "bf16" halves its bytes if keys are float32, and many CPUs multiply it
-    several times faster."""
+    """Dtype of the proxy, which is only used to rank keys. "bf16" halves its size if keys are float32, and many CPUs
+    multiply it several times faster."""
     kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """"torch" uses torch's operations, "triton" compiled kernels on a GPU, and "numba" compiled kernels on a CPU
-    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and apply. While autograd records,
-    torch's operations are used."""
+    (float32 and bfloat16). "auto" uses compiled kernels if they are installed and support the caches. While
+    autograd records, torch's operations are used."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.skip_layers, Iterable):
@@ -107,7 +108,7 @@ class LokiConfig:
 
     @property
     def key_share(self) -> float:
-        """Return ``k_f`` or its default."""
+        """Return ``k_f``, or its default if it is not set."""
         return DEFAULT_K_F if self.k_f is None else self.k_f
 
     def largest_key_count(self, length: int) -> int:
@@ -137,7 +138,7 @@ class LokiConfig:
         return self.d
 
     def is_dense_at(self, length: int) -> bool:
-        """Return whether a step attends to everything.
+        """Return whether a step attends to all keys.
 
         Args:
             length: Number of tokens in the context.
@@ -145,7 +146,7 @@ class LokiConfig:
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """Return which kernels run.
+        """Return which kernels to run.
 
         Args:
             device: Device of the caches.
@@ -195,7 +196,7 @@ def why_unavailable(package: str) -> str | None:
     if package == "numba":
         try:
             import numba
-        except ImportError as error:  # Numba may not support the installed version of NumPy, for example.
+        except ImportError as error:  # For example, Numba may not support the installed version of NumPy.
             logging.getLogger("fourfold.loki").warning(
                 "loki: steps are not compiled because Numba cannot be imported: %s", error
             )

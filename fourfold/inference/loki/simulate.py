@@ -1,6 +1,6 @@
-"""Simulate Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
+"""Simulate Loki in all rows of a prompt at once by masking, as the paper does to measure perplexity.
 
-One pass over a text gives the same results as decoding it token by token, with one exception: k follows from the whole
+One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the whole
 length, so every row may attend to as many keys as the last row. The paper does the same, so the numbers are comparable.
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
@@ -18,17 +18,17 @@ from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, ke
 from fourfold.inference.loki.settings import LokiConfig
 
 CHUNK_SCORES = 1 << 24
-"""Number of scores in memory at a time."""
+"""Number of scores in memory at any time."""
 
 
 @dataclass
 class Probe:
-    """Record the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
+    """Records the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
 
     recall: list[Tensor] = field(default_factory=list)
-    """The fraction of the k keys with the largest exact scores that were chosen."""
+    """Fraction of the k keys with the largest exact scores that were chosen."""
     mass: list[Tensor] = field(default_factory=list)
-    """The fraction of the exact softmax on the chosen keys, averaged over the heads of the group."""
+    """Fraction of the exact softmax that is on the chosen keys, averaged over the heads of the group."""
 
     def add(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
         found_BKQ = (chosen_BKQS & best_BKQS).sum(-1) / best_BKQS.sum(-1).clamp(min=1)
@@ -51,9 +51,9 @@ def simulate(
     """Return the attention of each row to the best of its preceding keys, [B, N, Q, D], with Q = S.
 
     Args:
-        basis_KDd: None if queries and keys are already rotated.
-        d: Number of leading dims that rank.
-        mask_B1QS: True if a key may be seen. None for causal attention. k follows from the longest row of each
+        basis_KDd: The basis. None if queries and keys are already rotated.
+        d: Number of leading dims that are used to rank keys.
+        mask_B1QS: True if a query may see a key. None for causal attention. k depends on the longest row of each
             sequence, without padding.
         probe: Records the quality of the choices.
     """
@@ -87,7 +87,8 @@ def simulate(
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
-    """Return True at the visible keys that each row chooses by these scores: k, or its sequence's number in ``k_B``."""
+    """Return True for the visible keys that each row chooses by these scores. It chooses k keys, or as many as ``k_B``
+    gives for its sequence."""
     worth_BKQS = combine_heads(scores_BKGQS, config.group_reduce, visible_B1QS)
     places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
     chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
-    """Return the size in bytes of all tensors in a cache, including recurrent states, without the room to grow.
+    """Return the size in bytes of all tensors in a cache, including recurrent states, not counting unused room.
 
     Return None for a model without a cache.
     """
@@ -34,10 +34,10 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
 
 
 def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] | None:
-    """Return the fewest bytes that the next step reads from a dynamic cache's keys and values, and the bytes that full
-    attention reads.
+    """Return the smallest number of bytes that the next step reads from the keys and values in a dynamic cache, and the
+    number of bytes that full attention reads.
 
-    Return None for a model without Loki, and if a layer of the cache is not Loki's.
+    Return None if the model does not use Loki, or if a layer of the cache is not one of Loki's layers.
     """
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     if not states or cache is None:
@@ -63,7 +63,8 @@ def step_bytes(model: PreTrainedModel, cache: Cache | None) -> tuple[int, int] |
 def floor_bytes(
     length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
 ) -> int:
-    """Return the fewest bytes that a step can read for one sequence: d dims of every key, and k whole keys and values.
+    """Return the smallest number of bytes that a step can read for one sequence: d dims of every key, and k whole keys
+    and values.
 
     Args:
         length: Number of tokens in the cache.
@@ -71,12 +72,12 @@ def floor_bytes(
         d: Number of ranking dims.
         k: Number of keys that the step attends to.
         heads: Number of KV heads.
-        itemsize: Bytes of a number in the cache.
-        proxy_itemsize: Bytes of a number in the proxy.
+        itemsize: Number of bytes per number in the cache.
+        proxy_itemsize: Number of bytes per number in the proxy.
     """
     return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
-    """Return the bytes that full attention reads for one sequence: all keys and values."""
+    """Return the number of bytes that full attention reads for one sequence, which are all keys and values."""
     return heads * itemsize * 2 * length * head_dim

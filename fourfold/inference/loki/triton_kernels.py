@@ -1,9 +1,9 @@
-"""One decoding step as Triton kernels: score → rank → choose → attend, each split over the sequence.
+"""Run one decoding step with Triton kernels: score → rank → choose → attend. Each kernel is split over the sequence.
 
-Selection needs no sort. Each key's worth becomes an unsigned integer with the same order. A radix search finds the k-th
-largest by its leading 11 bits, the next 11, and the last 10, with a histogram of each. One more pass writes the
-positions of all keys that reach it, and takes ties from the left. Launch grids do not depend on the data, so a step can
-be captured in a CUDA graph.
+Selection needs no sort. Each key's combined score becomes an unsigned integer with the same order. A radix search finds
+the k-th largest integer by its leading 11 bits, the next 11 bits, and the last 10 bits, with a histogram for each. One
+more pass writes the positions of all keys that reach this integer. Among ties, it takes the leftmost. Launch grids do
+not depend on the data, so a step can be captured in a CUDA graph.
 
 Shape letters as in attend.py. R = B · K rows, P splits of a row. GP, DP, PP: G, D, P rounded up to a power of two.
 """
@@ -18,21 +18,23 @@ from torch import Tensor
 from fourfold.inference.loki.select import DecodeStep
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
-"""For a pass over all keys: the number of programs to aim for, the fewest and most keys of one program, and the most
-keys per iteration."""
+"""For a pass over all keys: the number of programs to aim for, the smallest and the largest number of keys per program,
+and the largest number of keys per iteration."""
 
 MOST_SPLITS = 256
-"""Largest number of splits of a row. Each program holds their sums in registers, so longer rows get longer splits."""
+"""Largest number of splits of a row. Each program holds the sums of all splits in registers, so longer rows get longer
+splits."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
 """The same limits for passes over chosen keys, whose rows are scattered."""
 
 MERGED_BLOCK = 16
-"""Parts of a head that are merged per iteration, which bounds the registers at any context."""
+"""Number of parts of a head that are merged per iteration. This limits the number of registers for any context
+length."""
 
 TILE_BYTES = 8192
-"""Most bytes of keys per iteration. Several iterations are in flight at once and must fit the smallest shared
-memories."""
+"""Largest number of bytes of keys per iteration. Several iterations are in flight at once, and must fit into the
+smallest shared memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
@@ -46,7 +48,7 @@ def decode(step: DecodeStep) -> Tensor:
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, k, device = batch * heads, step.k, query_BKGD.device
     visible_BS, always_BS = step.visible_BS, step.always_BS
-    # A sequence that sees nothing also gets one key, because the search needs something to find. Attention masks it.
+    # A sequence that sees no keys also gets one key, because the search must find something. Attention masks this key.
     k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
@@ -68,7 +70,7 @@ def decode(step: DecodeStep) -> Tensor:
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
         **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
-        REDUCE="mean" if group == 1 else step.config.group_reduce,  # A single head's keys need no normalization.
+        REDUCE="mean" if group == 1 else step.config.group_reduce,  # A single head's scores need no normalization.
         **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
@@ -95,14 +97,14 @@ def decode(step: DecodeStep) -> Tensor:
 
 
 def split_of(length: int, rows: int) -> int:
-    """Return the number of keys of one program in a pass over all keys."""
+    """Return the number of keys per program in a pass over all keys."""
     split = min(max(triton.cdiv(length * rows, PROGRAMS), LEAST_SPLIT), MOST_SPLIT)
     power: int = triton.next_power_of_2(max(split, triton.cdiv(length, MOST_SPLITS)))
     return power
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Return the number of keys of this width (a power of two) per iteration."""
+    """Return the number of keys of this width (a power of two) that are processed per iteration."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 
@@ -112,7 +114,7 @@ def _score(
     G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of a split's keys for each query head, with their maximum and Σ exp(score − maximum)."""
+    """Compute the scores of a split's keys for each query head, and their maximum and Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     query_GPDP = tl.load(query + row * G * d + g[:, None] * d + c[None, :], (g[:, None] < G) & (c[None, :] < d), 0.0)
@@ -132,7 +134,7 @@ def _score(
             scores + (row * G + g[:, None]) * length + s[None, :], scores_GPS, (g[:, None] < G) & (s[None, :] < length)
         )
         larger_GP = tl.maximum(largest_GP, tl.max(scores_GPS, 1))
-        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # The head has seen no visible key so far.
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # The head has not seen any visible key yet.
         total_GP = total_GP * tl.exp(largest_GP - safe_GP) + tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
         largest_GP = larger_GP
     tl.store(maxima + (row * splits + split) * G + g, largest_GP, g < G)
@@ -145,8 +147,8 @@ def _rank(
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each key's worth to the group as an unsigned integer with the same order, and a histogram of its leading 11
-    bits."""
+    """Write each key's combined score for the group as an unsigned integer with the same order, and a histogram of its
+    leading 11 bits."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
     there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
@@ -183,8 +185,8 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """In levels 1 and 2, make a histogram of the next bits of the ranks that share the known leading bits of the k-th
-    largest."""
+    """Make a histogram of the next bits (in levels 1 and 2), over all ranks that share the known leading bits of the
+    k-th largest rank."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)
@@ -202,7 +204,7 @@ def _refine(
 def _count(
     ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Count the keys in a split that are above the k-th largest, and those equal to it."""
+    """Count the keys in a split that rank above the k-th largest, and the keys that equal it."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, _ = _search(histograms, ks, heads, rows, row, 3)
     above, equal = 0, 0
@@ -220,8 +222,8 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of the keys above the k-th largest, then of as many equal keys as are still needed, from the
-    left."""
+    """Write the positions of the keys that rank above the k-th largest, followed by as many equal keys as are still
+    needed, from the left."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p = tl.arange(0, PP)
@@ -248,7 +250,7 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the chosen keys, without dividing by the sum of its weights."""
+    """Attend to a part of the chosen keys, without dividing by the sum of the weights."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
@@ -283,7 +285,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts"])
 def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge the parts of one query head, ``BLOCK`` at a time. A head that sees no key gets zeros."""
+    """Merge the parts of one query head, ``BLOCK`` parts at a time. The output of a head that sees no keys is zero."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, DP)
     largest, total, out_DP = tl.full([], NEVER, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
@@ -292,7 +294,7 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
         places_p = (row * parts + p) * G + g
         maxima_p = tl.load(maxima + places_p, p < parts, NEVER)
         larger = tl.maximum(largest, tl.max(maxima_p, 0))
-        safe = tl.where(larger == NEVER, 0.0, larger)  # No key has been visible so far.
+        safe = tl.where(larger == NEVER, 0.0, larger)  # No key has been visible yet.
         shrink, weights_p = tl.exp(largest - safe), tl.exp(maxima_p - safe)
         total = total * shrink + tl.sum(tl.load(sums + places_p, p < parts, 0.0) * weights_p, 0)
         there_pDP = (p[:, None] < parts) & (c[None, :] < D)
@@ -305,8 +307,8 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
-    """Return the leading bits of the k-th largest from the first histograms, and how many keys with these bits are
-    wanted."""
+    """Return the leading bits of the k-th largest rank, from the histograms so far, and how many keys with these
+    bits are needed."""
     wanted = tl.load(ks + row // heads)
     known = tl.full([], 0, tl.uint32)
     n = tl.arange(0, BINS)
@@ -323,7 +325,7 @@ def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
 def _histogram(digit_S, counts_S):
     """Return the histogram of the digits that ``counts_S`` selects.
 
-    Unselected digits count as zeros and are subtracted.
+    Unselected digits are counted as zeros, and these counts are subtracted.
     """
     histogram_N = tl.histogram(tl.where(counts_S, digit_S.to(tl.int32), 0), BINS)
     others = tl.sum((~counts_S).to(tl.int32), 0)
