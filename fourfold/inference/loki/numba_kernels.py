@@ -113,7 +113,7 @@ def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, including unused room, [rows, row stride], and the first row of each head, [R]."""
+    """Return all rows of a cache, with its unused room, [rows, row stride], and each head's first row, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
