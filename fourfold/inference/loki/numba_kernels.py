@@ -135,8 +135,8 @@ def _decode(
 ):  # fmt: skip
     """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
 
-    Splitting rows would keep more threads busy than there are rows, but it needs a synchronization after every pass. On
-    a busy processor, each thread would then wait for the slowest thread: such a step took ten times as long.
+    Splitting rows would keep more threads busy, but needs a synchronization after every pass. On a busy processor, each
+    thread would then wait for the slowest thread, and such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):
@@ -167,8 +167,7 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 @_compiled
 def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
-    """Rank each key by its combined score in the group, as an unsigned integer of the same order. Return the visible
-    keys.
+    """Rank keys by combined score, as unsigned integers with the same order. Return the visible keys.
 
     An invisible key has rank 0. A key that is always chosen, or whose combined score is NaN, has the largest rank.
     """
