@@ -107,8 +107,8 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 
 
 FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
-PUBLISHED_HEADER = ("published as", "fault here", "grid", "batch", "betrayed by")
-FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
+PUBLISHED_HEADER = ("published in", "fault in fourfold", "grid", "batch that exposes it", "detected in")
+FAULTS_HEADER = ("fault", "file", "grid", "detected in")
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_the_parity_page_is_complete_and_within_its_limits() -> None:
         [table.name_of(grid), model, each] for grid in table.GRIDS for model in table.MODELS for each in against
     ]
     assert all(float(ratio) <= LIMIT for row in rows for ratio in row[3:])
-    faults = tables["fault | file | grid | betrayed by"]
+    faults = tables["fault | file | grid | detected in"]
     assert [row[0] for row in faults] == [mutant.fault for mutant in table.FAULTS]
     assert not [row for row in faults if row[-1] == table.SURVIVED]
 

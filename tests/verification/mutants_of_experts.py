@@ -32,7 +32,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the router's gradient is that of one rank's channels",
+        "the router's gradient covers only one rank's channels",
         "parallel.experts.experts:ParallelMixture.forward",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK",
@@ -40,7 +40,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "the router's gradient is that of one rank's tokens",
+        "the router's gradient covers only one rank's tokens",
         "parallel.experts.router:ParallelRouter.__init__",
         'Tile(y=1, partial_over=("x",))',
         "Tile(y=1)",
@@ -73,7 +73,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "the gradient norm counts experts as held by as many ranks as other weights",
+        "the gradient norm counts as many replicas of experts as of other weights",
         "parallel.data.replicated:Replicated.shard",
         "self.grid.replicas if tile.ep is None else self.grid.expert_replicas",
         "self.grid.replicas",
@@ -90,7 +90,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the balance loss is a mean over micro-batches of their own loads",
+        "the balance loss uses the load of each micro-batch",
         "parallel.experts.expert_load:ExpertLoad.with_losses",
         "self._factors_E(layer)",
         "self.experts * router_probabilities(logits_TE, self.run.model).mean(0)",
@@ -99,7 +99,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "the load is that of one rank's tokens",
+        "the load counts only one rank's tokens",
         "parallel.experts.expert_load:ExpertLoad.finish",
         "            dist.all_reduce(self._sums)",
         "            pass",
@@ -126,7 +126,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "the bias counts in the weights of the experts too",
+        "the router's bias also changes the weights of the experts",
         "parallel.experts.router:ParallelRouter.forward",
         "self.choice.weights(scores_TE, chosen_TK)",
         "self.choice.weights(scores_TE + self.e_score_correction_bias, chosen_TK)",
@@ -152,7 +152,7 @@ EXPERTS = [
         X2EP2,
     ),
     on_grid(
-        "the shared expert's gate has the gradient of one rank's channels",
+        "the gradient of the shared expert's gate covers only one rank's channels",
         "parallel.experts.experts:SharedExpertGate.forward",
         'sum_gradient(logits_BT1.sigmoid(), self.y, "shared expert: gate\'s gradient")',
         "logits_BT1.sigmoid()",
@@ -160,7 +160,7 @@ EXPERTS = [
         Y2EP2,
     ),
     on_grid(
-        "a recomputation chooses experts anew, and rounds otherwise",
+        "a recomputation chooses experts again, with different rounding",
         "parallel.experts.router:ParallelRouter.forward",
         "remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))",
         "self.choice.experts(scores_TE.detach()[[1, 0, *range(2, len(scores_TE))] if RECOMPUTES.get() else ...], "
@@ -170,7 +170,7 @@ EXPERTS = [
         FULL,
     ),
     on_grid(
-        "the weights of the experts are those of the next token",
+        "the experts get the weights of the next token",
         "parallel.experts.experts:ParallelMixture.forward",
         "combine(rows_Nh, order, weights_TK)",
         "combine(rows_Nh, order, weights_TK.roll(1, 0))",
@@ -194,7 +194,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "the gradient of rows gathered over x is that of one rank's features",
+        "the gradient of rows gathered over x covers only one rank's features",
         "parallel.grid.communicate:gather_rows",
         "_sum_of_own_rows(g, axis, sizes, why)",
         "g.split(list(sizes))[axis.rank]",
@@ -236,7 +236,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "sharded experts are cut among all ranks of z",
+        "sharded experts are split over all ranks of z",
         "parallel.data.fully_sharded:FullySharded.shard",
         "grid.expert_copies",
         "grid.replicas",
@@ -316,7 +316,7 @@ EXPERTS = [
         LOSSES,
     ),
     on_grid(
-        "padding takes capacity",
+        "padding uses up capacity",
         "parallel.experts.router:within_capacity_of_sequences",
         "kept_BSK = within_capacity(whole_BSK, num_experts, factor)",
         "kept_BSK = within_capacity(whole_BSK % num_experts, num_experts, factor)",
@@ -325,7 +325,7 @@ EXPERTS = [
         CAPACITY,
     ),
     on_grid(
-        "the bias of an expert that no token chose stays",
+        "the bias of an expert that no token chose does not change",
         "parallel.experts.expert_load:ExpertLoad.advance",
         "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()",
         "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign() * (self.rows_LE > 0)",
@@ -334,7 +334,7 @@ EXPERTS = [
         BIAS,
     ),
     on_grid(
-        "the load of an expert that every token chose is cut",
+        "the load of an expert is capped",
         "parallel.experts.expert_load:ExpertLoad.advance",
         "self.rows_LE.copy_(self._sums[:, : self.experts])",
         "self.rows_LE.copy_(self._sums[:, : self.experts].minimum(3 * self._sums[:, : self.experts].mean(1, True)))",

@@ -54,7 +54,7 @@ WINDOWS = [
         CP2,
     ),
     Mutant(
-        "all layers are of the first one's kind",
+        "all layers have the attention type of the first layer",
         "models.transformer:BlockStack.forward",
         "contexts[block.layer_type]",
         "contexts[next(iter(contexts))]",
@@ -74,7 +74,7 @@ NORMS = [
         Y2,
     ),
     Mutant(
-        "weights counted from one are counted from zero",
+        "norms multiply by weight, not by 1 + weight",
         "parallel.tensor.norm:_Normalize.forward",
         "1 + weight.float()",
         "weight.float()",
@@ -85,7 +85,7 @@ NORMS = [
 
 TABLES = [
     Mutant(
-        "layers that see all have the base of those that slide",
+        "full-attention layers use the rotary base of sliding layers",
         "models.causal_attention:AttentionTables.forward",
         "slides and config.rope_local_base_freq > 0",
         "not slides and config.rope_local_base_freq > 0",
@@ -93,7 +93,7 @@ TABLES = [
         X2,
     ),
     Mutant(
-        "the frequencies of layers that slide are stretched",
+        "the frequencies of sliding layers are stretched",
         "models.rope:rope_frequencies",
         "scaling = None if local else config.rope_scaling",
         "scaling = config.rope_scaling",
@@ -103,7 +103,7 @@ TABLES = [
 
 CAPS = [
     Mutant(
-        "the gradient of the logits forgets their cap",
+        "the gradient of the logits ignores their cap",
         "parallel.tensor.head:cross_entropy",
         "gradient_mv.mul_(slopes_mv)",
         "gradient_mv",
@@ -111,7 +111,7 @@ CAPS = [
         X2,
     ),
     Mutant(
-        "the gradient of the scores forgets their cap",
+        "the gradient of the scores ignores their cap",
         "parallel.attention.block_attention:_differentiate_capped",
         "weights * ((grad @ v.mT).to(precise) - projected) * slopes",
         "weights * ((grad @ v.mT).to(precise) - projected)",

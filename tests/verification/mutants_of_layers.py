@@ -113,7 +113,7 @@ LINEAR = [
         grid=X2,
     ),
     Mutant(
-        "weight gradients of the first sequence alone",
+        "weight gradients use only the first sequence",
         "parallel.tensor.matmuls:Matmuls.weight_gradient",
         "return grad.flatten(0, -2).T @ x.flatten(0, -2)",
         "return grad[:1].flatten(0, -2).T @ x[:1].flatten(0, -2)",
@@ -145,7 +145,7 @@ LINEAR = [
         sections=LORA,
     ),
     Mutant(
-        "a tile is another rank's",
+        "a rank uses another rank's tile",
         "parallel.tensor.sharding:cut",
         "begin[dim] += piece * length[dim]",
         "begin[dim] += (pieces - 1 - piece) * length[dim]",
@@ -155,7 +155,7 @@ LINEAR = [
 
 TUNED_PRODUCTS = [
     Mutant(
-        "the gradient of a turned weight is read in the order of the other",
+        "a transposed weight's gradient is read untransposed",
         "parallel.tensor.matmul_layouts:LaidOutMatmuls.weight_gradient",
         "(right.T @ left.T).T",
         "(right.T @ left.T).view(len(left), -1)",
@@ -163,7 +163,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "a tuned input gradient replaces those before it",
+        "a tuned input gradient overwrites earlier input gradients",
         "parallel.tensor.matmul_layouts:LaidOutMatmuls.input_gradient",
         "total.view(-1, total.shape[-1]).addmm_(left, right)",
         "total.view(-1, total.shape[-1]).copy_(left @ right)",
@@ -171,7 +171,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "a copy of an operand is kept for the next product of its size",
+        "an operand's copy is reused for the next matmul of its size",
         "parallel.tensor.matmul_layouts:copied",
         "return copy.T if by_columns else copy",
         "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
@@ -179,7 +179,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "the columns of a padded copy are a place off",
+        "the columns of a padded copy are off by one",
         "parallel.tensor.matmul_layouts:copied",
         "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)",
         "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
@@ -187,7 +187,7 @@ TUNED_PRODUCTS = [
         sections=TUNED,
     ),
     Mutant(
-        "a turned weight's deferred gradient is read in the order of the other",
+        "a transposed weight's deferred gradient is read untransposed",
         "parallel.tensor.deferred_gradients:WeightGradients.compute",
         'receive(linear.weight, linear.tiles["weight"].as_tile(gradient))',
         "receive(linear.weight, gradient.reshape(linear.weight.shape))",
@@ -196,7 +196,7 @@ TUNED_PRODUCTS = [
         {"training": {"tuned_products": "cached", "micro_batch_size": 1}},
     ),
     Mutant(
-        "the optimizer reads a turned weight's gradient in the order of the other",
+        "the optimizer reads a transposed weight's gradient untransposed",
         "training.optimizer:ShardedOptimizer.step",
         "shard.tile.as_tile(shard.grad)",
         "shard.grad.reshape(parameter.shape)",
@@ -221,28 +221,28 @@ EMBEDDING_AND_HEAD = [
         grid=X2,
     ),
     Mutant(
-        "labels that are masked count",
+        "masked labels count",
         "parallel.tensor.head:cross_entropy",
         "kept_m = labels_m != IGNORE_INDEX",
         "kept_m = labels_m != -1",
         grid=X2,
     ),
     Mutant(
-        "the loss is a mean over a rank's own tokens, of which there may be none",
+        "the loss is a mean over the rank's own tokens, even if it has none",
         "parallel.tensor.head:cross_entropy",
         "total((normalizer_m - target_m) * kept_m)",
         "total((normalizer_m - target_m) * kept_m) / kept_m.sum() * kept_m.sum()",
         grid=CP2,
     ),
     Mutant(
-        "the loss is that of one rank's tokens",
+        "the loss counts only one rank's tokens",
         "parallel.tensor.head:_Loss.forward",
         'return all_reduce(loss, head.y, "lm_head: loss")',
         "return loss",
         grid=Y2,
     ),
     Mutant(
-        "the normalizer is the largest of the ranks'",
+        "the softmax normalizer is the maximum over ranks",
         "parallel.tensor.head:cross_entropy",
         "both_x2m[:, 0].logsumexp(0)",
         "both_x2m[:, 0].amax(0)",
@@ -259,7 +259,7 @@ EMBEDDING_AND_HEAD = [
 
 NORMS = [
     Mutant(
-        "a norm's statistics are those of the rank's channels",
+        "a norm's statistics use only the rank's channels",
         "parallel.tensor.norm:_Normalize.forward",
         'square = all_reduce(square, layer.axis, f"{layer.name}: statistics")',
         "square = square * layer.axis.size",
@@ -321,7 +321,7 @@ NORMS = [
         X2,
     ),
     Mutant(
-        "weights counted from one are counted from zero in the backward",
+        "the backward multiplies by weight, not by 1 + weight",
         "parallel.tensor.norm:_Normalize.backward",
         "weight.float() + (1 if layer.zero_centered else 0)",
         "weight.float()",

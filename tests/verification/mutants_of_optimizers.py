@@ -10,7 +10,7 @@ MUON_GROUPS = {"optimizer": MUON["optimizer"] | GROUPS["optimizer"]}
 
 OPTIMIZERS = [
     Mutant(
-        "halves of a matrix are orthogonalized alone",
+        "halves of a matrix are orthogonalized separately",
         "training.owned_matrices:OwnedMatrices.transform",
         "whole_BMN = function(whole_BMN)",
         "whole_BMN = function(whole_BMN.unflatten(1, (2, -1)).flatten(0, 1)).reshape(whole_BMN.shape)",
@@ -18,7 +18,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "the matrices of an owner are orthogonalized as one",
+        "the matrices of an owner are orthogonalized as one matrix",
         "training.owned_matrices:OwnedMatrices.transform",
         "whole_BMN = function(whole_BMN)",
         "whole_BMN = function(whole_BMN.flatten(0, 1)[None])[0].reshape(whole_BMN.shape)",
@@ -43,7 +43,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "updates have the scale of their tile's shape",
+        "updates are scaled by the shape of the tile",
         "training.optimizer:ShardedOptimizer._step_muon",
         "update_scale(shard.global_shape)",
         "update_scale(tuple(update.shape))",
@@ -51,7 +51,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "updates have the scale of the shorter side",
+        "updates are scaled by the shorter side",
         "training.newton_schulz:update_scale",
         "max(shape[-2:])",
         "min(shape[-2:])",
@@ -154,7 +154,7 @@ OPTIMIZERS = [
         sections=LION,
     ),
     Mutant(
-        "Lion's mean is that of its update",
+        "Lion's mean uses the wrong beta",
         "training.optimizer:ShardedOptimizer._step_lion",
         "mean.lerp_(grad, 1 - beta2)",
         "mean.lerp_(grad, 1 - beta1)",

@@ -27,7 +27,7 @@ from tiny_runs import GPT
 
 PARTS = [
     Mutant(  # AxoNN's overlap loses all weight gradients under torch's recomputation
-        "weight gradients that one step of the backward leaves to another are lost",
+        "weight gradients deferred to a later backward step are lost",
         "parallel.tensor.linear_steps:_Keep.backward",
         "later.start(compute)",
         "later.start(lambda: [None] * len(needed))",
@@ -36,7 +36,7 @@ PARTS = [
         TWO_PARTS | FULL,
     ),
     Mutant(
-        "parts of a batch change places",
+        "batch parts are swapped",
         "overlap_order:run_batch_parts",
         "results[part.index] = end.value",
         "results[-part.index] = end.value",
@@ -54,7 +54,7 @@ PARTS = [
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
-        "a part of a sequence takes the attention of another",
+        "a sequence part gets the attention of another part",
         "parallel.overlap.batch_parts:JoinedAttention.take",
         "return self._attended.pop(index)",
         "return self._attended.popitem()[1]",
@@ -63,7 +63,7 @@ PARTS = [
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
-        "every part of a batch takes the first one's documents",
+        "every batch part uses the documents of the first part",
         "parallel.attention.context:context_of_sequences",
         "table[sequences]",
         "table[: sequences.stop - sequences.start]",
@@ -71,7 +71,7 @@ PARTS = [
         sections=TWO_PARTS | PACKED,
     ),
     Mutant(
-        "a step takes this rank's products for their sum",
+        "a step uses this rank's part instead of the sum",
         "parallel.tensor.spread:Spread.start_sums",
         "sums.append(start_all_reduce(partial(), self.axis, why))",
         "sums.append(Pending((own := partial(), start_all_reduce(own.clone(), self.axis, why).wait())[0]))",
@@ -83,21 +83,21 @@ PARTS = [
 
 TOKENS_AND_INPUTS = [
     Mutant(
-        "attention takes the tokens of ranks for those of sequences",
+        "attention reads tokens in rank order as if in sequence order",
         "parallel.attention.attention:whole_sequences",
         "t.unflatten(0, (ranks, -1)).transpose(0, 1)",
         "t.unflatten(0, (-1, ranks))",
         grid=X2,
     ),
     Mutant(
-        "tokens are joined sequence by sequence, and parted rank by rank",
+        "tokens are joined sequence by sequence but split rank by rank",
         "parallel.grid.communicate:_join",
         "parts.movedim(0, dim).flatten(dim, dim + 1)",
         "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # of tokens alone
         grid=X2,
     ),
     Mutant(
-        "the input of the block before comes back from the CPU",
+        "the CPU returns the input of the previous block",
         "parallel.memory.offload:_OnCPU.start_back",
         "self._copies.start(tensor, self._copy)",
         "self._copies.start(tensor, self._before._copy if self._before else self._copy)",
@@ -122,28 +122,28 @@ DATA_PARALLEL = [
         grid=DP2,
     ),
     Mutant(
-        "a bucket leaves before the last micro-batch",
+        "a bucket is summed before the last micro-batch",
         "parallel.data.replicated:Bucket.begin_backward",
         "self._missing = set(self._weight_of) if last else None",
         "self._missing = set(self._weight_of)",
         grid=DP2,
     ),
     Mutant(
-        "a bucket leaves a weight out",
+        "a bucket omits a weight",
         "parallel.data.replicated:Bucket.start",
         "self._unused = {weight.stored for weight in self.weights if weight.summed.grad is None}",
         "flat[: self.weights[0].stored.numel()] = 0; self._unused = set()",
         grid=DP2,
     ),
     Mutant(
-        "FSDP2 adds a sum that is still under way",
+        "FSDP2 adds a sum before it is complete",
         "parallel.data.fully_sharded:FullySharded.begin_backward",
         "any(g._partial_reduce_output is not None for g in groups)",
         "False and any(g._partial_reduce_output is not None for g in groups)",
         grid=Z2,
     ),
     Mutant(
-        "replicas do not sum what their shards have summed",
+        "sums over shards are not summed over replicas",
         "parallel.data.fsdp_on_gloo:SumInBackground._finish",
         "exchange.replicas is not None",
         "False",
@@ -158,7 +158,7 @@ DATA_PARALLEL = [
         sections=IN_NODES | ONE_SEQUENCE,
     ),
     Mutant(
-        "shards of a node are gathered where those of another belong",
+        "shards of one node are gathered into another node's place",
         "parallel.data.fsdp_on_gloo:GatherInBackground.__call__",
         "            return _gather(output_tensor, mine, group.inside.group)",
         "            return _gather(output_tensor, mine.view(2, -1).flip(0).flatten(), group.inside.group)",
@@ -174,7 +174,7 @@ DATA_PARALLEL = [
         sections=IN_NODES | ONE_SEQUENCE,
     ),
     Mutant(
-        "nodes change the parts of a sum",
+        "nodes swap their parts of a sum",
         "parallel.data.fsdp_on_gloo:SumInBackground._finish",
         "inside.exchange.finish",
         "inside.exchange.finish().view(2, -1).flip(0).flatten",
@@ -274,7 +274,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "a stage's gradients leave after the first micro-batch",
+        "a stage's gradients are summed after the first micro-batch",
         "parallel.pipeline.pipeline:_PipelineStep._differentiate",
         "len(self.micro_batches)",
         "1",
@@ -286,14 +286,14 @@ PIPELINE = [
 
 CONTEXT = [
     Mutant(
-        "a rank has other chunks of the sequence",
+        "a rank has the wrong chunks of the sequence",
         "parallel.attention.context:chunks_of",
         "return rank, 2 * ranks - 1 - rank",
         "return rank, ranks + rank",
         grid=CP2,
     ),
     Mutant(
-        "heads and tokens come back in another order",
+        "heads and tokens come back in the wrong order",
         "parallel.attention.context:in_order",
         "return torch.cat([*heads, *tails.flip(0)], dim=1)",
         "return torch.cat([*heads, *tails], dim=1)",
@@ -381,7 +381,7 @@ CONTEXT = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "a rank takes the documents of other sequences",
+        "a rank uses the documents of other sequences",
         "parallel.attention.attention:SharedAttentionCore.forward",
         "mine = slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))",
         "mine = slice(0, len(q))",

@@ -16,7 +16,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "answers are pulled apart the more, the further apart they are",
+        "the gradient grows with the margin instead of shrinking",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "torch.sigmoid(-margins_P)",
         "torch.sigmoid(margins_P)",
@@ -24,7 +24,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "the reference says nothing",
+        "the reference is ignored",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "head.log_probabilities(x_BSh, weight, labels_BS) - reference_B",
         "head.log_probabilities(x_BSh, weight, labels_BS) - 0 * reference_B",

@@ -26,7 +26,7 @@ DATA_PATH = [
         sections=ANSWERS,
     ),
     Mutant(
-        "the rejected answer has the marks of the chosen one",
+        "the rejected answer has the mask of the chosen one",
         "data.preferences:PreferencePairs.read",
         "self.answers.read(start, length)",
         "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
@@ -42,7 +42,7 @@ DATA_PATH = [
         sections=PACKED,
     ),
     Mutant(
-        "data after padding is padding",
+        "data after padding counts as padding",
         "data.loader:Loader.assemble",
         "np.ascontiguousarray(is_data[row, :-1])",
         "np.logical_and.accumulate(is_data[row, :-1], axis=1)",
@@ -86,7 +86,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "a resumed run takes its own weights as the reference",
+        "a resumed run uses its own weights as the reference",
         "training.reference_model:install_reference",
         "checkpoint is None",
         "True",
@@ -94,7 +94,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "the margin of pairs is that of one rank",
+        "the margin of pairs counts only one rank",
         "training.job:Job.take_preferences",
         "(self.grid.batch, self.grid.pp)",
         "(self.grid.pp,)",
@@ -102,7 +102,7 @@ TRAINER = [
         sections=PAIRS,
     ),
     Mutant(
-        "the reward of the rejected answer is recorded",
+        "the wrong answer's reward is recorded",
         "parallel.tensor.preference_head:_PreferenceLoss.forward",
         "head.note(margins_P, chosen_P)",
         "head.note(margins_P, rejected_P)",
@@ -117,7 +117,7 @@ TRAINER = [
         grid=DP2,
     ),
     Mutant(
-        "every validation has other data",
+        "every validation has different data",
         "training.validation_loss:validate",
         "corpora.validation.step(step)",
         "corpora.validation.step(step + job.optimizer.steps_taken() - 1)",
@@ -155,7 +155,7 @@ TRAINER = [
         grid=X2,
     ),
     Mutant(
-        "the recorded share of trained tokens is that of one rank",
+        "the recorded share of trained tokens counts only one rank",
         "training.step_checks:figures_of_all_ranks",
         "result.kept_tokens",
         "result.kept_tokens / 2",
@@ -174,7 +174,7 @@ STEP = [
         "loss * factor / (micro_batch.labels >= 0).sum().clamp(min=1) / len(micro_batches)",
     ),
     Mutant(
-        "a step that overflows goes into Muon's momentum",
+        "a step that overflows changes Muon's momentum",
         "training.job:Job.update",
         "return self.skip_update()",
         "self.optimizer.step(0.0)\nreturn self.skip_update()",
@@ -182,7 +182,7 @@ STEP = [
         sections=FP16 | {"optimizer": {"name": "muon"}},
     ),
     Mutant(
-        "gradients are clipped while the loss scale is on them",
+        "gradients are clipped before the loss scale is removed",
         "training.job:Job.clip",
         "self.clip_gradients(self.run.optimizer.max_grad_norm, scale)",
         "self.clip_gradients(self.run.optimizer.max_grad_norm, 1.0) / scale",
@@ -190,14 +190,14 @@ STEP = [
         sections=FP16,
     ),
     Mutant(
-        "the validation loss is that of one rank",
+        "the validation loss counts only one rank",
         "training.job:Job.evaluate",
         "self.mean_loss(self.outputs(micro_batches), kept)",
         "torch.stack([total / 64 for total in self.outputs(micro_batches)]).mean()",
         grid=DP2,
     ),
     Mutant(
-        "stochastic rounding draws other numbers on every replica",
+        "stochastic rounding draws different numbers on every replica",
         "training.optimizer:ShardedOptimizer._round",
         "self._steps",
         "self._steps + torch.distributed.get_rank()",

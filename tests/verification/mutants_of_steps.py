@@ -23,20 +23,20 @@ from tiny_runs import GEMMA, GPT, NEOX
 
 MODEL = [
     Mutant(
-        "RoPE of the queries is off",
+        "queries get no rotary embedding",
         "models.causal_attention:AttentionCore.attend_heads",
         "q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])",
         "apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])",
     ),
     Mutant(
-        "RoPE's frequencies are those of whole heads",
+        "RoPE uses the frequencies of whole heads",
         "models.rope:rope_frequencies",
         "(-channels / config.rotary_dim)",
         "(-channels / config.head_dim)",
         NEOX,
     ),
     Mutant(
-        "RoPE's backward turns forward",
+        "RoPE's backward rotates forward",
         "models.rope:_Rotate.backward",
         "_rotated(grad_BSND, cos_BS1d, -sin_BS1d)",
         "_rotated(grad_BSND, cos_BS1d, sin_BS1d)",
@@ -59,8 +59,14 @@ MODEL = [
         grid=X2Y2,
         sections=PACKED | ONE_SEQUENCE,
     ),
-    Mutant("the other GELU", "models.mlp:Activation.forward", "self.approximate", '"none"', GPT),
-    Mutant("GELU for SiLU", "models.mlp:Activation.forward", "F.silu(first_BSF)", "F.gelu(first_BSF)", grid=X2),
+    Mutant("the wrong GELU approximation is used", "models.mlp:Activation.forward", "self.approximate", '"none"', GPT),
+    Mutant(
+        "GELU is used instead of SiLU",
+        "models.mlp:Activation.forward",
+        "F.silu(first_BSF)",
+        "F.gelu(first_BSF)",
+        grid=X2,
+    ),
     Mutant(
         "gate and up are exchanged",
         "models.mlp:Activation.forward",
@@ -76,14 +82,14 @@ MODEL = [
         GEMMA,
     ),
     Mutant(
-        "attention and MLP one after the other",
+        "attention and MLP run one after the other",
         "models.transformer:Block.forward",
         "x_BSH if self.parallel_residual else attended_BSH",
         "attended_BSH",
         NEOX,
     ),
     Mutant(
-        "the residual scaling of initial weights",
+        "initial weights have the wrong residual scaling",
         "models.initialize:_std",
         "math.sqrt(2 * config.num_hidden_layers)",
         "math.sqrt(config.num_hidden_layers)",
@@ -165,7 +171,7 @@ DATA = [
         sections=HASH,
     ),
     Mutant(
-        "goldfish drops the next place",
+        "goldfish drops the next position",
         "data.goldfish:Goldfish.__call__",
         "np.arange(targets.shape[1]) % config.k == 0",
         "np.arange(targets.shape[1]) % config.k == 1",
@@ -202,20 +208,20 @@ TRAINING = [
         grid=DP2,
     ),
     Mutant(
-        "the loss is that of one rank",
+        "the loss counts only one rank",
         "training.job:Job.mean_loss",
         "(self.grid.tokens, self.grid.pp)",
         "(self.grid.pp,)",
         grid=DP2,
     ),
     Mutant(
-        "norms decay",
+        "norms have weight decay",
         "training.optimizer:treatment",
         "decay = config.weight_decay if dims > 1 else 0.0",
         "decay = config.weight_decay",
     ),
     Mutant(
-        "nothing decays",
+        "nothing has weight decay",
         "training.optimizer:treatment",
         "decay = config.weight_decay if dims > 1 else 0.0",
         "decay = 0.0",
@@ -228,13 +234,13 @@ TRAINING = [
         sections=GROUPS,
     ),
     Mutant(
-        "betas are torch's",
+        "betas are torch's defaults",
         "training.optimizer:ShardedOptimizer.__init__",
         "torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)",
         "torch.optim.AdamW(groups, lr=config.lr,  eps=config.eps, fused=True)",
     ),
     Mutant(
-        "eps is torch's",
+        "eps is torch's default",
         "training.optimizer:ShardedOptimizer.__init__",
         "torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)",
         "torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)",
@@ -285,7 +291,7 @@ TRAINING = [
         'read_parts(path, layout, {n: p for n, p in trained_parts(job, False).items() if "exp_avg_sq" not in n})',
     ),
     Mutant(
-        "an average takes in the share that it should keep",
+        "an average swaps decay and 1 - decay",
         "training.weight_average:WeightAverage.update",
         "average.lerp_(shard.local.float(), 1 - self.decay)",
         "average.lerp_(shard.local.float(), self.decay)",
@@ -293,7 +299,7 @@ TRAINING = [
         sections=AVERAGE,
     ),
     Mutant(
-        "a resumed run begins its average anew",
+        "a resumed run starts its average over",
         "checkpoints.checkpoint:_begin_average",
         'if is_loaded:\n    fill_second_copies(trained, lambda index: {"average": '
         "average.averages[index]})\n    average.has_begun = True\nelse:  # a run that has had no average "

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 PUBLISHED = {
     "axolotl #3033": (
-        "the loss is a mean over a rank's own tokens, of which there may be none",
+        "the loss is a mean over the rank's own tokens, even if it has none",
         "a micro-batch without labels",
     ),
     "DeepSpeed #2695, fairseq2 #1374": (
-        "gradients are clipped while the loss scale is on them",
+        "gradients are clipped before the loss scale is removed",
         "a step below the limit of clipping",
     ),
-    "DeepSpeed #8432": ("a step that overflows goes into Muon's momentum", "the dropped step"),
+    "DeepSpeed #8432": ("a step that overflows changes Muon's momentum", "the dropped step"),
     "EasyR1 #57, KempnerForge #51": (
         "a resumed run reads its data from the beginning",
         "the trainer's first batch after resuming",
     ),
     "Megatron-LM #1446": ("norms and biases are not summed over y", "every batch"),
-    "Megatron-LM #6717, #7207": ("the validation loss is that of one rank", "unevenly spread labels"),
+    "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "unevenly spread labels"),
     "TransformerEngine #715 (ROCm)": ("the norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (
         "the mean is over micro-batches, not over the tokens of a step",

@@ -97,7 +97,7 @@ def fault_body(rank: int, world_size: int, run: RunConfig, fault: tuple[str, str
             ),
             "weights",
             {"training": {"precision": "fp16"}, "optimizer": {"name": "muon"}},
-            id="a step that overflows goes into Muon's momentum",
+            id="a step that overflows changes Muon's momentum",
         ),
         pytest.param(
             (
@@ -107,7 +107,7 @@ def fault_body(rank: int, world_size: int, run: RunConfig, fault: tuple[str, str
             ),
             "weights",
             {"training": {"precision": "fp16"}},
-            id="gradients are clipped while the loss scale is on them",
+            id="gradients are clipped before the loss scale is removed",
         ),
         pytest.param(
             (
@@ -117,7 +117,7 @@ def fault_body(rank: int, world_size: int, run: RunConfig, fault: tuple[str, str
             ),
             "validation",
             {},
-            id="the validation loss is that of one rank",
+            id="the validation loss counts only one rank",
         ),
         pytest.param(
             (
