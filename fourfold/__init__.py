@@ -32,7 +32,7 @@ drop_harmless_warnings()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that `import fourfold` does not import torch."""
+    """Import a public name on first use, so that `import fourfold` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
     return getattr(import_module(_MODULES[name]), name)

@@ -10,7 +10,7 @@ from fourfold.exit_codes import ended_by
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        for number in range(3):  # a file or socket must not take the number of a closed standard output
+        for number in range(3):  # No file or socket may get the number of a closed standard output.
             try:
                 os.fstat(number)
             except OSError:
@@ -22,5 +22,5 @@ def main() -> None:
         sys.exit(ended_by(signal.SIGINT))
 
 
-if __name__ == "__main__":  # Worker processes import this module. They must not run the command line.
+if __name__ == "__main__":  # Worker processes import this module, but must not run the command line.
     main()

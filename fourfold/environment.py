@@ -11,13 +11,13 @@ from typing import Literal
 from fourfold.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM gives its own steps ids from this number on: the batch script, the interactive shell of salloc, and the
+"""SLURM uses step ids from this number on for its own steps: the batch script, the interactive shell of salloc, and the
 external step."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a job. "local" refers to the processes on its machine."""
+    """The place of one process in a job. "local" refers to the processes on the same machine."""
 
     rank: int
     local_rank: int
@@ -27,11 +27,11 @@ class Place:
     restarts: int = 0
     """Number of times that the job was restarted."""
     started: float = field(default_factory=time.time, compare=False)
-    """Start of this attempt, by `time.time`: the start of the command, or of the restart."""
+    """Start time of this attempt, as `time.time` gives it. It is the start of the command, or of the restart."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place as its launcher describes it, or None if there is no launcher.
+    """Return this process's place from its launcher's variables, or None if there is no launcher.
 
     An srun step with one task does not count as a launch, because people also start shells and torchrun this way.
 
@@ -62,7 +62,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a SLURM node list: `nid[0003-0007,0012],login1` gives `nid0003`.
+    """Return the first host of a SLURM node list. For example, `nid[0003-0007,0012],login1` gives `nid0003`.
 
     scontrol could do this, but a compute node may not have it.
     """
@@ -88,8 +88,8 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
     """Return this process's place as a task of srun, or None in a batch script or a shell of salloc.
 
-    Batch scripts and shells also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id tells
-    them from tasks.
+    Batch scripts and shells also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job. Only the step id
+    distinguishes them from tasks.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
         return None
@@ -118,9 +118,9 @@ def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
 
 
 def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
-    """Refuse RANK or WORLD_SIZE that contradict srun.
+    """Raise ``UserError`` if RANK or WORLD_SIZE contradicts srun.
 
-    A script that exports RANK from SLURM_PROCID before srun gives every task the rank of the batch script.
+    If a script sets RANK from SLURM_PROCID before it calls srun, every task gets the rank of the batch script.
     """
     for name, ours in (("RANK", step.rank), ("WORLD_SIZE", step.world_size)):
         if _integer(environ, name, default=ours) != ours:
@@ -131,7 +131,7 @@ def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
 
 
 def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Check that every rank is below its size. The strings are the names of the variables."""
+    """Check that every rank is below its size. The strings are the variables' names."""
     for name, value, limit_name, limit in (
         (rank, place.rank, size, place.world_size),
         (local_rank, place.local_rank, local_size, place.local_world_size),
@@ -141,7 +141,7 @@ def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a variable that must be a whole number. Without a default it is required."""
+    """Read a variable that must be an integer. Without a default, the variable is required."""
     text = environ.get(name, "" if default is None else str(default))
     if not text:
         raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")

@@ -1,4 +1,4 @@
-"""The error that a user's mistake raises."""
+"""Define the error that a user's mistake raises."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1200
-"""Largest length of a printed message. The content of a damaged file could make it longer."""
+"""Largest length of a printed message, which could otherwise be long because of a damaged file's content."""
 
 
 class UserError(ValueError):
-    """One sentence: what is wrong, where, and what would work. The command line prints it and exits with code 2."""
+    """A sentence that says what is wrong, where, and what would work. The command line prints it and exits with code
+    2."""
 
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix the option or key to an error that its value caused in code that does not know it."""
+    """Prefix errors in the block with the option or key whose value caused them, because the code that raises them does
+    not know it."""
     try:
         yield
     except UserError as error:

@@ -14,10 +14,11 @@ HARMLESS = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
 }
-"""Warnings that appear when transformers imports torchao: the logger, and how the message begins.
+"""Warnings that appear when transformers imports torchao, as the name of the logger and the beginning of the message.
 
-torchao warns about kernels that were built for another GPU or Python, but it works without them. The warning of torch
-is meant for the authors of torchao."""
+torchao warns about kernels that were built for another GPU or Python, but it works without them. torch's warning is
+meant for the authors of torchao.
+"""
 
 RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
 """A warning that torch's own code causes, because it still calls collectives by deprecated names."""
@@ -41,7 +42,8 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def require_extra(module: str, extra: str, purpose: str) -> None:
-    """Check that a module is installed, without spending time on importing it. Takes the arguments of `import_extra`.
+    """Check that a module is installed, without taking the time to import it. The arguments are the same as for
+    `import_extra`.
 
     Raises:
         UserError: The module is not installed.
@@ -51,7 +53,7 @@ def require_extra(module: str, extra: str, purpose: str) -> None:
 
 
 def drop_harmless_warnings() -> None:
-    """Suppress exactly these warnings."""
+    """Suppress exactly the warnings listed in this module."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

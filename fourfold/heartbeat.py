@@ -1,7 +1,8 @@
-"""Record a process's signs of life in memory that its watchdog reads: the step, and the last action that the process
-began.
+"""Record a process's signs of life, which are its step and the last action that it began, in memory that its watchdog
+reads.
 
-Code that may take long calls `doing` first. A call costs about a microsecond with a watchdog, and nothing without one.
+Code that may take a long time calls `doing` first. A call costs about a microsecond with a watchdog, and nothing
+without one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GROUPS = 64
-"""Number of process groups that fit in the memory. A grid has at most about thirty."""
+"""Number of process groups that fit in the shared memory. A grid has at most about thirty."""
 
 _HEAD, _TEXT = struct.Struct("<QQQQd"), 512
 _GROUP, _COUNT = struct.Struct("<Q56s"), struct.Struct("<Q")
 
 SIZE = _HEAD.size + _TEXT + (GROUPS + 1) * _GROUP.size
-"""Size of the memory in bytes."""
+"""Size of the shared memory in bytes."""
 
 
 class Beat(NamedTuple):
@@ -29,27 +30,27 @@ class Beat(NamedTuple):
     number: int
     """Number of signs of life so far."""
     steps_begun: int
-    """Number of steps that this process has begun. The first one still counts as start-up."""
+    """Number of steps that this process has begun. The first step still counts as start-up."""
     signs_before_step: int
     """Number of signs of life at the beginning of the step."""
     step: int
-    """The step, counted from 1. It is 0 before the first step."""
+    """Number of the step, counted from 1. It is 0 before the first step."""
     time: float
-    """Seconds since 1970."""
+    """Time of the sign of life, in seconds since the start of 1970."""
     doing: str
     entered: dict[str, int]
     """Number of collectives that this process has entered, by process group."""
 
 
 class Heartbeat:
-    """The shared memory, opened from the file descriptor that both processes have."""
+    """The shared memory, opened from a file descriptor that both processes have."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
         self._count = self._begun = self._step = self._before = 0
         self._entered: dict[str, tuple[int, Iterator[int]]] = {}
-        """Each group's index in the memory, and the counter of its collectives. Two threads may advance a counter at
-        once."""
+        """Each group's index in the shared memory, and the counter of its collectives. Two threads may increment a
+        counter at the same time."""
 
     def begin_step(self, step: int) -> None:
         """Record that a step begins. Steps are counted from 0."""
@@ -60,7 +61,9 @@ class Heartbeat:
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Record that this process is in a group. Return the group's index in the memory and its counter."""
         if group not in self._entered:
-            number = min(len(self._entered), GROUPS)  # All further groups share the last entry, which has no name.
+            number = min(
+                len(self._entered), GROUPS
+            )  # If all entries are taken, groups share the last one, which has no name.
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
             _GROUP.pack_into(self._memory, place, 0, group.encode() if number < GROUPS else b"")
@@ -70,7 +73,7 @@ class Heartbeat:
         """Record the action that begins now.
 
         Args:
-            doing: What begins.
+            doing: Description of the action.
             group: Name of a collective's process group. Only the members of the group use this name.
         """
         self._count += 1
@@ -94,7 +97,7 @@ _current: Heartbeat | None = None
 
 
 def send_signs_to(heartbeat: Heartbeat | None) -> None:
-    """Send this process's signs of life to `heartbeat`, or nowhere if None."""
+    """Send this process's signs of life to `heartbeat`. If it is None, do not send them anywhere."""
     global _current
     _current = heartbeat
 
@@ -120,9 +123,9 @@ def doing(what: str, axis: str = "", group: str = "") -> None:
     """Record the action that this process begins.
 
     Args:
-        what: What begins.
-        axis: Axis of a collective.
-        group: Process group of a collective.
+        what: Description of the action.
+        axis: Axis of the collective, if the action is one.
+        group: Process group of the collective, if the action is one.
     """
     if _current is not None:
         _current.beat(f"{what} (over {axis})" if axis else what, group)

@@ -1,4 +1,4 @@
-"""Run training and audits on a grid, as functions for your own programs. The commands call the same functions."""
+"""Run training and audits on a grid from your own programs. The commands call the same functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # These modules import torch, which the parent of local worke
 def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
     """Train the model of a run file, and resume it according to `checkpoint.resume`.
 
-    Starts one local process per place of the grid, or joins the processes that torchrun or srun started. Local
+    Starts one local process for each place in the grid, or joins the processes that torchrun or srun started. Local
     processes import the program that starts them, so the program needs `if __name__ == "__main__":`. [fault_tolerance]
     sets how often local workers that crash or hang are restarted from the newest checkpoint.
 
@@ -41,7 +41,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         UserError: The run cannot start, or it diverges.
     """
     if run.metrics.machine is not None:
-        load_machine(run.metrics.machine, "metrics.machine =")  # Raise errors of the data before any process starts.
+        load_machine(run.metrics.machine, "metrics.machine =")  # Raise errors about the data before any process starts.
     if read_environment(os.environ) is None:  # All processes are on this machine.
         check_machine_memory(run)
     for restarts in itertools.count():
@@ -67,7 +67,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
 
 
 def _may_restart(run: RunConfig, starts: int) -> bool:
-    """Return whether the attempt began to train. A run that fails before that would fail again.
+    """Return whether the attempt began to train. If a run fails before that, a restart would fail again.
 
     Args:
         run: The run file.
@@ -78,13 +78,13 @@ def _may_restart(run: RunConfig, starts: int) -> bool:
 
 
 def audit(request: AuditRequest) -> dict[str, Any] | None:
-    """Measure what a model has memorized of documents, on the grid of the model's own run file.
+    """Measure how much of a set of documents a model has memorized, on the grid of the model's own run file.
 
     Args:
         request: The model, the documents, and the options.
 
     Returns:
-        The record that `fourfold audit --json` prints. None on a launcher's processes other than the first.
+        The record that `fourfold audit --json` prints. None on all processes of a launcher except the first.
 
     Raises:
         UserError: The model or the documents cannot be audited.

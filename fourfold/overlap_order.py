@@ -1,4 +1,4 @@
-"""The order in which batch parts take their steps. The layers and the planner both follow it."""
+"""Define the order in which batch parts take their steps. Both the layers and the planner follow it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ T = TypeVar("T")
 
 
 class Until(Enum):
-    """The condition for a batch part's next step."""
+    """The condition that a batch part's next step waits for."""
 
     GATHERED = auto()
     """The part's input is gathered. The next step runs a matmul on it."""
     SUMMED = auto()
     """The sums of the last step's matmuls are complete."""
     SUMMED_TO_GATHER = auto()
-    """The sums are complete, and the next step starts the next all-gather directly, with no matmul in between."""
+    """The sums of the last step's matmuls are complete. The next step directly starts an all-gather, with no matmul in
+    between."""
     ALL_PARTS = auto()
     """All parts of the micro-batch have reached this point."""
 
 
 Steps = Generator[Until, None, T]
-"""Work in steps. The generator returns the result."""
+"""Work that is done in steps. The generator returns the result."""
 
 
 @dataclass(eq=False)
@@ -32,13 +33,13 @@ class _Part(Generic[T]):
     steps: Steps[T]
     index: int
     until: Until | None = None
-    """Condition for the part's next step. None if it can continue at once."""
+    """Condition that the part's next step waits for. None if the part can continue at once."""
     matmuls: int = -1
-    """Number of steps with matmuls that all parts together had run when this part's last step ended."""
+    """Number of steps with matmuls that all parts had run when this part's last step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
-    """Run all batch parts step by step. The part that has waited longest goes first.
+    """Run all batch parts step by step. The part that has waited the longest goes first.
 
     Args:
         workers: The steps of each part.

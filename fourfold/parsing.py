@@ -1,4 +1,4 @@
-"""Parse JSON and TOML from untrusted sources. Every problem is a ValueError."""
+"""Parse JSON and TOML from untrusted sources. Every problem raises a ValueError."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from fourfold.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 LEAST_FILES, ENOUGH_FILES = 64, 4096
-"""Limits of open files: the minimum for two local processes, and a number that is enough for a large job.
+"""Limits for open files: the minimum for two local processes, and a number that is enough for a large job.
 
-Rank 0 of a large job has a connection to every rank, and NCCL has several connections to each peer.
+In a large job, rank 0 has a connection to every rank, and NCCL has several connections to each peer.
 """
 
 
@@ -35,11 +35,12 @@ def available_cores() -> int:
 
 
 def time_of_start() -> float:
-    """Return when this process was started, by `time.time`. Return the current time if the kernel does not say."""
+    """Return the time when this process was started, as `time.time` gives it. Return the current time if the kernel
+    does not know."""
     if not sys.platform.startswith("linux"):
         return time.time()
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])  # Seconds since the machine booted.
+        ticks = int(stat.read().rpartition(")")[2].split()[19])  # This time counts from the boot of the machine.
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -47,7 +48,7 @@ def time_of_start() -> float:
 def importing() -> Iterator[None]:
     """Pause garbage collection while large libraries are imported.
 
-    It takes a fifth of the time and finds no garbage.
+    Otherwise garbage collection takes a fifth of the import time, and finds no garbage.
     """
     collected = gc.isenabled()
     gc.disable()
@@ -64,7 +65,7 @@ def raise_file_limit() -> None:
     Raises:
         UserError: The limit is too low even for two processes to connect to each other.
     """
-    import resource  # The resource module exists on POSIX only, but other systems import this module too.
+    import resource  # The resource module exists only on POSIX, but this module is also imported on other systems.
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
@@ -92,8 +93,8 @@ class _LossyFile(io.FileIO):
     """A file that silently discards output that it cannot write.
 
     Args:
-        descriptor: The file.
-        errors: Errors that are ignored. None ignores all of them.
+        descriptor: The file's descriptor.
+        errors: Numbers of the errors to ignore. None ignores all errors.
     """
 
     def __init__(self, descriptor: int, errors: frozenset[int] | None) -> None:
@@ -111,7 +112,7 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def lossy_output(any_error: bool = False) -> Iterator[None]:
-    """Discard what this process prints during the block once its reader (`head`, a terminal) is gone.
+    """Discard what this process prints during the block if the reader of its output (`head`, a terminal) is gone.
 
     Args:
         any_error: Whether to discard output after any error, such as a full disk. Otherwise such an error is raised.
@@ -131,9 +132,9 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     """Return a lossy stream to the same file.
 
-    Return the stream itself if a program has replaced it by something else.
+    Return the stream itself if the program has replaced it with something else.
     """
-    if stream is None:  # The shell closed the file.
+    if stream is None:  # The shell has closed this file.
         return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -143,13 +144,13 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
         return stream
     try:
         stream.flush()
-    except OSError as error:  # A warning that nobody could read may still be in the buffer.
+    except OSError as error:  # The buffer may hold a warning that could not be written.
         if errors is not None and error.errno not in errors:
             return stream
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         stream.encoding,
-        "replace" if stream.errors == "strict" else stream.errors,  # a terminal's encoding may lack a character
+        "replace" if stream.errors == "strict" else stream.errors,  # The terminal's encoding may lack a character.
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
@@ -170,7 +171,7 @@ def end_with_parent() -> None:
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         end_with_starter()
-        if not parent.is_alive():  # The parent ended before the call above.
+        if not parent.is_alive():  # The parent had ended before the previous call.
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -14,9 +14,9 @@ def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome
     Args:
         place: This process's place in the job.
         run: The run.
-        profile: Record a few steps in the folder ``profile`` of the run's folder.
+        profile: Whether to record a few steps in the folder ``profile`` of the run's folder.
     """
-    callbacks: list[CallbackMaker] = []  # Import each callback only if it is used.
+    callbacks: list[CallbackMaker] = []  # Import each callback only if it is needed.
     if run.audit.interval:
         from fourfold.memorization.in_training import CanaryAudit
 

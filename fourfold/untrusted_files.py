@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
 READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
-"""Suffixes of the files in a model's folder that fourfold or transformers read."""
+"""Suffixes of the files in a model's folder that fourfold or transformers may read."""
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -20,7 +20,7 @@ def check_no_adapter(folder: Path) -> None:
     """Check that a folder is not a peft adapter, which holds no model.
 
     Raises:
-        UserError: It is an adapter.
+        UserError: The folder is an adapter.
     """
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
@@ -51,8 +51,8 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
 
     Args:
         path: The file.
-        what: The option or key that named it, with which a refusal begins.
-        instead: What would work, with which a refusal ends.
+        what: The option or key that named the file. The error message begins with it.
+        instead: What would work instead. The error message ends with it.
 
     Raises:
         UserError: The path is not a file, cannot be read, or is not UTF-8.
@@ -69,7 +69,7 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
 def check_model_folder(folder: Path) -> None:
     """Check every file of a model's folder that fourfold or transformers may read.
 
-    Links of the Hub's cache are allowed. They lead to the `blobs` of the same repository.
+    Links inside the Hub's cache are allowed. They lead to the `blobs` folder of the same repository.
 
     Raises:
         UserError: A link leads out of the folder (an export would publish its target), a file is a named pipe, or an
@@ -93,11 +93,11 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise UserError if an index of tensors has a path instead of a file name."""
+    """Raise ``UserError`` if an index of tensors contains a path in place of a file name."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return  # The reader of the index will report the damage.
+        return  # The code that reads the index will report this damage.
     for tensor, file in listed.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
             raise UserError(f"{index} has {tensor} in {file!r}, which is not the name of a file in the same folder")

@@ -1,1 +1,1 @@
-"""Examine a machine before a run: one file per subject, each with findings and what to do about them."""
+"""Examine a machine before a run. Each file examines one subject, and returns findings with advice."""

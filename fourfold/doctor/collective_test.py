@@ -1,4 +1,4 @@
-"""Run an all-reduce over all devices of the job. The sum must be exact. Latency and bandwidth are measured."""
+"""Run an all-reduce over all devices of the job. Check that the sum is exact, and measure latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """Times of the fastest small and the fastest large all-reduce in seconds, and the ranks with wrong sums."""
+    """The fastest times of a small and of a large all-reduce, in seconds, and the ranks with wrong sums."""
 
     backend: str
     world_size: int
@@ -40,12 +40,14 @@ class AllReduceTimes:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second that each rank sends in a ring all-reduce (the bus bandwidth of nccl-tests)."""
+        """Return the bytes per second that each rank sends in a ring all-reduce (called bus bandwidth in
+        nccl-tests)."""
         return 2 * (self.world_size - 1) / self.world_size * self.size / self.seconds
 
 
 def examine_collective(place: Place | None) -> Iterator[Finding]:
-    """All-reduce over the launcher's processes, or over all GPUs of this machine, or over two processes."""
+    """Run an all-reduce over the launcher's processes, or otherwise over all GPUs of this machine, or otherwise over
+    two processes."""
     world_size = place.world_size if place is not None else torch.cuda.device_count() or 2
     with temporary_folder() as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
@@ -53,7 +55,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
             os.environ.update(log)
         try:
             measured = run_on_grid(f"{__name__}:measure", [], world_size, timeout=TIMEOUT)
-        except (UserError, RuntimeError) as failure:  # WorkerFailed and torch's errors are RuntimeErrors.
+        except (UserError, RuntimeError) as failure:  # WorkerFailed and torch's errors are subclasses of RuntimeError.
             lines = str(failure).strip().splitlines() or [type(failure).__name__]
             yield error("all-reduce", f"over {world_size} processes failed: {lines[-1]}", ADVICE)
             return
@@ -64,7 +66,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
 
 
 def measure(place: Place) -> AllReduceTimes:
-    """All-reduce integers over the default group. Every process calls this, and rank 0's result is used."""
+    """All-reduce integers over the default group. Every process calls this, and the result of rank 0 is used."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     pattern = torch.arange(BYTES[backend] // 8, device=device) % 8191
@@ -108,7 +110,7 @@ def all_reduce(measured: AllReduceTimes) -> Finding:
 
 
 def nccl_network(log: str, several_machines: bool) -> Iterator[Finding]:
-    """Find the name of the network in NCCL's own log."""
+    """Find the name of the network in NCCL's own log, and yield findings about it."""
     networks = sorted(set(re.findall(r"Using network (.+)", log)))
     if not networks:
         return

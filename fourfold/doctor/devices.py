@@ -1,4 +1,4 @@
-"""Examine the devices that will train: GPUs with memory, clocks, and errors, and the host's cores and memory."""
+"""Examine the devices that will train: GPUs with their memory, clocks, and errors, and the host's cores and memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SLOWED = {
     0x40: "slowed by heat",
     0x80: "slowed by its power supply",
 }
-"""nvidia-smi's reasons for lower clocks that mean trouble. Idleness and the power cap do not."""
+"""nvidia-smi's reasons for lower clocks that indicate a problem. Idleness and the power cap do not."""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The field's name in newer and older drivers."""
+"""The name of this field in newer and in older drivers."""
 
 FIELDS = (
     "uuid",
@@ -35,13 +35,13 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 MOST_USED = 0.1
-"""If more than this fraction of a GPU's memory is used, another program must hold it."""
+"""Fraction of a GPU's memory in use above which another program must hold it."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine_devices() -> Iterator[Finding]:
-    """Examine every GPU that torch sees, then the host."""
+    """Examine every GPU that torch sees, and then the host."""
     gpus = torch.cuda.device_count()
     queried = next((found for reasons in REASONS if gpus and (found := query_gpus(*FIELDS, reasons))), [])
     reported = {gpu["uuid"].removeprefix("GPU-"): gpu for gpu in queried}
@@ -53,7 +53,7 @@ def examine_devices() -> Iterator[Finding]:
 
 
 def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
-    """Judge a GPU by nvidia-smi's report, which is empty for GPUs of other makers."""
+    """Judge a GPU by nvidia-smi's report, which is empty for GPUs that NVIDIA did not make."""
     text = f"{name}, {format_bytes(memory)}"
     if not reported:
         return ok(subject, text, name=name, memory=memory)

@@ -15,21 +15,21 @@ from fourfold.training.console import format_bytes
 
 BLOCK = 4 * 2**20
 MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
-"""Limits of the test file, whichever comes first."""
+"""Limits on the size and the time of the test file. The first limit that is reached ends the test."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
-"""Free space and speed below which a checkpoint of a billion parameters (16 GB with its moments) does not fit or takes
-minutes."""
+"""Free space in bytes and speed in bytes per second. Below the first, a checkpoint of a billion parameters (16 GB
+with its moments) does not fit. Below the second, it takes minutes."""
 
 
 class Speed(NamedTuple):
-    """Disk speed in bytes per second."""
+    """Disk speed for writing and reading, in bytes per second."""
 
     written: float
     read: float
 
 
 def examine_disk(folder: Path) -> Iterator[Finding]:
-    """Examine the folder, or its first parent that exists. The test file is removed."""
+    """Examine the folder, or its nearest parent that exists. The test file is removed afterwards."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     yield room(place, shutil.disk_usage(place).free)
     try:
@@ -60,8 +60,9 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 
 
 def measure(descriptor: int) -> Speed | None:
-    """Write blocks, flush them to disk, and read them again, past the kernel's cache if it allows that."""
-    block = os.urandom(BLOCK)  # Random bytes, which a disk cannot compress.
+    """Write blocks, flush them to disk, and read them again. Reading bypasses the kernel's cache if the kernel
+    allows it."""
+    block = os.urandom(BLOCK)  # A disk cannot compress random bytes.
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:
         _write_whole(descriptor, block)

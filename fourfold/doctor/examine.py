@@ -1,4 +1,4 @@
-"""Examine everything, subject by subject."""
+"""Examine a machine, one subject after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fourfold.environment import read_environment
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield findings as they are made. ``folder`` is where runs are written.
+    """Yield findings as soon as they are available. ``folder`` is the folder to which runs are written.
 
     Under torchrun or srun, the first process of every machine examines its machine. All processes take part in the
     collective test, and the job's first process reports it.

@@ -1,4 +1,4 @@
-"""A finding of the doctor: a level, a line with the figure, and what to do."""
+"""Define a finding of the doctor: a level, a line with the figure, and advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one examination. ``figures`` holds the line's numbers by name, for programs."""
+    """The result of one examination. ``figures`` holds the numbers in the line by name, so that programs can read
+    them."""
 
     subject: str
     level: Level
@@ -28,10 +29,10 @@ def ok(subject: str, text: str, **figures: Any) -> Finding:
 
 
 def warning(subject: str, text: str, advice: str, **figures: Any) -> Finding:
-    """Return a finding that makes runs slow, or that some runs fail with."""
+    """Return a finding about something that makes runs slow, or that makes some runs fail."""
     return Finding(subject, "warning", text, advice, figures)
 
 
 def error(subject: str, text: str, advice: str, **figures: Any) -> Finding:
-    """Return a finding that will make a run fail here."""
+    """Return a finding about something that will make a run on this machine fail."""
     return Finding(subject, "error", text, advice, figures)

@@ -20,11 +20,11 @@ NAMES = {
     "NODE": "PCIe host bridges of one NUMA node",
     "SYS": "the link between NUMA nodes",
 }
-"""nvidia-smi's kinds of links, best first."""
+"""nvidia-smi's types of links, best first."""
 
 
 def examine_links() -> Iterator[Finding]:
-    """Examine how every pair of GPUs is linked, and whether they reach each other's memory."""
+    """Examine how each pair of GPUs is linked, and whether the GPUs can access each other's memory."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return
@@ -37,7 +37,7 @@ def examine_links() -> Iterator[Finding]:
 
 
 def peer_access(pairs: int, closed: Sequence[tuple[int, int]]) -> Finding:
-    """Judge the pairs of GPUs that cannot read each other's memory."""
+    """Judge the pairs of GPUs that cannot access each other's memory."""
     if closed:
         names = ", ".join(f"{a}-{b}" for a, b in closed[:4]) + (", …" if len(closed) > 4 else "")
         advice = "traffic goes through the host's memory: check NVLink, IOMMU (ACS) and the virtual machine's settings"
@@ -46,7 +46,7 @@ def peer_access(pairs: int, closed: Sequence[tuple[int, int]]) -> Finding:
 
 
 def link_kinds(matrix: str) -> Counter[str]:
-    """Count the pairs of GPUs by kind of link in the matrix of ``nvidia-smi topo -m``."""
+    """Count the pairs of GPUs by type of link in the matrix that ``nvidia-smi topo -m`` prints."""
     text = re.sub(r"\x1b\[[\d;]*m", "", matrix)
     rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
     kinds: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def link_kinds(matrix: str) -> Counter[str]:
 
 
 def topology(kinds: Counter[str]) -> Finding:
-    """Return a finding about the links, which may be all alike or some of them slower."""
+    """Return a finding about the links. They may be all alike, or some may be slower."""
     parts = [f"{count} by {NAMES.get(re.sub(r'[0-9]', '', kind), kind)} ({kind})" for kind, count in kinds.items()]
     text = f"pairs of GPUs: {', '.join(parts)}"
     by_nvlink = [kind.startswith("NV") for kind in kinds]

@@ -1,4 +1,4 @@
-"""Examine the network interfaces, and which ones gloo and NCCL choose."""
+"""Examine the network interfaces, and which of them gloo and NCCL choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIRTUAL = ("docker", "lo")
 
 
 class Interface(NamedTuple):
-    """An interface that is up. ``address`` is IPv4, or None if it has none."""
+    """An interface that is up. ``address`` is its IPv4 address, or None if it has none."""
 
     name: str
     address: str | None
@@ -33,7 +33,7 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """Examine the interfaces, fast networks, and the choices of NCCL and gloo."""
+    """Examine the interfaces, fast networks, and the interfaces that NCCL and gloo choose."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
@@ -42,7 +42,7 @@ def examine_network(several_machines: bool) -> Iterator[Finding]:
         yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
     if torch.cuda.device_count():
         yield nccl_choice(found, os.environ)
-    # GPU jobs need gloo too: checkpoint.async_mode = 'async' saves in a gloo group.
+    # GPU jobs need gloo too, because checkpoint.async_mode = 'async' saves in a gloo group.
     yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
 
 
@@ -58,7 +58,8 @@ def interfaces() -> list[Interface]:
 def gloo_choice(
     found: Sequence[Interface], environ: Mapping[str, str], address_of_name: str | None, several_machines: bool
 ) -> Finding:
-    """Find gloo's interface: GLOO_SOCKET_IFNAME if it is set, otherwise the interface with the host name's address.
+    """Find the interface that gloo uses: GLOO_SOCKET_IFNAME if it is set, or otherwise the interface with the host
+    name's address.
 
     On one machine, fourfold makes gloo use loopback.
     """
@@ -76,7 +77,8 @@ def gloo_choice(
 
 
 def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
-    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, then ib*, then any interface except docker* and lo."""
+    """Find the interface for NCCL's sockets: NCCL_SOCKET_IFNAME, otherwise ib*, otherwise any interface except
+    docker* and lo."""
     chosen = environ.get("NCCL_SOCKET_IFNAME")
     setting = f"NCCL_SOCKET_IFNAME = {chosen}"
     if chosen and not chosen.startswith("^"):
@@ -89,7 +91,7 @@ def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Findi
 
 
 def _chosen(subject: str, setting: str, names: Sequence[str], found: Sequence[Interface]) -> Finding:
-    """Check that one of the names in a variable is an interface with an address."""
+    """Check that at least one of the names in a variable is an interface with an address."""
     usable = [each.name for each in found if each.address and each.name in names]
     if usable:
         return ok(subject, f"uses {', '.join(usable)}: {setting}", interfaces=usable)
@@ -117,7 +119,7 @@ def _gigabits(name: str) -> float | None:
 def _read(name: str, what: str) -> str:
     try:
         return (CLASSES / "net" / name / what).read_text().strip()
-    except OSError:  # Loopback and tunnels have no speed.
+    except OSError:  # Loopback and tunnels report no speed.
         return ""
 
 

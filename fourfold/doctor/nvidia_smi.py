@@ -1,4 +1,4 @@
-"""Ask nvidia-smi, if it is installed."""
+"""Query nvidia-smi if it is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 SECONDS = 30
-"""Seconds to wait for nvidia-smi, because a faulty driver may never answer."""
+"""Number of seconds to wait for nvidia-smi. A faulty driver may never answer."""
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
@@ -22,6 +22,6 @@ def ask_nvidia_smi(*arguments: str) -> str | None:
 
 
 def query_gpus(*fields: str) -> list[dict[str, str]]:
-    """Return the fields of every GPU as text, or an empty list if nvidia-smi does not know them."""
+    """Return the given fields of every GPU as text, or an empty list if nvidia-smi does not know these fields."""
     printed = ask_nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
     return [dict(zip(fields, line.split(", "), strict=True)) for line in printed.splitlines() if line]

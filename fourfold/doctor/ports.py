@@ -1,4 +1,4 @@
-"""Check that a port can be opened and reached, because the processes of a job connect through one."""
+"""Check that a port can be opened and reached, because the processes of a job connect through a port."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def examine_ports(several_machines: bool) -> Iterator[Finding]:
 
 
 def failure_to_connect(host: str) -> str | None:
-    """Open a port at the host's address and connect to it. Return what fails, or None."""
+    """Open a port at the host's address and connect to it. Return a description of what failed, or None."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as server:

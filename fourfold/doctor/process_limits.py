@@ -1,4 +1,5 @@
-"""Examine the kernel's limits for a process: open files, and memory that a network adapter may pin."""
+"""Examine the kernel's limits for a process: the number of open files, and the memory that a network adapter may
+pin."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from fourfold.training.console import format_bytes
 
 
 def examine_limits() -> Iterator[Finding]:
-    """Examine the limit of open files and, if there is InfiniBand, the limit of locked memory."""
+    """Examine the limit of open files. If there is InfiniBand, also examine the limit of locked memory."""
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if (CLASSES / "infiniband").is_dir():
         yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
@@ -30,7 +31,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def locked_memory(soft: int) -> Finding:
-    """Judge the limit of locked memory, for RDMA."""
+    """Judge the limit of locked memory, which RDMA needs."""
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
     advice = "ulimit -l unlimited (memlock in limits.conf, or the container's --ulimit memlock=-1)"

@@ -11,12 +11,13 @@ from fourfold.training.console import format_bytes
 
 FOLDER = Path("/dev/shm")
 LEAST, ENOUGH = 32 * 2**20, 2**30
-"""Below the first size, NCCL fails between GPUs of one machine. Containers often have 64 MiB, which a few GPUs fill."""
+"""Sizes in bytes. Below the first one, NCCL fails between GPUs of one machine. Below the second one, memory may run
+out: containers often have 64 MiB, which a few GPUs fill."""
 ADVICE = "start the container with --shm-size=16g or --ipc=host, or remove old files there"
 
 
 def examine_shared_memory() -> Iterator[Finding]:
-    """Examine size and free space."""
+    """Examine the size and the free space of /dev/shm."""
     if FOLDER.is_dir():
         size, _, free = shutil.disk_usage(FOLDER)
         yield shared_memory(size, free)

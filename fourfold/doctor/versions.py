@@ -28,7 +28,7 @@ def examine_versions() -> Iterator[Finding]:
 
 
 def torch_build(version: str, cuda: str | None, rocm: str | None, visible: int, makers: list[str]) -> Finding:
-    """Compare torch's build with the machine's GPUs, given the makers whose drivers are installed."""
+    """Compare torch's build with the machine's GPUs. ``makers`` lists the GPU makers whose drivers are installed."""
     build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "the CPU alone"
     text = f"{version}, built for {build}"
     found = re.match(r"(\d+)\.(\d+)", version)

@@ -1,4 +1,4 @@
-"""The page of one audit, and the rows that it shares with the terminal's tables."""
+"""Write the page of one audit, and build the rows that the page and the terminal's tables share."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def count_rows(record: Record) -> Rows:
-    """Return a row for each number of times that documents were trained on, and one for all documents."""
+    """Return one row for each number of times that documents were trained on, and one row for all documents."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -75,7 +75,8 @@ def attack_rows(record: Record) -> Rows:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Return labels and values that show the effect of the goldfish mask. Empty if no mask was replayed."""
+    """Return labels and values that show the effect of the goldfish mask. The result is empty if no mask was
+    replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -148,7 +149,7 @@ def _position_chart(record: Record) -> str:
 
 def _count_chart(record: Record) -> list[str]:
     groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # Two points need no chart.
+    if len(groups) < 3:  # With only two points, a chart is not useful.
         return []
     counts = [count for count, _ in groups]
     exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)

@@ -8,9 +8,9 @@ from fourfold.reports.chart import chart, empty_chart
 from fourfold.reports.numbers import downsample, format_number
 
 BUCKETS = 1000
-"""Number of buckets of a long line. Each bucket keeps two points."""
+"""Number of buckets for a long line. Each bucket keeps two points."""
 LABELED = 12
-"""Number of points up to which a line of dots shows their values, if there is room."""
+"""Largest number of points for which a line of dots shows their values, if there is room."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 
@@ -21,11 +21,11 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    """The values. None is a gap."""
+    """The values of the line. None is a gap."""
     dots: bool = False
-    """Mark each point, for series of few points."""
+    """Whether to mark each point, for series with few points."""
     joined: bool = True
-    """Draw the line between the points."""
+    """Whether to draw the line between the points."""
 
 
 def line_chart(
@@ -40,7 +40,7 @@ def line_chart(
 ) -> str:
     """Draw a line per series.
 
-    ``log_y`` makes the y axis logarithmic unless some value is not positive. ``from_zero`` starts a linear axis at 0.
+    ``log_y`` makes the y axis logarithmic, unless a value is not positive. ``from_zero`` starts a linear axis at 0.
     Long series are thinned (see ``downsample``).
     """
     values = [y for each in series for y in each.y if y is not None]
@@ -75,7 +75,7 @@ def _line(series: Series) -> dict[str, Any]:
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
     """Draw a horizontal bar for each entry of ``bars``, with the first on top. An entry maps parts to values ≥ 0.
 
-    A part has the same color in all bars. The sum is written at the end of its bar.
+    A part has the same color in all bars. The sum is written at the end of each bar.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = [sum(bar.values()) for bar in bars.values()]

@@ -1,7 +1,8 @@
-"""Draw charts with Apache ECharts: an option in plain Python, drawn by the page's script (assets/charts.js).
+"""Draw charts with Apache ECharts. Each chart is an option in plain Python, which the page's script draws
+(assets/charts.js).
 
-An option is what https://echarts.apache.org/en/option.html describes, with two additions. A color such as ``"--s1"`` is
-the page's color, light or dark (assets/page.css). A data item's ``"text"`` appears under the pointer.
+https://echarts.apache.org/en/option.html describes options. There are two additions. A color such as ``"--s1"`` is the
+page's color, light or dark (assets/page.css). A data item's ``"text"`` appears under the pointer.
 """
 
 import json
@@ -19,7 +20,7 @@ NOTHING = "nothing recorded"
 def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
     """Return an HTML figure with a caption, a legend, and the chart that ``option`` describes, ``height`` pixels high.
 
-    ``zoom`` names the directions in which dragging a box zooms. Numbers that are not finite become gaps.
+    ``zoom`` names the directions that dragging a box can zoom. Numbers that are not finite become gaps.
     """
     return figure(title, {"option": option}, height, zoom)
 
@@ -35,13 +36,14 @@ def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "
 
 
 def empty_chart(title: str, text: str = NOTHING) -> str:
-    """Return a figure that says why it has no chart."""
+    """Return a figure that says why there is no chart."""
     caption = f"<figcaption><b>{escape(title)}</b></figcaption>"
     return f'<figure class="chart">{caption}<p class="empty">{escape(text)}</p></figure>'
 
 
 def to_json(value: object) -> str:
-    """Return JSON that is safe in a script element: without ``<``, and with null for numbers that are not finite."""
+    """Return JSON that is safe inside a script element. It has no ``<``, and null in place of numbers that are not
+    finite."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 

@@ -1,4 +1,4 @@
-"""Draw curves of training runs against tokens, steps, or time, smoothed or not. The reader of the page chooses."""
+"""Draw curves of training runs against tokens, steps, or time, with or without smoothing. The page's reader chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fourfold.reports.chart import NOTHING, empty_chart, figure
 from fourfold.reports.numbers import bucket_means, downsample
 
 BUCKETS = 1000
-"""Number of buckets of a long curve. Each bucket keeps two points, and one mean for the smoothing."""
+"""Number of buckets for a long curve. Each bucket keeps two points, and one mean for the smoothing."""
 
 CONTROLS = """<div class="controls">
 <fieldset data-control="x"><legend>x axis</legend>
@@ -24,11 +24,11 @@ CONTROLS = """<div class="controls">
 <button type="button" value="log">log</button></fieldset>
 <label>smoothing <input type="range" min="0" max="100" value="0" data-control="smoothing"> <output>off</output></label>
 </div>"""
-"""Controls that all curves of a page follow."""
+"""HTML of the controls that apply to all curves of a page."""
 
 
 class StepPositions(NamedTuple):
-    """The end of a step on each of the x axes."""
+    """The position of the end of a step on each of the x axes."""
 
     step: int
     tokens: float
@@ -37,7 +37,8 @@ class StepPositions(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve. None is a gap. ``marked`` curves have few points, such as evaluations, and are never smoothed."""
+    """One curve. A value of None is a gap. ``marked`` curves have few points, such as evaluations, and are never
+    smoothed."""
 
     name: str
     points: Sequence[tuple[StepPositions, float | None]]
@@ -73,9 +74,9 @@ def curve_chart(
         curves: The curves.
         unit: The unit of the values.
         marks: Steps to mark.
-        is_loss: The values are in nats, so their exponential is a perplexity.
-        smooth: Follow the smoothing slider.
-        from_zero: Start the linear axis at 0.
+        is_loss: Whether the values are in nats, so that their exponential is a perplexity.
+        smooth: Whether the curves follow the smoothing slider.
+        from_zero: Whether the linear axis starts at 0.
         height: Height in pixels.
     """
     shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]
@@ -92,8 +93,8 @@ def curve_chart(
 
 
 def _data(curve: Curve, smooth: bool) -> dict[str, object]:
-    """Return the points as [step, tokens, seconds, value], thinned to their extremes, and the means that the smoothing
-    uses."""
+    """Return the points as [step, tokens, seconds, value], thinned to their extremes, and the means for the
+    smoothing."""
     order, values = range(len(curve.points)), [value for _, value in curve.points]
     kept, _ = downsample(order, values, BUCKETS)
     is_thinned = len(kept) < len(order)

@@ -16,7 +16,8 @@ LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
 def show_finding(finding: Finding, host: str | None = None) -> None:
-    """Print a finding, with the machine's name if it is another machine, and the advice below it."""
+    """Print a finding and the advice below it. If the finding is about another machine, print that machine's name
+    too."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)
@@ -32,6 +33,6 @@ def show_finding(finding: Finding, host: str | None = None) -> None:
 
 
 def summary(levels: Sequence[Level]) -> str:
-    """Count the errors and warnings."""
+    """Return a sentence with the numbers of errors and warnings."""
     errors, warnings = levels.count("error"), levels.count("warning")
     return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}, {counted(len(levels), 'finding')}"

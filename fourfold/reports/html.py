@@ -1,4 +1,4 @@
-"""The skeleton of a report page: one file with everything inline, which fetches nothing."""
+"""Build the skeleton of a report page. A page is one file with everything inline, which fetches nothing."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,11 +6,11 @@ from html import escape
 from fourfold.reports.chart import asset
 from fourfold.training.console import format_fact
 
-# The browser fetches nothing, whatever a run file or a sample may contain.
+# With this policy, the browser fetches nothing, regardless of the content of a run file or a sample.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40
-"""Number of characters above which a fact gets a wide card."""
+"""Number of characters above which a fact is shown in a wide card."""
 
 
 def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False) -> str:
@@ -42,7 +42,7 @@ def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Show labels and values as cards, with wide cards for long texts."""
+    """Show labels and values as cards. Long texts get wide cards."""
     cards = []
     for label, value in values.items():
         text = format_fact(value)
@@ -54,7 +54,7 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
     """Return a table of text, which scrolls if the page is narrow.
 
-    All columns but the first are right-aligned, unless they hold ``words``.
+    All columns except the first are right-aligned, unless they hold ``words``.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -71,13 +71,13 @@ def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
-    """Arrange figures in two columns below the figures of ``wide``, which span both columns."""
+    """Arrange figures in two columns. The figures of ``wide`` come first and span both columns."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
 def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """Show a text verbatim under a heading. ``wrap`` breaks long lines, for prose."""
+    """Show a text verbatim under a heading. With ``wrap``, long lines are broken, which is useful for prose."""
     kind = ' class="wrap"' if wrap else ""
     return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
 

@@ -1,4 +1,4 @@
-"""The columns of a plan's layouts, for the terminal's table and the page's table."""
+"""Define the columns that describe a plan's layouts, both in the terminal's table and in the page's table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
-"""Headers of a layout's choices. The column ``also`` holds rare choices."""
+"""Headers of the columns for a layout's choices. The column ``also`` holds rare choices."""
 SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
-"""Short names of schedules whose full names would make the column too wide."""
+"""Short names for schedules whose full names would make the column too wide."""
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Describe a layout by the headers of ``CHOICES``. Only a mixture of experts has ``ep``."""
+    """Return a layout's choices by the headers in ``CHOICES``. Only mixtures of experts have ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -33,7 +33,7 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """Return a pipeline's schedule with the stages per rank. Empty without a pipeline."""
+    """Return the schedule of a pipeline with its number of stages per rank. The text is empty without a pipeline."""
     layout = work.layout
     if layout.pp == 1:
         return ""
@@ -42,7 +42,8 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Describe a prediction. ``factors`` on its seconds bound the measured time with a probability of 90 %."""
+    """Return the figures of a prediction. ``factors`` on its seconds bound the measured time with a probability of
+    90 %."""
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
@@ -58,8 +59,8 @@ def figures(
 
     Args:
         machine: The machine.
-        seconds: Seconds per step.
-        memory: Bytes of the fullest rank.
+        seconds: Number of seconds per step.
+        memory: Peak bytes of the rank that needs the most memory.
         p_oom: Probability of running out of memory.
         mfu: Model FLOPs utilization.
         factors: See ``predicted``.
@@ -76,7 +77,7 @@ def figures(
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes in GB with three significant digits."""
+    """Format a number of bytes in GB with three significant digits."""
     return _digits(size / 1e9, 3) if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 

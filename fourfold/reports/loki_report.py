@@ -1,4 +1,4 @@
-"""Rows of the terminal's tables for Loki's calibration and evaluation."""
+"""Build the rows of the terminal's tables for Loki's calibration and evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 
 
 def rank_header(record: Record) -> list[str]:
-    """Return the columns of ``rank_rows``."""
+    """Return the column headers for ``rank_rows``."""
     header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
     return [*header, *(f"recall, {kind}" for kind in record["recall"]), *(["ranked by"] if record["recall"] else [])]
 
 
 def rank_rows(record: Record) -> Rows:
-    """Return a row per layer: Rank@90 of the mean and of the worst head, and the recall of each kind."""
+    """Return one row per layer: Rank@90 as the mean and for the worst head, and the recall of each kind."""
     rows = []
     for layer in range(len(record["best"])):
         row = [str(layer)]
@@ -57,7 +57,7 @@ LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 
 
 
 def layer_rows(record: Record) -> Rows:
-    """Return recall and captured mass of every sparse layer, with the oracle's and the control's values."""
+    """Return recall and captured mass of every layer that uses Loki, with the values of the oracle and the control."""
     rows = []
     for layer in record["layers"]:
         if layer["loki"] is None:

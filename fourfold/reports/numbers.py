@@ -20,17 +20,18 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number with its noun: 1 document, 2,000 documents."""
+    """Format a number with its noun in the singular or plural: 1 document, 2,000 documents."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def downsample(
     x: Sequence[float], y: Sequence[float | None], buckets: int
 ) -> tuple[Sequence[float], Sequence[float | None]]:
-    """Thin a series to the lowest and the highest point of each of ``buckets`` runs of neighbors.
+    """Divide a series into ``buckets`` runs of neighboring points, and keep only the lowest and the highest point of
+    each run.
 
-    Points keep their order, and the first and last point stay. A bucket without any number keeps one None, which a
-    chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
+    Points keep their order, and the first and the last point are always kept. A bucket without any number keeps one
+    None, which a chart draws as a gap. A series of at most 2·``buckets`` points is returned unchanged.
     """
     count = len(x)
     if count <= 2 * buckets:
@@ -46,7 +47,7 @@ def downsample(
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Return the last index and the mean of each of ``buckets`` runs of neighbors.
+    """Return the last index and the mean for each of ``buckets`` runs of neighboring points.
 
     The mean of a run without numbers is None.
     """

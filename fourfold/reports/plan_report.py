@@ -1,4 +1,4 @@
-"""Write a plan as an HTML page, one self-contained file."""
+"""Write a plan as an HTML page, which is one self-contained file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 FASTEST = 200
-"""Number of layouts in the table."""
+"""Number of layouts in the page's table."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write a plan's page: layouts, the waterfall, memory by stage, and scaling."""
+    """Write the page of a plan: layouts, the waterfall, memory by stage, and scaling."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:

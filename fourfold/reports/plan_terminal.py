@@ -32,17 +32,17 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables below a validation's errors. Each maps a key of the record to its headers, and each header to a key and a
-format."""
+"""Tables that follow the table of errors in a validation. Each maps a key of the record to its headers, and each
+header to a key and a format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
-"""Names of the explained layouts."""
+"""Headers for the explained layouts."""
 WORDS = ("", "recompute", "also")
-"""Headers of a plan's columns whose cells are words and may wrap."""
+"""Headers of a plan's columns whose cells are words. These may wrap."""
 PARTS_NAMED = 7
-"""Largest number of parts in the waterfall."""
+"""Largest number of parts that the waterfall names."""
 MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Numeric columns of a scaling curve. With all columns, the table would not fit 80 characters."""
+"""Numeric columns of a scaling curve. With more columns, the table would not fit into 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
@@ -88,8 +88,8 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     """Return the columns of the ranked layouts and the run file's own layout, by header, and the choices that all rows
     share.
 
-    In a narrow terminal, the table first drops the choices that all rows share and names them below the table. Then it
-    drops some numbers, but never P(OOM).
+    In a narrow terminal, the choices that all rows share are removed from the table first and listed below it. Then
+    some numbers are removed, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -99,7 +99,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Dropping one of the last three columns is worse than a second line in a cell of words.
+        # Removing one of the last three columns is worse than a second line in a cell of words.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)
@@ -129,7 +129,8 @@ def doubts(result: PlanRecord) -> list[str]:
 
 
 def tune_command(result: PlanRecord) -> str:
-    """Return the command that searches the closest layouts by trials. Empty if there is only one."""
+    """Return the command that searches the closest layouts with real trials. The text is empty if there is only one
+    layout."""
     found = result.within_error
     space = " ".join(f"--space {limit}" for limit in found.space)
     return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
@@ -146,7 +147,7 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Say how much slower or faster a neighbor is, or why it is refused."""
+    """Return a text that says how much slower or faster a neighbor is, or why it is refused."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"
@@ -154,7 +155,7 @@ def slower_by(neighbor: dict[str, Any]) -> str:
 
 
 def costs_sentence(result: PlanRecord) -> str:
-    """Describe days, GPU-hours, energy, cost, and the checkpoint interval."""
+    """Return a sentence about days, GPU-hours, energy, cost, and the checkpoint interval."""
     c = result.costs
     assert c is not None
     parts = [f"{format_number(c.tokens)} tokens take {_amount(c.days)} days, {_amount(c.gpu_hours)} GPU-hours"]
@@ -193,7 +194,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
-    """Print a row per size, with the layout for each size."""
+    """Print one row per number of GPUs, with the best layout for each."""
     published = any(point.published_pflops is not None for point in points)
     rows, layouts = [], []
     for point in points:
@@ -213,7 +214,7 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def flop_note(published: bool) -> str:
-    """Say which FLOPs the columns count."""
+    """Return a sentence that says which FLOPs the columns count."""
     note = "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees."
     return f"{note} {MEGATRON_COUNT}; published figures use this count." if published else note
 
@@ -268,7 +269,7 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
 
 
 def _amount(value: float) -> str:
-    """Format a whole number, or a small one with two significant digits."""
+    """Format an integer, or a small number with two significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 

@@ -13,7 +13,7 @@ from fourfold.training.console import byte_unit
 
 
 def profile_tables(path: Path) -> None:
-    """Print where a step's time went: by axis, as a mean over the processes, and in total."""
+    """Print where the time of a step went: by axis, as means over the processes, and in total."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return
@@ -38,9 +38,9 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Return calls, bytes, and seconds issued, hidden, and exposed.
+    """Return the number of calls, the bytes, and the seconds issued, hidden, and exposed.
 
-    All are zero on a rank without such a collective.
+    All values are zero on a rank without such a collective.
     """
     lines = [line for line in rank["collectives"] if line["axis"] == axis]
     times = rank["axes"].get(axis, {})

@@ -1,4 +1,4 @@
-"""A run as its folder records it, for its page and for a comparison of runs."""
+"""Read a run from the records in its folder, for the run's page and for comparisons of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded steps of a run. ``name`` labels its curves."""
+    """The recorded steps of a run. ``name`` is the label of its curves."""
 
     folder: Path
     name: str
@@ -36,7 +36,7 @@ class RecordedRun:
 
     @cached_property
     def places(self) -> dict[int, StepPositions]:
-        """Return each step with the tokens read and the seconds trained until its end."""
+        """Return, for each step, the tokens read and the seconds trained until its end."""
         seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
         return {
             record["step"]: StepPositions(record["step"], number_of(record, "tokens") or 0, until)
@@ -44,7 +44,8 @@ class RecordedRun:
         }
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
-        """Return the values of one key in a unit. A null becomes a gap. Lines without the key are left out."""
+        """Return the values of one key, divided by ``unit``. A null becomes a gap. Lines without the key are left
+        out."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]
 
@@ -59,7 +60,7 @@ class RecordedRun:
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
         """Return the most important numbers. None marks numbers that were not recorded.
 
-        The losses are from the last step and validation, or from ``step`` and from the validation after step
+        The losses are from the last step and the last validation, or from ``step`` and from the validation after step
         ``validated``.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
@@ -85,7 +86,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's record.
 
     Raises:
-        UserError: There is no record, or it has no step.
+        UserError: There is no record, or the record has no steps.
     """
     if not folder.is_dir():
         raise UserError(f"the folder {folder} does not exist: give the folder of a run, runs/NAME.")
@@ -105,7 +106,7 @@ def _at(step: int | None, otherwise: str) -> str:
 
 
 def number_of(record: Record, key: str) -> float | None:
-    """Return a finite number, or None."""
+    """Return the value of a key if it is a finite number, or None."""
     value = record.get(key)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -117,20 +118,20 @@ def duration(seconds: float) -> str:
 
 
 def steps_of(count: int) -> str:
-    """Format a number of steps."""
+    """Return a number of steps as text."""
     return counted(count, "step")
 
 
 def read_text(path: Path) -> str:
-    """Read a text, with � for bytes that are not UTF-8."""
+    """Read a text file. Bytes that are not UTF-8 become �."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read an object that maps labels to text or numbers. Empty without a file.
+    """Read an object that maps labels to text or numbers. Return an empty object if there is no file.
 
     Raises:
-        UserError: The file holds something else.
+        UserError: The file does not hold such an object.
     """
     if not path.is_file():
         return {}
@@ -144,5 +145,5 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def largest(runs: Iterable[RecordedRun], key: str) -> float:
-    """Return the largest value of one key in some runs, or 0."""
+    """Return the largest value of one key over some runs, or 0 if there is none."""
     return max((value for run in runs for value in run.numbers(key)), default=0.0)

@@ -1,4 +1,4 @@
-"""Write the pages of training runs from the files in their folders: one run, or a comparison of several."""
+"""Write pages about training runs from the files in their folders. A page shows one run, or compares several."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def write_run_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a page that overlays the curves of several runs and lists the differences between their run files.
 
-    Losses are compared at the last step that all runs recorded. A folder given twice counts as one run.
+    Losses are compared at the last step that all runs recorded. If a folder is given twice, it counts as one run.
 
     Raises:
-        UserError: As in ``write_run_report``.
+        UserError: For the same reasons as in ``write_run_report``.
     """
     folders = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in run_dirs))
     names = [folder.name for folder in folders]
@@ -98,7 +98,8 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Return a note about steps whose loss was not a number. Their gaps in the curves can be too thin to see."""
+    """Return a note about steps whose loss was not a number, because their gaps in the curves can be too narrow to
+    see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
@@ -107,7 +108,8 @@ def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
 
 
 def _curves(runs: Sequence[RecordedRun]) -> str:
-    """Chart the numbers of every step: one run's losses in two colors, or each run in its own color."""
+    """Chart the metrics of every step. With one run, its losses have two colors. With several runs, each run has its
+    own color."""
     unit_name, unit = byte_unit(largest(runs, "peak_memory_bytes"))
     is_one = len(runs) == 1
     losses, marks = [], []
@@ -136,9 +138,9 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 
 def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """Name the curve of a run's validations.
+    """Return a name for the curve of a run's validations.
 
-    The name must differ from every run's name, because each name is a button in the legend.
+    The name must differ from the names of all runs, because each name is a button in the legend.
     """
     name = f"{run.name}, validation"
     while name in {other.name for other in runs}:
@@ -147,7 +149,7 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _tasks(run: RecordedRun) -> list[str]:
-    """Chart the tasks that were run during training, one chart per metric, and say which tasks failed."""
+    """Chart the tasks that were run during training, with one chart per metric, and list the tasks that failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
     for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
@@ -166,7 +168,7 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Chart the canaries during training by their number of repeats. Return nothing without [audit]."""
+    """Chart the canaries during training by their number of repeats. The result is empty without [audit]."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:
@@ -193,7 +195,7 @@ def _memorization(run: RecordedRun) -> list[str]:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Show the run-file keys that differ."""
+    """Return a table of the run-file keys that differ."""
     keys = [_flat(run) for run in runs]
     names = sorted(set().union(*keys) - {"name"})
     rows = [[name, *(each.get(name, "") for each in keys)] for name in names if len({k.get(name) for k in keys}) > 1]
@@ -204,7 +206,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _flat(run: RecordedRun) -> dict[str, str]:
-    """Return a run file's keys as table.key with their values as text."""
+    """Return the keys of a run file as table.key, with their values as text."""
     try:
         tables = parse_toml(run.run_file)
     except ValueError as error:

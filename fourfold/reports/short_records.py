@@ -1,4 +1,4 @@
-"""Read the short records that accompany a run's metrics.jsonl."""
+"""Read the short records that are stored next to a run's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl: task, metric, value, and the reasons why tasks failed."""
+    """A line of tasks.jsonl, with the task, the metric, the value, and the reasons why tasks failed."""
 
     tasks: dict[str, dict[str, float | None]]
     failed: dict[str, str] = {}
 
 
 class CanaryGroup(BaseModel):
-    """Documents that were trained on the same number of times."""
+    """Documents that the model was trained on the same number of times."""
 
     exact_match: float
     loss: float
 
 
 class MemorizationRecord(BaseModel):
-    """A line of memorization.jsonl: canaries by the number of times they were trained on, or "all"."""
+    """A line of memorization.jsonl: canaries grouped by the number of times the model was trained on them, or "all"."""
 
     by_count: dict[str, CanaryGroup]
 
 
 def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
-    """Read the lines of a record, or none if there is no file.
+    """Read the lines of a record. The result is empty if there is no file.
 
     Raises:
         UserError: A line has another shape.

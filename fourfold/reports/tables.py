@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_WORD = 24
-"""Length of the longest word that is not broken. A path may be longer."""
+"""Length of the longest word that is never broken. Longer words, such as paths, may be broken."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
     """Print a table that fits the terminal's width.
 
-    The first column, columns without a name, and columns named in ``words`` are text. All remaining columns are
-    numbers, aligned right. Text wraps between words, and a number never wraps. In a terminal that is too narrow,
-    the table loses its lines and padding. If that is not enough, it is printed in several parts, each with the first
+    The first column, columns without a name, and columns named in ``words`` are text. All other columns are numbers,
+    aligned right. Text wraps between words, and a number never wraps. In a terminal that is too narrow, the table loses
+    its lines and padding. If that is not enough, the table is printed in several parts, and each part repeats the first
     column.
     """
     console = Console()
@@ -32,7 +32,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         others = [[row[0], *row[count:]] for row in rows]
         print_table(f"{title}, continued", [header[0], *header[count:]], others, words)
         return
-    room = console.width - len(header) + 1  # Leave out the space between columns.
+    room = console.width - len(header) + 1  # This is the width without the space between columns.
     edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
     whole = [_unbroken(cells) for cells in columns]
     widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))
@@ -52,14 +52,14 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return a table's width if only headers and cells of the columns in ``words`` wrap."""
+    """Return the width of a table in which only headers and the cells of the columns in ``words`` wrap."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
-    """Format bytes for a column of one unit: three decimals, or three significant digits if the decimals would be
-    zeros."""
+    """Format a number of bytes for a column with a fixed unit: with three decimals, or with three significant digits if
+    the decimals would be zeros."""
     if size == 0:
         return "0"
     return f"{size / unit:,.3f}" if size / unit >= 0.1 else f"{size / unit:.3g}"
@@ -70,7 +70,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the width at which only the header (the first cell) and text longer than any number wrap."""
+    """Return the width at which only the header (the first cell) and texts longer than any number wrap."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),
@@ -83,7 +83,7 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all fit: to the widths of each stage in turn, and if necessary to one
+    """Shrink the widest columns until all fit. Shrink them to the widths of each stage in turn, and if necessary to one
     character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):

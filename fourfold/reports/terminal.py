@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """Print, for each quantity, the tensor that deviates most from float64, next to one process in float32."""
+    """For each quantity, print the tensor that deviates most from float64, and the deviation of one process in
+    float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -81,7 +82,8 @@ def trace_tables(report: TraceReport) -> None:
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the fraction of each axis's bytes that no matmul hides, and with a machine the fraction of its seconds."""
+    """Print the fraction of each axis's bytes that no matmul hides, and with a machine also the fraction of its
+    seconds."""
     sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
@@ -111,7 +113,7 @@ def _milliseconds(*seconds: float | None) -> list[str]:
 
 
 def _pipeline_memory(report: TraceReport) -> None:
-    """Print a line for every pipeline rank."""
+    """Print the memory of every pipeline rank, one per line."""
     name, unit = byte_unit(max(rank.memory.total_peak for rank in report.pipeline))
     rows: list[list[str]] = []
     for rank in report.pipeline:
@@ -139,7 +141,7 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences with trained tokens in green, tokens that the goldfish mask drops in red brackets, and all other
+    """Print sequences: trained tokens in green, tokens that the goldfish mask drops in red brackets, and all other
     tokens dimmed. Then print statistics of the masks."""
     console = Console()
     for sample in preview.samples:
@@ -183,7 +185,7 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
 
 
 def print_transferred(record: Mapping[str, Any]) -> None:
-    """Print a line about the files that an import or export of a Hugging Face model wrote."""
+    """Print a line about the files that were written by an import or export of a Hugging Face model."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 
@@ -209,7 +211,8 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Describe how tokens were chosen, the speed, the cache, and with Loki the fraction of the cache that it reads."""
+    """Return a line that describes how tokens were chosen, the speed, the cache, and with Loki the fraction of the
+    cache that it reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     read = ""

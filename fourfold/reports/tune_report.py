@@ -1,4 +1,4 @@
-"""The terminal's table of a search, and a paragraph about its result."""
+"""Print the result of a search in the terminal, as a table and a paragraph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of tuned matmuls, as ``fourfold machine tune-matmul`` prints it."""
+"""Build the table of tuned matmuls that ``fourfold machine tune-matmul`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row per matmul from the records of layers: its rate as stored, and the gain of another layout.
+    """Return one row per matmul from the records of layers, with its rate with operands as stored and the gain of
+    another layout.
 
     "other order" is the gain of the whole layer if its weight had been stored in the other order.
     """
