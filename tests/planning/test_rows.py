@@ -275,7 +275,7 @@ def test_the_table_that_comes_with_fourfold() -> None:
 
 def column_table() -> list[str]:
     """The columns as a table of Markdown."""
-    lines = ["| column | |", "|---|---|"]
+    lines = ["| column | meaning |", "|---|---|"]
     for name, field in MeasuredRow.model_fields.items():
         choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in get_args(part)
                    if isinstance(c, str)]  # fmt: skip

@@ -177,10 +177,15 @@ def test_the_planner_page_quotes_the_figures() -> None:
     for left_out, table in zip(("source", "machine"), figures[:2], strict=True):
         assert table["columns"][0] == f"{left_out} left out"
         (everything,) = (row for row in table["rows"] if row[0].startswith("all "))
-        assert f"| the {left_out}, {' | '.join(everything)} |" in page
+        rows = everything[0].removeprefix("all ").strip("()")
+        assert f"| the row's {left_out} ({rows} rows) | {' | '.join(everything[1:])} |" in page
     (spans,) = (table for table in figures if table["columns"][0] == "extrapolation")
-    assert all(f"| {' | '.join(row)} |" in page for row in spans["rows"])
-    assert f"within {shipped_order_factor():.2f} in 90 % of cases" in " ".join(page.split())
+    for *cells, lowest in spans["rows"]:
+        source, _, coverage = lowest.partition(": ")
+        assert f"| {' | '.join(cells)} | {coverage} (source {source}) |" in page
+    assert f"In 90 % of cases, this ratio is right within a factor of {shipped_order_factor():.2f}." in " ".join(
+        page.split()
+    )
 
 
 @pytest.mark.slow

@@ -56,11 +56,11 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Text that no program reads."""
     derived: str = ""
-    """Values that are not printed in the source but follow from values that are."""
+    """Which values are not in the source but computed from values in the source."""
     complete: Flag = True
-    """`no` if the source leaves part of the configuration open. Such rows are scored apart."""
+    """`no` if the source leaves part of the configuration open. Such rows are scored separately."""
     doubt: str = ""
-    """Why the measurement is doubtful. Such rows are scored apart and never fitted."""
+    """Why the measurement is doubtful. Such rows are scored separately and never fitted."""
 
     machine: str | None = None
     """A machine that comes with fourfold, or your own `.toml`."""
@@ -74,7 +74,8 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name, which is the same in all rows of a sweep."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """`hybrid` models (with blocks other than attention and MLP, or with latent attention) are not predicted."""
+    """Kind of model. The planner does not predict `hybrid` models (latent attention, or blocks other than attention and
+    MLP)."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None
@@ -82,8 +83,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """`swiglu` also means rotary embeddings, and separate tables for embedding and head. `gelu` and `geglu` mean one
-    shared table."""
+    """Type of the MLP. `swiglu` also means rotary embeddings, and separate tables for embedding and head. `gelu` and
+    `geglu` mean that embedding and head share a table."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
@@ -91,13 +92,13 @@ class MeasuredRow(BaseModel):
     head_dim: Count | None = None
     """Channels of a head. Default: hidden / heads."""
     experts: Count | None = None
-    """Number of experts per block. A mixture is not predicted without it."""
+    """Number of experts per block. Needed for a mixture of experts."""
     experts_per_token: Count | None = None
     """Number of experts per token."""
     expert_ffn_hidden: Count | None = None
-    """Width of an expert, which is gated."""
+    """Inner width of one expert. Experts are gated MLPs."""
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
-    """Width of the shared expert, which is gated."""
+    """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
     """Number of blocks without experts. Their MLP is ffn_hidden wide."""
     capacity_factor: Size | None = None
@@ -112,7 +113,7 @@ class MeasuredRow(BaseModel):
     micro_batch: Count | None = None
     """Sequences of a micro-batch on one rank."""
     precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
-    """Precision of the matmuls. nvfp4 is not predicted."""
+    """Precision of the matmuls. The planner does not predict nvfp4."""
 
     tp: Count | None = None
     """Tensor parallel size."""
@@ -125,22 +126,22 @@ class MeasuredRow(BaseModel):
     ep: Count = 1.0
     """Expert parallel size."""
     experts_over_tp: Flag = True
-    """tp divides each expert. With `no`, experts are whole, and ep spans the ranks of tp too."""
+    """Whether tp splits each expert. With `no`, experts are not split, and ep includes the ranks of tp."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """Send a token to each of its experts (alltoall), or once to each GPU that has any of them (deepep: DeepEP,
-    HybridEP)."""
+    """How often a token is sent: once to each of its experts (alltoall), or once to each GPU that has any of them
+    (deepep: DeepEP, HybridEP)."""
     fused_experts: Flag = False
-    """The expert matmuls also compute the activation and round to 8 bits, and the exchanges deliver rows in the right
-    order."""
+    """Whether the expert matmuls also compute the activation and round to 8 bits, and the exchanges deliver rows in the
+    right order."""
     ep_overlap: Flag = False
-    """Matmuls of another micro-batch hide the exchange of tokens."""
+    """Whether matmuls of another micro-batch hide the exchange of tokens."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
-    """The host launches each kernel (none), all kernels of a block except the experts' (blocks), or all kernels of a
-    step (step)."""
+    """What the host launches at once: one kernel (none), all kernels of a block except the experts' (blocks), or all
+    kernels of a step (step)."""
     seq_parallel: Flag | None = None
     """Whether the residual stream is sharded over tp. Default: what the program does."""
     end_layers: Flag = False
-    """Embedding and head count as one layer each when layers are divided into stages."""
+    """Whether embedding and head count as one layer each when layers are divided into stages."""
 
     program: Annotated[str, AfterValidator(_program)]
     """The training program, a name in `planning/calibration/programs.py`."""
@@ -154,16 +155,16 @@ class MeasuredRow(BaseModel):
     """What selective recompute repeats: the attention core (attention), all but attention and every second matmul (ops,
     torchtitan's per-op), or some of the layers (layers)."""
     recompute_every: Count = 1.0
-    """Every n-th layer recomputes."""
+    """Recompute only every n-th layer."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one fused kernel, or several kernels that write the scores to memory."""
     compiled: Flag = False
-    """torch.compile fuses pointwise operations."""
+    """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
     """What hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also the matmuls that
     read them, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's."""
     blocking: Flag = False
-    """The host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
+    """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
@@ -177,13 +178,13 @@ class MeasuredRow(BaseModel):
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
-    """How cp shares the attention: keys and values are gathered or passed around a ring, or heads are exchanged for
+    """How cp splits the attention: keys and values are gathered or passed around a ring, or heads are exchanged for
     tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
     """Whether the loss (loss), or also the MLP (both), processes the tokens in chunks. A chunk has as many tokens as
     the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is kept in the host's memory: inputs of recomputed blocks (activations), or gradients, optimizer states, and
+    """What is kept in the host's memory: inputs of recomputed blocks (inputs), or gradients, optimizer states, and
     32-bit weights (optimizer)."""
 
     @model_validator(mode="after")
