@@ -1,4 +1,4 @@
-"""Accelerators that a benchmark emulates: matrix products take as long as a device of a given rate would."""
+"""Emulate accelerators in a benchmark: each matmul takes as long as it would on a device of a given rate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 ATEN = torch.ops.aten
-FLOPS: dict[Any, Callable[..., int]] = flop_registry | {ATEN.addmm_: flop_registry[ATEN.addmm]}  # torch's lacks addmm_
+FLOPS: dict[Any, Callable[..., int]] = flop_registry | {ATEN.addmm_: flop_registry[ATEN.addmm]}  # torch lacks addmm_.
 
 
 class Accelerators(TorchDispatchMode):
-    """Computes every matrix product, and sleeps until a device of ``flops_per_second`` would be done with it.
+    """Computes every matmul, and then sleeps until a device of ``flops_per_second`` would have finished it.
 
-    While a process sleeps, the CPU is free for the network, as the host of a GPU is. Results are the same.
+    While a process sleeps, the CPU is free for the network, like the host of a GPU. The results do not change.
     """
 
     def __init__(self, flops_per_second: float) -> None:
@@ -38,5 +38,5 @@ class Accelerators(TorchDispatchMode):
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:
-    """Accelerators of this many GFLOP/s. 0 means the CPU's own speed."""
+    """Return a context that emulates accelerators with this rate. 0 means the CPU's own speed."""
     return Accelerators(gflops_per_second * 1e9) if gflops_per_second else nullcontext()

@@ -1,4 +1,4 @@
-"""Counts the bytes of a cache that torch's operations read."""
+"""Count the bytes that torch's operations read from a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = {
     aten.index.Tensor,
     aten.embedding.default,
 }
-"""Operations that read only the returned rows of their first argument."""
+"""Operations that read only those rows of their first argument that they return."""
 
 _WRITES = {aten.copy_.default, aten.index_copy_.default}
 """Operations that only write to their first argument."""
@@ -27,7 +27,7 @@ _WRITES = {aten.copy_.default, aten.index_copy_.default}
 class CacheTraffic(TorchDispatchMode):
     """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
 
-    Views read nothing, operations that pick rows read those rows, and all further operations read their whole
+    Views read nothing, operations that select rows read only those rows, and all other operations read their whole
     arguments. Kernels outside torch are not counted.
     """
 
@@ -54,6 +54,6 @@ class CacheTraffic(TorchDispatchMode):
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and end address of a tensor's storage."""
+    """Return the first address and the end address of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -1,8 +1,9 @@
-"""Costs of checksums and verification in a save and a load: each with and without, in turn, on one process.
+"""Measure what checksums and verification cost in a save and in a load. Calls with and without them alternate, on one
+process.
 
     python -m benchmarks.checkpoint_cost [--hidden 512] [--rounds 7] [--folder DIR]
 
-Prints the medians of the ratios of neighboring saves and loads, with the smallest and the largest.
+Prints the median, the smallest, and the largest ratio of the times of consecutive saves and loads.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def job_of(hidden: int) -> Job:
-    """A Llama of eight layers with its optimizer's moments."""
+    """Return the job of a Llama with eight layers, with its optimizer's moments."""
     run = make_run(
         {
             "model": {
@@ -86,7 +87,7 @@ def saved(job: Job, folder: Path) -> int:
 
 @contextmanager
 def unchecked_save() -> Iterator[None]:
-    """Saves without checksums, manifest, and looking for what is not finite."""
+    """Make saves skip checksums, the manifest, and the check that all values are finite."""
     with (
         patch("fourfold.models.tensor_files.xxhash"),
         patch("fourfold.checkpoints.checkpoint.gather_written"),
@@ -98,7 +99,7 @@ def unchecked_save() -> Iterator[None]:
 
 @contextmanager
 def unchecked_load() -> Iterator[None]:
-    """Loads that believe every file."""
+    """Make loads trust every file without a check."""
     with (
         patch("fourfold.checkpoints.verify.check_contents"),
         patch("fourfold.checkpoints.verify.check_files"),
@@ -112,7 +113,8 @@ def ratio(
     unchecked: Callable[[], AbstractContextManager[None]],
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """The time of a call by that without checks, each twice in an order that favors neither."""
+    """Return the time of a call divided by its time without checks. Each runs twice, in an order that favors
+    neither."""
     seconds = {True: 0.0, False: 0.0}
     for checks in (True, False, False, True):
         before()
@@ -126,7 +128,7 @@ def loaded(job: Job, folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Have the next reader of the files wait for the disk."""
+    """Drop the files from the kernel's cache, so that the next reader must wait for the disk."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The planner's order of grids against measured steps, on an emulated cluster.
+"""Compare the planner's order of grids with measured steps, on an emulated cluster.
 
     bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
 
-The machine is measured by what ``fourfold machine calibrate`` runs, and nothing is fitted to a step. Grids take
+The machine is measured with the code of ``fourfold machine calibrate``, and nothing is fitted to a step. Grids take
 turns in the same processes.
 """
 
@@ -47,7 +47,7 @@ GRIDS: list[dict[str, int]] = [
     {"y": 2, "dp": 2},
     {"dp": 2, "z": 2},
 ]
-"""Grids of four nodes."""
+"""Grids for four nodes."""
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every grid's steps. Grids take turns, and all must compute the same losses."""
+    """Return the seconds of every grid's steps. Grids take turns, and all grids must compute the same losses."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses = set()
     for i in range(rounds):
@@ -90,9 +90,10 @@ def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
 
 
 def _turn(run: RunConfig, number: int) -> tuple[float, float]:
-    """Seconds of a grid's second step, and the loss of its first.
+    """Return the seconds of a grid's second step, and the loss of its first step.
 
-    The grid is made for it: gloo's threads of many grids in a process would take much of the time of a small machine.
+    A grid exists only during its turn. Otherwise gloo's threads of many grids in one process would take much of a small
+    machine's time.
     """
     grid = Grid(run.parallel, "cpu")
     step = fourfold(run, CPU, grid=grid)
@@ -107,8 +108,8 @@ def _turn(run: RunConfig, number: int) -> tuple[float, float]:
 
 
 def _this_cluster() -> Machine:
-    """Return the machine file of these processes, each a node, as ``fourfold machine calibrate`` would write it. Rank
-    0 counts."""
+    """Return the machine file that ``fourfold machine calibrate`` would write for these processes, each of which is a
+    node. Only rank 0's result is used."""
     place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
     return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
 

@@ -1,10 +1,11 @@
-"""Overlap on an emulated cluster: what each switch hides, compared with computation and communication alone.
+"""Measure overlap on an emulated cluster: how much each switch hides, compared with computation alone and communication
+alone.
 
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
 Contenders live in the same processes and take their steps in turn. *computation* is a step whose collectives only copy.
-*communication* is its collectives back to back, with nothing else. *exposed* is the fraction of the communication by
-which a step is longer than the computation. PER_NODE=2 and z=4 add a switch.
+*communication* is the step's collectives one after another, with nothing else. *exposed* is the time by which a step is
+longer than the computation, as a fraction of the communication. PER_NODE=2 together with z=4 adds a switch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ACTS_ON = {
     "batch_parts": "xy",
     "shards_per_node": "z",
 }
-"""The axes whose collectives a switch hides."""
+"""The axes whose collectives each switch hides."""
 
 
 def main() -> int:
@@ -72,18 +73,18 @@ def main() -> int:
 
 
 def _shards_per_node(grid_sizes: dict[str, int]) -> int:
-    """Ranks of z in a node, as torchrun has started them."""
+    """Return the number of z ranks in a node, as torchrun has started them."""
     tensor = grid_sizes.get("x", 1) * grid_sizes.get("y", 1)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // tensor
     return per_node if 1 < per_node < grid_sizes.get("z", 1) else 1
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median seconds, and median ratios within a round.
+    """Return median seconds, and medians of ratios within a round.
 
-    - faster: compared with the step without overlap.
-    - over_longer: compared with the longer of computation and communication alone.
-    - exposed: fraction of the communication.
+    - faster: speed relative to the step without overlap.
+    - over_longer: time relative to computation alone or communication alone, whichever is longer.
+    - exposed: exposed time as a fraction of the communication.
     """
     alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
     rows = {}

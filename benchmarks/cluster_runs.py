@@ -1,4 +1,4 @@
-"""Runs of the benchmarks on the emulated cluster, and their options."""
+"""Define the runs of the benchmarks on the emulated cluster, and their options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = NONE | {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a Llama and its batch. width: of the residual stream."""
+    """Sizes of a Llama and its batch. ``width`` is the width of the residual stream."""
 
     layers: int
     width: int
@@ -32,12 +32,12 @@ TINY = Size(1, 64, 8, 64)
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
-    """The sizes that a benchmark's options ask for."""
+    """Return the sizes that a benchmark's options ask for."""
     return TINY if arguments.tiny else Size(arguments.layers, arguments.width, arguments.batch, 256)
 
 
 def cluster_run(size: Size, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
-    """A run of one micro-batch a step, in at most as many parts as a process has sequences."""
+    """Return a run with one micro-batch per step, in at most as many parts as a process has sequences."""
     model = {
         "preset": "llama-tiny",
         "vocab_size": 512,
@@ -53,7 +53,7 @@ def cluster_run(size: Size, grid: dict[str, int], overlap: dict[str, Any]) -> Ru
 
 
 def grid_of(text: str) -> dict[str, int]:
-    """Sizes of axes from ``x=2,z=2``. Raises ``UserError`` for anything else."""
+    """Parse the sizes of axes, such as ``x=2,z=2``. Raise ``UserError`` for anything else."""
     sizes = dict(part.partition("=")[::2] for part in text.split(","))
     if not set(sizes) <= {"x", "y", "z", "dp"} or not all(size.isdigit() for size in sizes.values()):
         raise UserError(f"--grid {text}: sizes of x, y, z and dp are needed, as in x=2,z=2")
@@ -61,7 +61,7 @@ def grid_of(text: str) -> dict[str, int]:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all benchmarks of the cluster have."""
+    """Add the options that all benchmarks of the emulated cluster have."""
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--width", type=int, default=512, help="width of its residual stream")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 256 tokens in a step")
@@ -73,5 +73,5 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def products(arguments: argparse.Namespace) -> str:
-    """The rate of a node's products, for the table's head."""
+    """Return a text with the rate of a node's matmuls, for the title of the table."""
     return f", products at {arguments.gflops:g} GFLOP/s" if arguments.gflops else ""

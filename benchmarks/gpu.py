@@ -1,15 +1,15 @@
-"""Measure everything that only a GPU can answer within a budget of seconds, the most valuable first.
+"""Measure everything that needs a GPU, within a time budget in seconds. The most valuable parts come first.
 
     python -m benchmarks.gpu OUT [--seconds 480] [--only NAME ...] [--wheels FOLDER]
     python -m benchmarks.gpu OUT --device cpu --tiny
 
-OUT/gpu.json has the figures of all parts. It is replaced in one piece whenever a part has new figures, so killing this
-program or a part loses no figure. OUT/gpu.log has what the parts print. A second run into the same OUT keeps the parts
-that it does not run. --wheels installs packages on a machine without network. docs/gpu.md says how to use it. Needs
-torch ≥ 2.11.
+OUT/gpu.json has the figures of all parts. It is replaced atomically whenever a part has new figures, so no figure is
+lost if this program or a part is killed. OUT/gpu.log has the output of the parts. A second run into the same OUT keeps
+the figures of parts that it does not run. --wheels installs packages on a machine without network. docs/gpu.md
+describes how to use this program. Needs torch ≥ 2.11.
 
-The exit code is 1 if a part failed, by its own exit code or a signal, or if the program was stopped. A part that ran
-out of time has not failed: a slow machine has fewer figures, and the same exit code.
+The exit code is 1 if a part failed, with its own exit code or by a signal, or if the program was stopped. A part that
+ran out of time has not failed. So a slow machine gives fewer figures, but the same exit code.
 """
 
 from __future__ import annotations
@@ -36,29 +36,31 @@ from fourfold.processes import end_with_starter
 
 ROOT = Path(__file__).parents[1]
 BUDGET = 480.0
-"""Seconds of everything, by default: what fits ten minutes with the start of the machine."""
+"""Default budget for everything, in seconds. Together with the start of the machine, it fits into ten minutes."""
 LEAST = 10.0
-"""A part that has less time left is not begun."""
+"""A part is not started if it has less time left than this, in seconds."""
 END_SECONDS = 5.0
-"""Time for a part to end after SIGTERM, before SIGKILL."""
+"""Number of seconds that a part has to end after SIGTERM, before SIGKILL."""
 POLL = 0.2
 OUT_OF_TIME = ("not begun", "not done")
-"""How the result of a part begins that the budget has ended."""
+"""Beginnings of the result of a part that the budget has ended."""
 clock = time.monotonic
 
 
 @dataclass(frozen=True)
 class Part:
-    """A program. ``{json}`` in its words is the file of its figures. With ``prints``, it prints the figures instead."""
+    """A program to run. ``{json}`` in its words stands for the file that gets its figures. With ``prints``, the program
+    prints the figures instead."""
 
     words: list[str]
     seconds: float
-    """Longest time that it may take with the default budget. A larger budget gives it more."""
+    """Longest time in seconds that the part may take with the default budget. With a larger budget, it gets more
+    time."""
     prints: bool = False
 
 
 class Stopped(BaseException):
-    """SIGTERM or an interrupt: what is there is kept."""
+    """Raised by SIGTERM or an interrupt. The figures so far are kept."""
 
 
 def main() -> int:
@@ -107,7 +109,7 @@ def begin_of_line(begin: float) -> str:
 
 
 def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return the parts of --only in its order, or all parts."""
+    """Return the parts of --only in the given order, or all parts."""
     every = parts(arguments, environment)
     unknown = [name for name in arguments.only or [] if name not in every]
     if unknown:
@@ -116,7 +118,7 @@ def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[s
 
 
 def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """The programs by name, the most valuable first: is it right, then is it fast."""
+    """Return the programs by name, the most valuable first. Tests of correctness come before tests of speed."""
     gpu, machine = arguments.device == "cuda", str(arguments.out / "machine.toml")
     options = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else []), "--json", "{json}"]
 
@@ -146,7 +148,7 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
         found["measured_plan"] = replace(
             found["measured_plan"], words=[*found["measured_plan"].words, "--machine", machine]
         )
-    if not gpu:  # the CPU has no such figures, or takes minutes, and it takes longer for everything
+    if not gpu:  # A CPU has no such figures, or takes minutes, and it takes longer for everything.
         cpu = (name for name in found if name not in ("calibrate", "train_gpu_long", "loki_batch", "loki_default"))
         found = {name: replace(found[name], seconds=2 * found[name].seconds) for name in cpu}
     gpus = _gpus() if gpu else 0
@@ -156,7 +158,8 @@ def parts(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[st
 
 
 def suite(gpu: bool, tests: str | None, environment: dict[str, str]) -> list[str]:
-    """pytest over the files with tests for a GPU: five processes share one, since no test fills it."""
+    """Return the command that runs pytest on the files with tests for a GPU. Five processes share the GPU, because
+    no test fills it."""
     files = ["tests/gpu"]
     if gpu:
         every = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -180,7 +183,8 @@ def _run(
     out: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run a part. ``outcome`` is in the record from the start, and gets the part's figures as the part writes them."""
+    """Run a part. ``outcome`` is in the record from the start, and receives the part's figures as soon as the part
+    writes them."""
     begin, figures = clock(), work / f"{name}.json"
     words = [word.replace("{json}", str(figures)) for word in part.words]
     outcome["result"] = "cut off with the whole program"
@@ -191,7 +195,7 @@ def _run(
         output = files.enter_context(figures.open("w")) if part.prints else log
         process = subprocess.Popen(
             [sys.executable, *words], stdout=output, stderr=log, cwd=ROOT, env=environment, start_new_session=True,
-            preexec_fn=end_with_starter,  # if this program is killed, the GPU is wanted for something else
+            preexec_fn=end_with_starter,  # If this program is killed, the GPU is needed for something else.
         )  # fmt: skip
         try:
             seen = 0
@@ -213,7 +217,7 @@ def _run(
 
 
 def _take_figures(file: Path, seen: int, outcome: dict[str, Any], seconds: float, save: Callable[[], None]) -> int:
-    """Put the figures of a part into the record if there are new ones. Returns the time of the file's last change."""
+    """Put the figures of a part into the record if there are new ones. Return the time of the file's last change."""
     outcome["seconds"] = seconds
     changed = file.stat().st_mtime_ns if file.exists() else 0
     if changed != seen:
@@ -225,7 +229,7 @@ def _take_figures(file: Path, seen: int, outcome: dict[str, Any], seconds: float
 
 
 def read_figures(file: Path) -> Any:
-    """Read JSON, or JSON lines with a last line that may be cut off. None means there is nothing to read."""
+    """Read JSON, or JSON lines whose last line may be cut off. Return None if there is nothing to read."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     with contextlib.suppress(ValueError):
         return json.loads(text)
@@ -237,7 +241,7 @@ def read_figures(file: Path) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part and the processes that it has started."""
+    """End a part and the processes that the part has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -259,7 +263,7 @@ def _earlier(file: Path) -> dict[str, Any]:
 def _environment(
     arguments: argparse.Namespace, work: Path, record: dict[str, Any], save: Callable[[], None]
 ) -> dict[str, str]:
-    """Return the variables of all parts. The packages of --wheels come before the machine's packages."""
+    """Return the environment variables for all parts. The packages from --wheels come before the machine's packages."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if arguments.wheels is not None:
         site, wheels = work / "site", sorted(map(str, arguments.wheels.glob("*.whl")))

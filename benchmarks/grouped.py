@@ -1,4 +1,4 @@
-"""Grouped matmuls of experts against one matmul with the same FLOPs, and against a loop over the experts.
+"""Compare grouped matmuls of experts with one matmul that has the same FLOPs, and with a loop over the experts.
 
     python -m benchmarks.grouped [--device cpu] [--json FILE]
 
@@ -21,7 +21,7 @@ SIZES = {
     "olmoe": (64, 2048, 1024, 1024),
     "qwen3-30b-a3b": (128, 2048, 768, 512),
 }
-"""Experts, inputs, outputs, and the mean number of rows of one."""
+"""The number of experts, of inputs, of outputs, and the mean number of rows per expert."""
 TINY = {"tiny": (4, 64, 48, 8)}
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """TFLOP/s of each way to multiply."""
+    """Return the TFLOP/s of each way to multiply."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator)
     groups, sizes = Groups(sizes.to(device)), sizes.tolist()

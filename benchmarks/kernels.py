@@ -1,10 +1,11 @@
-"""Attention kernels against fp64, and the kernels that torch chooses for what the model asks.
+"""Compare attention kernels with fp64, and list the kernels that torch chooses for the model's attention.
 
     python -m benchmarks.kernels [--device cpu] [--json FILE]
 
-The first table is the largest error of outputs and gradients, over the error of torch's plain attention in the same
-type: head widths, query heads to a key-value head, and lengths that are no multiple of anything. "packed" is the kernel
-for documents without a mask. "blind" is a mask with rows that see nothing.
+The first table has the largest error of outputs and gradients, divided by the error of torch's plain attention in the
+same dtype. It covers several head widths, numbers of query heads per key-value head, and lengths that are not a
+multiple of any block size. "packed" is the kernel for documents without a mask. "blind" is a mask with rows that see no
+keys.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES = [
     (1, 64, 8),
     (77, 72, 7),
 ]
-"""Length, head width, and query heads to a key-value head."""
+"""Length, head width, and number of query heads per key-value head."""
 TINY = [(64, 64, 4), (33, 80, 7)]
 Tensors = tuple[Tensor, ...]
 
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def error_of(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> dict[str, float]:
-    """The largest error of our attention of a block and of torch's plain one, both against fp64."""
+    """Return the largest error of our attention on a block, and of torch's plain attention, both relative to fp64."""
     dtype = DTYPES[name]
     q, k, v, gradient = (t.to(dtype) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device)
@@ -79,7 +80,8 @@ def error_of(name: str, mask: str, length: int, width: int, group: int, device: 
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
-    """The attention of one step of the ring, and its gradients. A row that sees nothing sees keys of another step."""
+    """Return the attention of one step of the ring, and its gradients. A row that sees no keys here sees keys in
+    another step."""
     how = mask == "causal", seen if mask in ("documents", "blind") else None, AttentionScores(q.shape[-1] ** -0.5)
     out, lse = attend_block(q, k, v, *how)
     lse = lse.masked_fill(lse.isneginf(), 0)
@@ -87,7 +89,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Te
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
-    """Attention inside documents without a mask, and its gradients."""
+    """Return attention inside documents without a mask, and its gradients."""
     tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     length = tensors[0].shape[1]
     ends = torch.tensor(document_ends(length), device=q.device).expand(2, -1)
@@ -100,18 +102,18 @@ def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
 
 
 def document_ends(length: int) -> list[int]:
-    """Three documents of different lengths, as far as there are tokens."""
+    """Return the ends of three documents of different lengths, or fewer if there are not enough tokens."""
     return [max(1, length // 5), max(1, length // 2), length]
 
 
 def inputs(length: int, width: int, group: int, device: torch.device) -> Tensors:
-    """Queries of two groups of heads, keys and values of two heads, and a gradient."""
+    """Return queries of two groups of heads, keys and values of two heads, and a gradient."""
     torch.manual_seed(0)
     return tuple(torch.randn(2, heads, length, width, device=device) for heads in (2 * group, 2, 2, 2 * group))
 
 
 def mask_of(name: str, length: int, device: torch.device) -> Tensor:
-    """Return True if a query sees a key."""
+    """Return a mask that is True if a query sees a key."""
     if name == "none":
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
     places = torch.arange(length, device=device)
@@ -125,7 +127,7 @@ def mask_of(name: str, length: int, device: torch.device) -> Tensor:
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tensor) -> Tensors:
-    """Attention by its definition, in the type of its inputs, and the gradients of q, k and v."""
+    """Return attention computed by its definition, in the dtype of its inputs, and the gradients of q, k, and v."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
@@ -135,7 +137,7 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, seen: Tens
 
 
 def chosen_kernel(name: str, mask: str, length: int, width: int, group: int, device: torch.device) -> str:
-    """The kernel behind ``scaled_dot_product_attention``."""
+    """Return the name of the kernel behind ``scaled_dot_product_attention``."""
     q, k, v, _ = (t.to(DTYPES[name]) for t in inputs(length, width, group, device))
     seen = mask_of(mask, length, device) if mask == "documents" else None
     options = {"is_causal": mask == "causal", "enable_gqa": group > 1}

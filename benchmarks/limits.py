@@ -1,4 +1,5 @@
-"""Limits of a step: its computation without communication, its collectives alone, its products and attention alone."""
+"""Measure limits of a step: its computation without communication, its collectives alone, and its matmuls and attention
+alone."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ COLLECTIVES = {
     "all_reduce": [(dist, "all_reduce")],
     "all_to_all": [(dist, "all_to_all_single")],
 }
-"""The functions that issue each collective on gloo. cp, pp, and experts have further ones."""
+"""The functions that issue each collective on gloo. cp, pp, and experts use further functions."""
 
 
 class Collective(NamedTuple):
-    """A collective of a step, to be repeated."""
+    """A collective of a step, which can be repeated."""
 
     call: Callable[..., Any]
     shapes: list[tuple[torch.Size, torch.dtype]]
@@ -35,14 +36,14 @@ class Collective(NamedTuple):
 
 
 class Done:
-    """The work of a collective that is complete."""
+    """The work handle of a collective that is already complete."""
 
     def wait(self) -> bool:
         return True
 
 
 class RecordedProducts(TorchDispatchMode):
-    """Records every call of a matrix product or an attention, with copies of its operands."""
+    """Records every call of a matmul or an attention operation, with copies of its operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +60,13 @@ class RecordedProducts(TorchDispatchMode):
 
 
 def without_communication(step: Step) -> Step:
-    """Run the step with collectives that only copy this rank's part into the place of all ranks' parts."""
+    """Return a step whose collectives only copy this rank's part into the places of all ranks' parts."""
 
     def copy(kind: str, _: Any) -> Callable[..., Done]:
         def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
             if kind != "all_reduce":
                 for place in out.view(-1, part.numel()):
-                    if place.data_ptr() != part.data_ptr():  # FSDP2's part is in its place already
+                    if place.data_ptr() != part.data_ptr():  # FSDP2's own part is already in its place.
                         place.copy_(part.flatten())
             return Done()
 
@@ -79,7 +80,7 @@ def without_communication(step: Step) -> Step:
 
 
 def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """Run the collectives of a step, one after the other."""
+    """Return a function that runs the collectives of a step, one after another."""
     collectives: list[Collective] = []
 
     def record(kind: str, call: Any) -> Callable[..., Any]:
@@ -102,7 +103,8 @@ def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """Run the matmuls and attention kernels of a step, forward and backward, one after the other."""
+    """Return a function that runs the matmuls and attention kernels of a step, forward and backward, one after
+    another."""
     with RecordedProducts() as products:
         step(*batch)
 
@@ -116,7 +118,7 @@ def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
 
 @contextmanager
 def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace every collective by what ``make`` returns for its kind and the function that carries it out."""
+    """Replace every collective with the result of ``make`` for its kind and for the function that runs it."""
     with ExitStack() as stack:
         for kind, places in COLLECTIVES.items():
             for module, name in places:

@@ -1,6 +1,7 @@
 """Measure how fast the loader assembles batches from disk: python -m benchmarks.loader [--rounds 50]
 
-It takes the wall time of one process without prefetching. The fastest batch counts, because slower ones were disturbed.
+It measures the wall time of one process without prefetching. The fastest batch counts, because slower batches were
+disturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
 
 SIZES = ((2048, 8), (8192, 8), (2048, 64))
-"""Sequence length and sequences of a batch."""
+"""Sequence length, and number of sequences in a batch."""
 TINY = ((64, 8),)
 
 

@@ -1,12 +1,12 @@
-"""One decoding step of Loki against torch's best dense attention: one run prints one table of ratios.
+"""Compare one decoding step of Loki with torch's fastest dense attention. One run prints one table of ratios.
 
     python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,131072] [--proxy-dtype bf16] [--kernels torch]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
-whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so
-unrelated work on the machine slows all of them equally. With OMP_NUM_THREADS=1 the clock is processor time, which
-excludes unrelated work. Keys lie in few directions, as real keys do, but times do not depend on it. On a GPU both
-contenders are CUDA graphs, and events enclose several replays. Its contexts are the GPU goals: 8,192, 32,768, and
+torch's fastest implementation at that context, with the same preallocated cache. Contenders take turns, so unrelated
+work on the machine slows all of them equally. With OMP_NUM_THREADS=1, times are processor times, which exclude
+unrelated work. Keys vary mostly along a few directions, as real keys do, but the times do not depend on this. On a GPU
+both contenders are CUDA graphs, and events enclose several replays. Its contexts are the GPU goals: 8,192, 32,768, and
 131,072. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU ``fourfold[loki]``.
 """
 
@@ -41,19 +41,19 @@ GOALS = {
     ("cuda", 8, 32_768): 2.0,
     ("cuda", 1, 8_192): 0.95,
 }
-"""Least ratio with 2,048 keys and a proxy, by device, batch and context."""
+"""The smallest acceptable ratio with 2,048 keys and a proxy, by device, batch, and context."""
 
 CONTEXTS = {"cpu": "4096,32768,131072", "cuda": "8192,32768,131072"}
 KEYS = 2048
 REPLAYS = 20
-"""Number of steps between two GPU events, so that the host's time for a launch does not count."""
+"""Number of steps between two GPU events, so that the time to launch from the host does not count."""
 
 Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of Llama-3-8B, and what Loki keeps of it."""
+    """Sizes of a layer of Llama-3-8B, and of Loki's cache for it."""
 
     batch: int
     heads: int
@@ -61,7 +61,7 @@ class Shape:
     head_dim: int
     d: int
     k: int
-    """Number of keys attended to. 0 means the default share of the context."""
+    """Number of keys to attend to. 0 means the default fraction of the context."""
     dtype: torch.dtype
     device: str
     proxy_dtype: torch.dtype | None = None
@@ -74,7 +74,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One context: milliseconds (the median, and the least of all rounds), and the bytes of K, V and proxy read."""
+    """Results for one context: milliseconds (the median and the minimum over all rounds), and the bytes of K, V, and
+    proxy that are read."""
 
     context: int
     dense: str
@@ -154,7 +155,8 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
 
 
 def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
-    """The step, and on a CPU the bytes of the cache that it reads, counted of torch's operations."""
+    """Return the step. On a CPU, also return the bytes that it reads from the cache, counted over torch's
+    operations."""
     basis_KDD = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q.to(shape.device)
     basis_KDd: Tensor | None = basis_KDD[..., : shape.d].contiguous()
     k, is_rotated = shape.keys_of(context), shape.cache == "rotated"
@@ -181,7 +183,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
 
 def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
-    """Ways in which torch attends with one token to all tokens. Each way appends the token to its own cache."""
+    """Return torch's ways to attend with one token to all tokens. Each appends the token to its own cache."""
     attention = torch.nn.functional.scaled_dot_product_attention
     layer = GrowingLayer(context)
     _fill(layer, shape, context - 1)
@@ -208,20 +210,21 @@ def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
 
 
 def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of every step, taking turns."""
+    """Return the seconds of every step. Steps take turns."""
     if device != "cpu":
         steps = {name: _graph(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 2):
         for name, step in steps.items():
             seconds = _seconds(step, device)
-            if round_ >= 2:  # the first ones fill caches
+            if round_ >= 2:  # The first rounds fill caches.
                 times[name].append(seconds)
     return times
 
 
 def _seconds(step: Callable[[], object], device: str) -> float:
-    """Seconds of one step: on a GPU by events around several, on one thread of a CPU in processor time."""
+    """Return the seconds of one step: on a GPU with events around several steps, and on one CPU thread as processor
+    time."""
     if device != "cpu" or torch.get_num_threads() > 1:
         return round_seconds(step, torch.device(device), REPLAYS if device != "cpu" else 1)
     begin = time.process_time()
@@ -230,7 +233,7 @@ def _seconds(step: Callable[[], object], device: str) -> float:
 
 
 def _graph(step: Step) -> Callable[[], object]:
-    """The step as a CUDA graph."""
+    """Return the step as a CUDA graph."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -241,12 +244,12 @@ def _graph(step: Step) -> Callable[[], object]:
 def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
     for begin in range(0, count, 8192):
         tokens = _tokens(shape, min(8192, count - begin))
-        layer.expected = True  # rotated keys are for attention that rotates its queries
+        layer.expected = True  # Rotated keys need attention that rotates its queries.
         layer.update(tokens, tokens)
 
 
 def _tokens(shape: Shape, count: int) -> Tensor:
-    """Keys of variances that fall like 1/i, as real ones'."""
+    """Return keys whose variances fall like 1/i, as with real keys."""
     scale_D = torch.arange(1, shape.head_dim + 1, device=shape.device) ** -0.5
     size = (shape.batch, shape.kv_heads, count, shape.head_dim)
     return (torch.randn(size, device=shape.device) * scale_D).to(shape.dtype)

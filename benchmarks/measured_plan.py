@@ -1,10 +1,10 @@
-"""Steps measured on this machine, fed into ``fourfold machine calibrate`` and ``fourfold plan validate``.
+"""Measure steps on this machine, and use them in ``fourfold machine calibrate`` and ``fourfold plan validate``.
 
     python -m benchmarks.measured_plan [--device cpu] [--machine machine.toml] [--json FILE]
 
-Trains a few steps of blocks as wide as Llama 3 8B's, plain and recomputed, as a user does. Predicts the steps from the
-machine file (from `fourfold machine calibrate`, else a built-in one), fits the constants to all runs but one, and
-predicts that one.
+Trains a few steps of blocks as wide as Llama 3 8B's, plain and recomputed, as a user would. Predicts the steps from the
+machine file (from `fourfold machine calibrate`, or otherwise a built-in one), fits the constants to all runs except
+one, and predicts that run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ save_last = false
 """
 WIDE = 'preset = "llama3-8b"\nnum_hidden_layers = {layers}'
 RUNS = {"plain": ("none", 4), "recomputed": ("full", 4), "deep": ("none", 6)}
-"""Recomputation, and the number of layers."""
+"""The recompute mode and the number of layers of each run."""
 
 
 def main() -> int:
@@ -99,13 +99,13 @@ def main() -> int:
 
 
 def predicted(folder: Path, name: str, machine: str) -> float:
-    """Seconds of a step as ``fourfold plan --machine MACHINE`` predicts them."""
+    """Return the seconds of a step that ``fourfold plan --machine MACHINE`` predicts."""
     loaded = load_machine(machine)
     return predict(workload_of(load_run(folder / f"{name}.toml")), loaded, constants_for(loaded)).seconds
 
 
 def train(folder: Path, name: str, recompute: str, layers: int, arguments: argparse.Namespace) -> None:
-    """Train one of the runs by the command line. Its metrics are in FOLDER/NAME."""
+    """Train one of the runs with the command line. Its metrics are written to FOLDER/NAME."""
     tiny = arguments.tiny
     sizes = {"sequence": 64 if tiny else 4096, "steps": 6 if tiny else 12, "device": arguments.device}
     model = f'preset = "llama-tiny"\nnum_hidden_layers = {layers}' if tiny else WIDE.format(layers=layers)
@@ -116,13 +116,13 @@ def train(folder: Path, name: str, recompute: str, layers: int, arguments: argpa
 
 
 def validated(rows: Path, *options: object) -> dict[str, Any]:
-    """What ``fourfold plan validate`` prints."""
+    """Return the output of ``fourfold plan validate``."""
     result: dict[str, Any] = json.loads(fourfold("plan", "validate", rows, "--rows", "--json", *options))
     return result
 
 
 def table(folder: Path, names: list[str], machine: str) -> Path:
-    """The runs' rows, as ``fourfold plan validate`` reads them."""
+    """Write the rows of the runs as a table for ``fourfold plan validate``."""
     rows = []
     for name in names:
         run, row = load_run(folder / f"{name}.toml"), row_of_run(folder / name / "metrics.jsonl", load_machine(machine))
@@ -163,7 +163,7 @@ def table(folder: Path, names: list[str], machine: str) -> Path:
 
 
 def fourfold(*words: object) -> str:
-    """Run a command of the program, and return what it prints."""
+    """Run a command of fourfold, and return its output."""
     command = [sys.executable, "-m", "fourfold", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,9 +1,10 @@
-"""Measure what masks cost in a training step and an audit in a forward pass, on one process of a CPU or a GPU.
+"""Measure what masks cost in a training step, and what an audit costs in a forward pass, on one process with a CPU or a
+GPU.
 
     python -m benchmarks.memorization [--rounds 9] [--json results.json]
 
-Contenders take turns in one process, and each one's shortest time counts, so unrelated work on the machine matters
-little.
+Contenders take turns in one process, and the shortest time of each contender counts. So unrelated work on the machine
+matters little.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "llama-12m": ({"preset": "llama-12m"}, 8, 256),
 }
-"""Model, sequences of a batch, and their length."""
+"""The model, the number of sequences in a batch, and their length."""
 TINY: dict[str, tuple[dict[str, Any], int, int]] = {"llama-tiny": ({"preset": "llama-tiny"}, 2, 64)}
 
 HASHES = (("hash", 13), ("hash", 50), ("hash-table", 13))
@@ -128,7 +129,7 @@ def least(contenders: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def wait(value: torch.Tensor) -> float:
-    """Until the device has computed it."""
+    """Wait until the device has computed the value, and return it."""
     return value.item()
 
 

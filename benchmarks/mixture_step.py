@@ -1,10 +1,11 @@
-"""A mixture's training step on one GPU against transformers with grouped matmuls ("grouped_mm", its default).
+"""Compare the training step of a mixture of experts on one GPU with transformers with grouped matmuls ("grouped_mm",
+its default).
 
     python -m benchmarks.mixture_step [--device cpu] [--rounds 5] [--json FILE]
 
 Blocks are from Qwen3-30B-A3B (128 experts, 8 per token) and OLMoE (64 experts, 8 per token), in bf16 with fp32 master
 weights and fused AdamW, with one sequence of 4,096 tokens per step. Both contenders start from their own random
-weights. A contender that fails is a row with its error.
+weights. If a contender fails, its row has the error.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def contenders(run: RunConfig, device: torch.device) -> dict[str, Callable[[], S
 
 
 def measure(maker: Callable[[], Step], run: RunConfig, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Seconds, TFLOP/s of the model, memory, and the lines that wait for the device."""
+    """Return the seconds, the model TFLOP/s, the memory, and the lines that wait for the device."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     step = maker()

@@ -1,13 +1,13 @@
-"""Training speed of a mixture of experts on a CPU: one run prints one table of ratios.
+"""Measure the training speed of a mixture of experts on a CPU. One run prints one table of ratios.
 
     python -m benchmarks.moe_cpu [--rounds 7] [--only one|four] [--json results.json]
 
-The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" is one process with two threads
-against transformers' own model, with its loop over the experts ("eager") and with grouped matmuls ("grouped_mm", its
-default). "four" is four processes with one thread, which share two cores here: experts split over all of them (dp 4, ep
-4) against whole experts on each (dp 4), with the same global batch. Contenders live in the same processes and take
-their steps in turn. A ratio is the median over the rounds, with its quartiles. Needs ``pip install
-fourfold[benchmarks]``.
+The model is small, in fp32, and shaped like Qwen3-MoE (128 experts, 8 per token). "one" compares one process with two
+threads with transformers' own model, both with its loop over the experts ("eager") and with grouped matmuls
+("grouped_mm", its default). "four" has four processes with one thread each. It compares experts split over all
+processes (dp 4, ep 4) with whole experts on each process (dp 4), with the same global batch. Contenders live in the
+same processes and take their steps in turn. A ratio is the median over the rounds, with its quartiles. Needs ``pip
+install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MODEL: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 96,
 }
-"""Qwen3-30B-A3B, an eighth as wide."""
+"""Sizes of Qwen3-30B-A3B, at an eighth of its width."""
 
 CONTENDERS = {"transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
 GRIDS: dict[str, dict[str, int]] = {"dp 4, ep 4": {"dp": 4, "ep": 4}, "dp 4": {"dp": 4}}
 GOALS = {"transformers, eager": 1.2, "dp 4": 0.9}
-"""Times as fast as a contender."""
+"""The ratio of speeds to reach, for each contender."""
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _row(times: Times, ours: str, name: str, tokens: int) -> dict[str, Any]:
-    """Print how many times as fast as a contender the first one is."""
+    """Print how many times as fast as a contender our step is."""
     speed, goal = tokens / statistics.median(times[name]), GOALS.get(name)
     every, found = ratios(times, ours, name), ratio(times, ours, name)
     low, _, high = statistics.quantiles(every, n=4) if len(every) > 1 else every * 3
@@ -103,7 +103,7 @@ def time_four_processes(model: dict[str, Any], batch: int, length: int, rounds: 
 
 
 PARTS = {"one": (1, 2, time_one_process), "four": (4, 1, time_four_processes)}
-"""Processes, threads of each, and what they run."""
+"""The number of processes, the number of threads of each, and the function that they run."""
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,4 +1,5 @@
-"""A benchmark's only process: its group, started as the program's users start it, and times and memory of a device."""
+"""Helpers for benchmarks with one process: its process group, started in the same way as users start it, and the
+times and memory of a device."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from fourfold.parallel.grid.process_group import end_process_group, start_proces
 
 
 def device_of(name: str) -> torch.device:
-    """The device of ``--device``: the first GPU, or the CPU."""
+    """Return the device of ``--device``: the first GPU, or the CPU."""
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
 
 
@@ -27,13 +28,14 @@ def name_of(device: torch.device) -> str:
 
 
 def write_rows(path: str | None, device: torch.device, rows: list[dict[str, Any]]) -> None:
-    """Write a table as far as it has come, with what it was measured on."""
+    """Write the rows of a table that exist so far, with a description of the device."""
     write_figures(path, {"torch": torch.__version__, "device": name_of(device), "rows": rows})
 
 
 @contextlib.contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The default group of one process: NCCL with the program's settings on a GPU. Memory is free again afterwards."""
+    """Open the default group of one process: NCCL with fourfold's settings on a GPU. The memory is free again
+    afterwards."""
     start_process_group(Place(0, 0, 1, 1, launcher="local"), None, device, timedelta(minutes=5))
     try:
         yield
@@ -43,7 +45,8 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Release what nothing refers to any more: jobs are full of circular references."""
+    """Release memory that is no longer used. This needs a garbage collection, because jobs are full of circular
+    references."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -59,7 +62,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device, rounds: int = 10, 
 
 
 def round_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
-    """Seconds of one call, from one round of ``repeats``."""
+    """Return the seconds of one call, measured in one round of ``repeats`` calls."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -78,7 +81,7 @@ def round_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 
 def memory_gib(device: torch.device) -> dict[str, float]:
     """Return GiB on a GPU: the peak of torch's tensors, what its allocator holds, and what is outside torch.
 
-    Outside torch are the CUDA context, NCCL's buffers, libraries, and further processes.
+    The memory outside torch is used by the CUDA context, NCCL's buffers, libraries, and other processes.
     """
     if device.type != "cuda":
         return {}

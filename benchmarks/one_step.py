@@ -1,10 +1,11 @@
-"""One training step: compiled graphs, waits for the device, and memory against the trace.
+"""Examine one training step: its compiled graphs, its waits for the device, and its memory compared with the trace.
 
     python -m benchmarks.one_step [--device cpu] [--sequence 4096] [--json FILE]
 
 Blocks are as wide as Llama 3 8B's. For each recompute mode, the table has the graphs with two and with four blocks and
 the lines at which the host waits for the device in the third step. On a GPU it also has the peak of allocated memory
-divided by the trace's, what the allocator holds, and what is outside torch. A step that fails is a row with its error.
+divided by the trace's peak, the memory that the allocator holds, and the memory outside torch. If a step fails, its row
+has the error.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def step_of(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Graphs, waits and memory of the third step of a run on one device."""
+    """Return the graphs, waits, and memory of the third step of a run on one device."""
     expected = trace(run).memory.total_peak + (MATMUL_WORKSPACES if device.type == "cuda" else 0)
     torch._dynamo.reset()
     counters.clear()

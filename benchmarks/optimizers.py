@@ -1,9 +1,10 @@
-"""Validation loss of AdamW, Muon, and Lion after the same tokens, each at several learning rates, on one process.
+"""Compare the validation losses of AdamW, Muon, and Lion after the same number of tokens, each with several learning
+rates, on one process.
 
     python -m benchmarks.optimizers [--set training.train_steps=100 ...] [--json results.json]
 
 Weights, samples, and schedule are the same in all runs. The script prints a Markdown table with a row per learning rate
-and a column per optimizer. Lion's rates are a tenth of the rates in the table. The seconds of a step are medians.
+and a column per optimizer. Lion's rates are a tenth of the rates in the table. Step times are medians in seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fourfold.training.job import Job
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 RATIOS: dict[Rule, float] = {"adamw": 1.0, "muon": 1.0, "lion": 0.1}
-"""Each optimizer's rates, relative to ``RATES``."""
+"""Factor on ``RATES`` for each optimizer's learning rates."""
 TINY = [
     "model.preset=gpt-tiny", "model.vocab_size=257", "data.tokenizer=bytes", "training.seq_length=32",
     "training.train_steps=2", "validation.steps=1",
@@ -36,7 +37,7 @@ TINY = [
 
 
 class Result(NamedTuple):
-    """Nats per token of text that is not trained on, and the median seconds of a step."""
+    """Validation loss in nats per token, and the median step time in seconds."""
 
     loss: float
     seconds: float
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def trained(run: RunConfig, name: Rule, rate: float, device: torch.device) -> Result:
-    """The result of a run with an optimizer and its rate."""
+    """Train a run with an optimizer and a learning rate, and return the result."""
     optimizer = run.optimizer.model_copy(update={"name": name, "lr": rate})
     job = Job(run.model_copy(update={"optimizer": optimizer}), Grid(run.parallel, device.type), device)
     job.initialize(run.training.seed)

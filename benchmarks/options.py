@@ -1,4 +1,4 @@
-"""Options that benchmarks share, rows of a table that may fail, and figures in a file."""
+"""Options that benchmarks share, and helpers for rows that may fail and for files of figures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def add_tiny(parser: argparse.ArgumentParser) -> None:
-    """Add ``--tiny``, with which the tests run every benchmark on a CPU."""
+    """Add ``--tiny``, which the tests use to run every benchmark on a CPU."""
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script. Its numbers mean nothing.")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add ``--device``, ``--json`` and ``--tiny``."""
+    """Add ``--device``, ``--json``, and ``--tiny``."""
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     add_tiny(parser)
@@ -25,17 +25,18 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def failure_in(row: dict[str, Any]) -> Iterator[None]:
-    """Put any failure into the row as ``error``, so that it does not end the table."""
+    """Record any failure in the row as ``error``, so that it does not end the table."""
     try:
         yield
-    except Exception as error:  # whatever the error, more rows are still to be measured
+    except Exception as error:  # After any error, the remaining rows must still be measured.
         row["error"] = f"{type(error).__name__}: {error}"[:2000]
 
 
 def write_figures(path: str | Path | None, record: Any) -> None:
-    """Write JSON to a file in one piece, so that no reader and no kill finds half a file. None writes nothing.
+    """Write JSON to a file atomically, so that no reader sees an incomplete file, even after a kill. If the path is
+    None, write nothing.
 
-    Programs call it after every row, so a killed program leaves its rows.
+    Programs call this after every row, so a program that is killed leaves its finished rows.
     """
     if path is not None:
         new = Path(f"{path}.new")

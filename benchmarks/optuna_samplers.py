@@ -1,8 +1,8 @@
-"""Optuna's samplers on the layouts of a search, to compare the tuner with.
+"""Run Optuna's samplers on the layouts of a search, for comparison with the tuner.
 
-Layouts are Optuna's parameters, one for each knob that has a choice. Every result goes to Optuna with its constraints
-("runs", "memory", "legal", each at most 0 if it holds), so a failure is never a bare FAIL. Samplers would ignore a FAIL
-and propose it again.
+A layout is a set of Optuna parameters, one for each knob that has a choice. Every result is given to Optuna with its
+constraints ("runs", "memory", "legal", each at most 0 if it holds), so a failure is never a plain FAIL. Samplers would
+ignore a FAIL and propose the same layout again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.result import Result, Trial
 
 Method = Literal["planner", "tpe", "random"]
-"""Who proposes: fourfold's proposer, or one of Optuna's samplers."""
+"""The method that proposes layouts: fourfold's own, or one of Optuna's samplers."""
 NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "cp_method": CP_METHODS, "recompute": RECOMPUTE}
-"""Knobs whose values are indices, and what the indices mean."""
+"""Knobs whose values are indices, with the meanings of the indices."""
 FREE_DRAWS = 200
-"""Draws of a sampler that are illegal, or known, before any untried layout is taken."""
+"""Number of draws that are illegal or already known, after which any untried layout is taken."""
 LEAST_EXCESS = 1e-3
-"""Smallest fraction of the limit by which a trial that ran out of memory exceeded it."""
+"""Smallest amount by which a trial that ran out of memory exceeded the limit, as a fraction of the limit."""
 
 
 class Sampled:
@@ -46,7 +46,7 @@ class Sampled:
         self._index = {knobs: index for index, knobs in enumerate(self._knobs)}
 
     def trials(self) -> list[Trial]:
-        """Every trial that ran and ended, by number."""
+        """Return every trial that ran and ended, by number."""
         return [
             Trial(self._index_of(trial.params), Result(**trial.user_attrs["result"]), trial.number)
             for trial in self.study.get_trials(deepcopy=False)
@@ -54,7 +54,8 @@ class Sampled:
         ]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Number and candidate of every trial that was begun and has no result: of a search that was killed."""
+        """Return the number and the candidate of every trial that was started but has no result, because the search was
+        killed."""
         return [
             (trial.number, self._index_of(trial.params))
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -62,21 +63,21 @@ class Sampled:
         ]
 
     def begin(self, index: int, why: str) -> int:
-        """Note that a candidate is tried, and why. Return the trial's number."""
+        """Record that a candidate is being tried, and why. Return the number of the trial."""
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
-        while self._suggested(trial) != self._knobs[index]:  # enqueued by a search that was killed at that moment
+        while self._suggested(trial) != self._knobs[index]:  # A killed search has queued these.
             self._tell(trial, {}, None)
             trial = self.study.ask()
         trial.set_user_attr("why", why)
         return trial.number
 
     def draw(self, seed: int) -> tuple[int, int] | None:
-        """Note the sampler's choice as started. Return its number and its candidate, or None if every candidate was
-        tried.
+        """Record the sampler's choice as started. Return its number and its candidate, or None if every candidate has
+        been tried.
 
-        Illegal choices cost nothing. Known choices cost nothing either, and the sampler gets their results again.
+        Illegal choices do not count as trials. Neither do known choices, whose results the sampler gets again.
         """
         known = {trial.index: trial.result for trial in self.trials()}
         running = {index for _, index in self.unfinished()}
@@ -98,16 +99,16 @@ class Sampled:
         return self.begin(index, "at random, as the sampler found nothing that is legal and new"), index
 
     def end(self, number: int, result: Result) -> None:
-        """Note a trial's result."""
+        """Record the result of a trial."""
         (frozen,) = (trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
         trial = optuna.trial.Trial(self.study, frozen._trial_id)
         trial.set_user_attr("result", asdict(result))
-        for key in ("outcome", "reason"):  # for the dashboard, which shows them in columns
+        for key in ("outcome", "reason"):  # The dashboard shows these in columns.
             trial.set_user_attr(key, getattr(result, key))
         self._tell(trial, *self._outcome(result))
 
     def _outcome(self, result: Result) -> tuple[dict[str, float], float | None]:
-        """The constraints of a result, and its value."""
+        """Return the constraints of a result, and its value."""
         limit, used = self.candidates.machine.memory, result.memory_bytes
         if result.outcome == "out of memory":
             excess = 1.0 if used is None else max(used / limit - 1, LEAST_EXCESS)

@@ -1,7 +1,8 @@
-"""The rivals: the same decoder trained by other means, from the same initial weights on the same batches.
+"""Contenders from other libraries. They train the same decoder from the same initial weights on the same batches.
 
-Every maker returns a ``Step``: it takes the whole batch of the step, [B, S] tokens and labels, trains on this process's
-part of it, and returns the loss before the update. Every rival has torch's fused AdamW, the fastest that it offers.
+Every function that makes a contender returns a ``Step``. A step takes the whole batch, [B, S] tokens and labels, trains
+on this process's part of it, and returns the loss before the update. Every contender uses torch's fused AdamW, which is
+torch's fastest version.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def adamw(run: RunConfig, parameters: Any) -> torch.optim.AdamW:
-    """The run's optimizer over all parameters alike."""
+    """Return the run's optimizer, with the same settings for all parameters."""
     options = run.optimizer
     return torch.optim.AdamW(
         parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, fused=True
@@ -47,7 +48,7 @@ def adamw(run: RunConfig, parameters: Any) -> torch.optim.AdamW:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """The run's initial weights under the names that Hugging Face's files have."""
+    """Return the run's initial weights, with the names in Hugging Face's files."""
     model = Transformer(config)
     initialize(model, config, seed)
     ours = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -64,13 +65,14 @@ def hugging_face(
     same_weights: bool = True,
     experts: str | None = None,
 ) -> Step:
-    """``transformers``' model with its default attention (SDPA), in the plainest training loop.
+    """Return a step of the ``transformers`` model with its default attention (SDPA), in a plain training loop.
 
     Args:
-        autocast: Run matmuls in this dtype, with the weights in ``dtype``.
-        same_weights: Start from the run's weights. Otherwise start from the library's own, which is quicker for a large
-            model.
-        experts: How the library computes a mixture of experts: "eager" is a loop, "grouped_mm" grouped matmuls.
+        autocast: Dtype in which autocast runs matmuls, with the weights in ``dtype``.
+        same_weights: Whether to start from the run's weights. Otherwise start from the library's own weights, which is
+            quicker for a large model.
+        experts: How the library computes a mixture of experts: with a loop ("eager") or with grouped matmuls
+            ("grouped_mm").
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +91,7 @@ def hugging_face(
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            # The library shifts the labels itself.
+            # transformers shifts the labels itself.
             loss = forward(input_ids=tokens_BS, labels=tokens_BS).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
@@ -100,12 +102,12 @@ def hugging_face(
 
 
 def my_rows(batch_BS: Tensor, rank: int, ranks: int) -> Tensor:
-    """This rank's sequences of the batch."""
+    """Return this rank's sequences of the batch."""
     return batch_BS.chunk(ranks)[rank]
 
 
 def distributed_data_parallel(run: RunConfig) -> Step:
-    """fourfold's own single-device model, with its plain loss, in torch's DistributedDataParallel."""
+    """Return a step of fourfold's own single-device model, with its plain loss, in torch's DistributedDataParallel."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = Transformer(run.model)
     initialize(model, run.model, run.training.seed)
@@ -116,7 +118,7 @@ def distributed_data_parallel(run: RunConfig) -> Step:
         optimizer.zero_grad()
         kept = (labels_BS != IGNORE_INDEX).sum()
         loss = parallel(my_rows(tokens_BS, rank, ranks), my_rows(labels_BS, rank, ranks)) / kept
-        (loss * ranks).backward()  # DDP averages
+        (loss * ranks).backward()  # DDP averages gradients.
         nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.max_grad_norm)
         optimizer.step()
         total = loss.detach()
@@ -127,7 +129,8 @@ def distributed_data_parallel(run: RunConfig) -> Step:
 
 
 class PlainAttention(nn.Module):
-    """Attention that counts its heads from what its projections return, as tensor parallelism needs it."""
+    """Attention that determines its number of heads from the outputs of its projections, as tensor parallelism
+    requires."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -171,7 +174,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """A Llama without a word of parallelism, whose modules are as fine as ``parallelize_module`` wants them."""
+    """A Llama without any parallelism. Its modules are as small as ``parallelize_module`` requires."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -191,7 +194,8 @@ class PlainLlama(nn.Module):
 
 
 def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
-    """torch's own FSDP2 × tensor parallelism (DTensor, sequence and loss parallel), composed the way torchtitan does.
+    """Return a step of torch's own FSDP2 with tensor parallelism (DTensor, sequence and loss parallel), combined as in
+    torchtitan.
 
     The sizes come from the run's x (tensor) and z (FSDP) axes.
     """
@@ -236,7 +240,7 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
     optimizer = adamw(run, model.parameters())
     rank, ranks, group = mesh["fsdp"].get_local_rank(), run.parallel.z, mesh["fsdp"].get_group()
 

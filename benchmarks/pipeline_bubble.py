@@ -1,10 +1,11 @@
-"""The bubble of real pipelines on one machine, from their own timelines, next to the formula's and the schedule's.
+"""Measure the bubble of real pipelines on one machine from their timelines, and compare it with the formula's bubble
+and the schedule's bubble.
 
     python -m benchmarks.pipeline_bubble [--device cuda] [--pp 2] [--steps 5] [--json results.json]
 
 A rank is idle between the first operation of any rank and the last, except while it computes. The idle fraction is the
 median over the steps. On GPUs, events in their streams give the times, and blocks are as wide as Llama 3 8B's. On a CPU
-every rank needs a core of its own, or it waits for that too.
+every rank needs its own core. Otherwise it also waits for a core.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fourfold.verification.batches import random_micro_batches
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 MICRO_BATCHES = (2, 8)
-"""For each stage."""
+"""Numbers of micro-batches per stage."""
 
 MODEL = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 704, "num_hidden_layers": 8}
 COMPUTED = ("F", "B", "I", "W")
@@ -59,7 +60,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
-    """Idle share of every step after the first."""
+    """Return the idle fraction of every step after the first."""
     device = choose_device(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)

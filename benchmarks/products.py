@@ -1,10 +1,10 @@
-"""The fastest layouts for the GPT presets' matmuls on this machine, and what they gain.
+"""Find the fastest memory layouts for the GPT presets' matmuls on this machine, and measure their gains.
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
 Sizes come from one rank of a grid that trains a model of that size, with two sequences of 2,048 tokens. On a CPU they
-are divided over cp 8 in four parts, so that the run takes minutes. Every layer for which another layout is chosen is
-measured again: all three matmuls, in new rounds in which both layouts take turns.
+are divided over cp 8 in four parts, so that the run takes minutes. If another layout is chosen for a layer, the layer's
+three matmuls are measured again in new rounds, where both layouts take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRIDS = {
     "gpt-80b": {"x": 8, "y": 4},
     "gpt-320b": {"x": 16, "y": 4},
 }
-"""GPT-60B and 160B have the layers of 40B and 80B, more of them."""
+"""GPT-60B and GPT-160B have the same layers as 40B and 80B, only more of them."""
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
     found = []
     for preset, precision in itertools.product(grids, ("fp32", "bf16")):
         found.append(tuned(preset, precision, device))
-        if arguments.json:  # every time: a slow machine takes an hour
+        if arguments.json:  # Write after every preset, because a slow machine takes an hour.
             record = {"machine": machine_of(device), "runs": found}
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(machine_of(device))
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """Measure the layers of a preset on its grid, and print them."""
+    """Measure the layers of a preset on its grid, and print the results."""
     names = matmul_sizes(run_of(preset, device))
     layers = {sizes: tune_layer(sizes, DTYPES[precision], device) for sizes in dict.fromkeys(names.values())}
     records = layer_records(names, layers)
@@ -73,7 +73,7 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
 
 
 def run_of(preset: str, device: torch.device) -> RunConfig:
-    """A run of the preset on its grid."""
+    """Return a run of the preset on its grid."""
     grid = GRIDS.get(preset, {"x": 2})
     cp, parts = (8, 4) if device.type == "cpu" else (1, 1)
     return make_run(

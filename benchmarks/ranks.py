@@ -1,4 +1,5 @@
-"""Processes of a benchmark: started once, joined in a gloo group, timed in interleaved rounds."""
+"""Run the processes of a benchmark: start them once, join them in a gloo group, and time steps in interleaved
+rounds."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 
 Times = dict[str, list[float]]
-"""Seconds a step of every contender, round by round."""
+"""Step times of every contender in seconds, round by round."""
 
 
 def run_on_ranks(world: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)`` of rank 0 of ``world`` fresh processes with ``threads`` threads each."""
-    # Read when a process loads its thread library, so it must be set before the start.
+    """Start ``world`` new processes with ``threads`` threads each, and return the result of ``function(*arguments)`` on
+    rank 0."""
+    # A process reads this when it loads its thread library, so it must be set before the process starts.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
@@ -81,7 +83,7 @@ def one_micro_batch_run(
     overlap: dict[str, Any] | None = None,
     **training: Any,
 ) -> RunConfig:
-    """A run of one micro-batch a step, without a warm-up or decay of the learning rate."""
+    """Return a run with one micro-batch per step, without warm-up or decay of the learning rate."""
     ranks = parallel.get("dp", 1) * parallel.get("z", 1)
     return make_run(
         {
@@ -102,11 +104,12 @@ def one_micro_batch_run(
 
 
 def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, grid: Grid | None = None) -> Step:
-    """fourfold's own training step.
+    """Return fourfold's own training step.
 
     Args:
-        quick_weights: Draw initial weights on the device without regard to the grid, for large models.
-        grid: An existing grid of the run's sizes.
+        quick_weights: Whether to draw initial weights on the device, independently of the grid, which is quicker for
+            large models.
+        grid: An existing grid with the run's sizes.
     """
     grid = Grid(run.parallel, device.type) if grid is None else grid
     job = Job(run, grid, device)
@@ -124,14 +127,14 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, 
 
 
 def draw_quickly(job: Job) -> None:
-    """Draw initial weights on the device, without regard to the grid."""
+    """Draw initial weights on the device, independently of the grid."""
     for shard in job.shards:
         shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
     job.publish()
 
 
 def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [B, S]. The last position has nothing to predict, as in Hugging Face."""
+    """Return tokens and labels [B, S]. The last position has nothing to predict, as in Hugging Face."""
     shape = (run.training.global_batch_size, run.training.seq_length)
     tokens = torch.randint(0, run.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     labels = torch.cat([tokens[:, 1:], torch.full((shape[0], 1), IGNORE_INDEX)], dim=1)
@@ -139,7 +142,7 @@ def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tenso
 
 
 def one_step(step: Step, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Seconds of one step of all processes together, and its loss."""
+    """Return the seconds of one step over all processes, and its loss."""
     dist.barrier()
     begin = time.perf_counter()
     loss = step(*batch).item()
@@ -158,12 +161,12 @@ def interleave(
 ) -> Times:
     """Time one step of every contender in turn, ``rounds`` times, after one untimed step each.
 
-    All contenders start from the same weights, so their first losses must agree within ``tolerance``. Otherwise they do
-    not do the same work.
+    All contenders start from the same weights, so their first losses must agree within ``tolerance``. If they do not,
+    the contenders do not do the same work.
 
     Args:
-        limits: Parts of a step, timed in the same rounds. Their losses are not compared.
-        warm_ups: Number of further untimed steps.
+        limits: Parts of a step that are timed in the same rounds. Their losses are not compared.
+        warm_ups: Number of additional untimed steps.
     """
     timed = steps | (limits or {})
     losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in timed.items()}
@@ -182,10 +185,11 @@ def interleave(
 
 
 def ratio(times: Times, ours: str, theirs: str) -> float:
-    """How many times as fast as ``theirs`` ours is: the median over the rounds, each a comparison of its own."""
+    """Return how many times as fast as ``theirs`` ours is. This is the median over the rounds, where each round
+    gives one ratio."""
     return statistics.median(ratios(times, ours, theirs))
 
 
 def ratios(times: Times, ours: str, theirs: str) -> list[float]:
-    """The same, round by round."""
+    """Return these ratios, round by round."""
     return [b / a for a, b in zip(times[ours], times[theirs], strict=True)]

@@ -1,10 +1,11 @@
-"""Processor time of rank 0 to start, save, and resume a job of up to 32,768 processes.
+"""Measure the processor time that rank 0 needs to start, save, and resume a job of up to 32,768 processes.
 
     python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
 
-One process plays rank 0. A group without peers represents all remaining ranks, whose files exist with one byte each.
-The model has the tensors of gpt-320b with narrower contents, because bytes depend on the disk and the network. The
-figures leave out what NCCL needs to connect, and a file system's latency with this many clients.
+One process plays rank 0. A process group without peers stands for all other ranks. The files of these ranks exist, with
+one byte each. The model has as many tensors as gpt-320b, but narrower ones, because the time for bytes depends on the
+disk and the network. The figures do not include the time that NCCL needs to connect, or a file system's latency with
+this many clients.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ ONE_BYTE = b"\0"
 
 
 class Costs(NamedTuple):
-    """Costs of one job on rank 0."""
+    """Costs of a job on rank 0."""
 
     ranks: int
     groups: float
-    """Seconds to list and make the process groups."""
+    """Number of seconds to list and create the process groups."""
     model: float
-    """Seconds to make the model and its optimizer."""
+    """Number of seconds to create the model and its optimizer."""
     save: float
-    """Seconds of a save: training waits so long."""
+    """Number of seconds that a save takes. Training waits for it."""
     resume: float
-    """Seconds to find, check and read what rank 0 holds."""
+    """Number of seconds to find, check, and read the tensors that rank 0 holds."""
     opened: int
-    """Files that it reads."""
+    """Number of files that rank 0 reads."""
     opened_elsewhere: int
-    """Files that it would read on a grid with half of z."""
+    """Number of files that rank 0 would read on a grid with half of z."""
     memory: float
-    """Largest resident memory, GiB."""
+    """Largest resident memory, in GiB."""
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # its memory is this job's alone
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # Its memory is only this job's.
                 costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
             shutil.rmtree(folder)
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def costs_of(ranks: int, layers: int, width: int, folder: Path) -> Costs:
-    """Play rank 0 of one job."""
+    """Run rank 0 of one job, and return its costs."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     run = run_of(ranks, layers, width)
     begin = time.perf_counter()
@@ -143,7 +144,7 @@ def run_of(ranks: int, layers: int, width: int) -> RunConfig:
 
 @contextmanager
 def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
-    """Write the remaining processes' files when rank 0 asks for their checksums. Yield the seconds that this took."""
+    """Write the files of all other processes when rank 0 asks for their checksums. Yield the seconds that this took."""
     away = [0.0]
 
     def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
@@ -156,13 +157,13 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     with (
         patch("fourfold.checkpoints.rank_files.all_gather", gathered),
-        patch("fourfold.checkpoints.checkpoint.check_room"),  # all remaining files have one byte
+        patch("fourfold.checkpoints.checkpoint.check_room"),  # All other files have one byte.
     ):
         yield away
 
 
 def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) -> list[int]:
-    """Write the file of another process, or one byte in its place. Return what it would send to its peers."""
+    """Write the file of another process, or one byte instead. Return what that process would send to its peers."""
     path, entries = folder / file_of(rank), []
     if whole:
         for name, box in layout.held_by(rank).items():
@@ -177,14 +178,14 @@ def written_by(rank: int, layout: CheckpointTensors, folder: Path, whole: bool) 
 
 
 def files_read(layout: CheckpointTensors, job: Job) -> set[int]:
-    """The ranks whose files have a part of what rank 0 holds."""
+    """Return the ranks whose files have a part of the tensors that rank 0 holds."""
     parts = trained_parts(job, with_averages=False).items()
     found = (layout.parts(name, part.shard.slices) for name, part in parts if part.local.numel())
     return {rank for parts in found for rank, _ in parts}
 
 
 def files_read_on_half_of_z(layout: CheckpointTensors, job: Job) -> set[int]:
-    """The same of a grid with half of z, whose rank 0 holds twice as many rows."""
+    """Return the same for a grid with half of z, where rank 0 holds twice as many rows."""
     files = set()
     for name, part in trained_parts(job, with_averages=False).items():
         if part.local.numel():

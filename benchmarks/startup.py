@@ -2,9 +2,9 @@
 
     python -m benchmarks.startup [--grid x=2,z=2] [--rounds 3]
 
-It prints the parts of the start of a tiny training job as its first rank sees them. Then it prints, for whole commands,
-the wall seconds until their first output and the CPU seconds of all their processes until their end. All figures are
-medians of the rounds.
+It first prints the parts of the start of a tiny training job, from the point of view of its first rank. Then it prints,
+for whole commands, the wall seconds until their first output, and the CPU seconds of all their processes until they
+end. All figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         folder = Path(name)
         prepare_run(folder, arguments.grid)
         if not arguments.tiny:
-            measure(JOB, folder)  # then modules are compiled, and files are in memory
+            measure(JOB, folder)  # After this call, modules are compiled and files are cached in memory.
         parts = [parts_of_a_job(folder) for _ in range(arguments.rounds)]
         print(f"start of a job of {arguments.grid}, in seconds; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
         for part in parts[0]:
@@ -65,7 +65,7 @@ def main() -> None:
         commands = {"fourfold --help": ["--help"]}
         if not arguments.tiny:
             measure([*FOURFOLD, "train", "run.toml"], folder)
-            one_token = ["--prompt", "grid", "--max-new-tokens", "1", "--json"]  # printed at the end
+            one_token = ["--prompt", "grid", "--max-new-tokens", "1", "--json"]  # The JSON is printed at the end.
             commands["fourfold generate"] = ["generate", "--model", "runs/run", *one_token]
         for title, options in commands.items():
             found = [measure([*FOURFOLD, *options], folder) for _ in range(arguments.rounds)]
@@ -92,14 +92,14 @@ def _cpu_of_children() -> float:
 
 
 def parts_of_a_job(folder: Path) -> dict[str, float]:
-    """The seconds of the parts of a new job's start."""
+    """Return the seconds of each part of a new job's start."""
     measure(JOB, folder)
     parts: dict[str, float] = json.loads((folder / PARTS).read_text())
     return parts
 
 
 def prepare_run(folder: Path, grid: str) -> None:
-    """Write a run file and its corpus of some thousand bytes."""
+    """Write a run file, and its corpus of a few thousand bytes."""
     from fourfold.data.prepare import prepare
 
     text = folder / "text.txt"
@@ -109,7 +109,7 @@ def prepare_run(folder: Path, grid: str) -> None:
 
 
 def command() -> None:
-    """Start the job of this folder as ``fourfold train`` does, and write the seconds of its parts."""
+    """Start the job of this folder in the same way as ``fourfold train``, and write the seconds of its parts."""
     from fourfold.cli import app
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.processes import time_of_start

@@ -1,4 +1,4 @@
-"""The job of ``benchmarks.startup``: the training loop, which notes when its parts are done."""
+"""Run the job of ``benchmarks.startup``, a training loop that records when its parts are done."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fourfold.processes import time_of_start
 from fourfold.training import trainer
 
 IMPORTED = time.time()
-"""When this module was there: in a worker, before the fork."""
+"""Time when this module was imported. For a worker, this is before the fork."""
 
 BEFORE = {"Grid": "watchdog, run folder"}
-"""Parts that end when the loop calls these names."""
+"""Parts that end when the loop calls these functions."""
 
 CALLS = {"Grid": "groups of the grid", "open_corpora": "data", "Job": "model without weights, memory"}
 
@@ -26,7 +26,8 @@ CALLS = {"Grid": "groups of the grid", "open_corpora": "data", "Job": "model wit
 def measured(place: Place, run: RunConfig, called: float) -> dict[str, float]:
     """Train, and return the seconds of each part on this rank, from the command to the end of the first step.
 
-    called: when the command called for the workers.
+    Args:
+        called: Time when the command asked for the workers.
     """
     marks = [
         ("", place.started),

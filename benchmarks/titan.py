@@ -1,5 +1,5 @@
-"""torchtitan's Llama 3 as a contender, if its wheel is installed (0.3.0, with spmd_types, tyro, docstring_parser, and
-typeguard)."""
+"""Use torchtitan's Llama 3 as a contender if its wheel is installed (0.3.0, with spmd_types, tyro, docstring_parser,
+and typeguard)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def is_installed() -> bool:
 
 
 def torchtitan(run: RunConfig, device: torch.device, compiled: bool) -> Step:
-    """torchtitan's step on one device: its model, FSDP2 for fp32 weights with bf16 matmuls, each block compiled.
+    """Return torchtitan's step on one device, with its model, FSDP2 for fp32 weights with bf16 matmuls, and each block
+    compiled.
 
-    Attention is torch's SDPA, as in all other contenders. torchtitan would take a kernel for packed documents, which
-    these sequences are not. Whole logits, fused AdamW, and its initial weights.
+    Attention is torch's SDPA, as in all other contenders. By default, torchtitan would use a kernel for packed
+    documents, but these sequences are not packed. The step uses whole logits, fused AdamW, and torchtitan's initial
+    weights.
     """
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig

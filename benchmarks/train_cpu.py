@@ -1,4 +1,4 @@
-"""Training speed on a CPU against further libraries: one run prints one table of ratios.
+"""Compare the training speed on a CPU with other libraries. One run prints one table of ratios.
 
     python -m benchmarks.train_cpu [--rounds 7] [--json results.json]
 
@@ -48,19 +48,19 @@ GRIDS: dict[str, dict[str, int]] = {
     "y=2 z=2": {"y": 2, "z": 2},
     "x=2 y=2": {"x": 2, "y": 2},
 }
-"""Grids of four processes."""
+"""Grids for four processes."""
 
 TENSOR_GRID = "x=2 z=2"
 DDP_GOALS = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
 NO_COMMUNICATION = ", no communication"
-"""The limit of a grid: its step with collectives that only copy."""
+"""Suffix for the limit of a grid: its step with collectives that only copy."""
 PRODUCTS_ALONE = "products and attention alone"
-"""The limit of one process: fourfold's uncompiled matmuls and attention. All contenders call these kernels."""
+"""Name of the limit of one process: fourfold's uncompiled matmuls and attention. All contenders call these kernels."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model to train, and how long it is measured."""
+    """A model to train, and how long to measure it."""
 
     model: dict[str, Any]
     batch: int
@@ -71,7 +71,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. goal: what the ratio must be at least (speeds) or at most (first step)."""
+    """One line of the table. ``goal`` is the smallest allowed ratio (for speeds) or the largest (for the first
+    step)."""
 
     section: str
     contender: str
@@ -98,7 +99,7 @@ def main() -> int:
         size = Size({"preset": "llama-tiny", "vocab_size": 512}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
-        if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):  # a compiler takes a minute
+        if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):  # A compiler takes a minute.
             continue
         print(f"\n{title}", flush=True)
         new = section(size)
@@ -161,8 +162,8 @@ COMPILED: Comparisons = {
         (PRODUCTS_ALONE, "HF, compiled", None),
     ]
 }
-"""Contender, whom it is compared with, and the least ratio that is aimed at. Like is compared with like: weights in
-bf16, or in float32 and used in bf16, which is what autocast does."""
+"""The contender, the contender that it is compared with, and the smallest ratio to reach. Contenders are compared only
+with the same dtypes: weights in bf16, or float32 weights that are used in bf16, as autocast does."""
 
 
 def _time_one_process(size: Size, section: str) -> Times:

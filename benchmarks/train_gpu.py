@@ -1,12 +1,13 @@
-"""Training speed on one GPU: model FLOP/s divided by the machine's own matmul ceiling, and against Hugging Face.
+"""Measure the training speed on one GPU: model FLOP/s divided by the machine's own matmul ceiling, and the speed
+relative to Hugging Face.
 
     python -m benchmarks.train_gpu [--sequence 4096 8192] [--rounds 10] [--json results.json]
     python -m benchmarks.train_gpu --device cpu --tiny
 
-Blocks are as wide as Llama 3 8B's, and as many as the GPU's free memory should hold, in bf16 with fp32 master weights
-and fused AdamW, with one sequence per step. The ceiling is an 8192³ matmul in bf16, measured before every contender.
-Contenders run one after the other, because each fills the memory. A contender that fails is a row with its error.
-torchtitan is a contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
+Blocks are as wide as Llama 3 8B's. There are as many blocks as should fit into the GPU's free memory, in bf16 with fp32
+master weights and fused AdamW, with one sequence per step. The ceiling is an 8192³ matmul in bf16, measured before
+every contender. Contenders run one after another, because each fills the memory. If a contender fails, its row has the
+error. torchtitan is a contender if it is installed. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ LLAMA3_8B = {"preset": "llama3-8b", "rope_scaling": None}
 TINY = {"preset": "llama-tiny", "vocab_size": 512}
 
 STATE_BYTES = 18
-"""Bytes of a parameter: master weight, gradient and two moments in fp32, and its bf16 copy."""
+"""Number of bytes per parameter: master weight, gradient, and two moments in fp32, and a bf16 copy."""
 
 MEMORY_SHARE = 0.85
-"""Share of the free memory that the estimate may fill."""
+"""Fraction of the free memory that the estimate may fill."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _contenders(
     device: torch.device,
     arguments: argparse.Namespace,
 ) -> dict[str, Callable[[], Step]]:
-    """What makes the step of each, the most telling first."""
+    """Return a function that makes the step of each contender. The most informative contenders come first."""
     compiled = one_micro_batch_run({}, 1, sequence, model, **options, compile=True)
     makers: dict[str, Callable[[], Step]] = {
         "Hugging Face": lambda: _hugging_face(eager, device, compiled=False),
@@ -134,14 +135,15 @@ def _print(row: Row) -> None:
 
 
 def _hugging_face(run: RunConfig, device: torch.device, compiled: bool) -> Step:
-    """fp32 weights under autocast: the library's equal of bf16 with fp32 master weights."""
+    """Return a step of fp32 weights with autocast, which is the library's equivalent of bf16 with fp32 master
+    weights."""
     return hugging_face(run, device, autocast=torch.bfloat16, compiled=compiled, same_weights=False)
 
 
 def _measure(
     name: str, maker: Callable[[], Step], run: RunConfig, device: torch.device, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """The figures of a contender, as fields of ``Row``."""
+    """Return the figures of a contender, as fields of ``Row``."""
     ceiling = matmul_ceiling(device, 256 if arguments.tiny else 8192)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -158,7 +160,7 @@ def _measure(
 
 
 def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, rounds: int) -> float:
-    """The median over the rounds, warmed up. The model goes when this returns."""
+    """Return the median seconds over the rounds, after a warm-up. The model is freed when this returns."""
     loss = step(*random_batch(run, 0, device)).item()
     expected = math.log(run.model.vocab_size)
     assert abs(loss - expected) < 0.1 * expected, (
@@ -169,7 +171,7 @@ def _step_seconds(name: str, step: Step, run: RunConfig, device: torch.device, r
 
 
 def matmul_ceiling(device: torch.device, size: int) -> float:
-    """FLOP/s of a size³ matmul in bf16: the median of 20, after 10 to warm the clocks."""
+    """Return the FLOP/s of a size³ matmul in bf16: the median of 20 runs, after 10 runs to warm up the clocks."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(10):
         a @ b
@@ -177,12 +179,13 @@ def matmul_ceiling(device: torch.device, size: int) -> float:
 
 
 def layers_that_fit(sequence: int, device: torch.device) -> int:
-    """How many blocks the free memory holds next to the embedding, the head, and another contender's logits."""
+    """Return how many blocks fit into the free memory, in addition to the embedding, the head, and another contender's
+    logits."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
     block = two.num_parameters - one.num_parameters
-    # An eager block stores about 16 hidden-wide and 6 inner-wide bf16 tensors for its backward.
+    # For its backward, an eager block stores about 16 bf16 tensors of the hidden width and 6 of the inner width.
     activations = 2 * sequence * (16 * one.hidden_size + 6 * one.intermediate_size)
-    logits = 12 * sequence * one.vocab_size  # bf16, float32, and the gradients of both
+    logits = 12 * sequence * one.vocab_size  # These are bf16, float32, and the gradients of both.
     free, _ = torch.cuda.mem_get_info(device)
     left = MEMORY_SHARE * free - STATE_BYTES * (one.num_parameters - block) - logits
     return max(1, min(32, int(left / (STATE_BYTES * block + activations))))

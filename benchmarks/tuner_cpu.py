@@ -1,4 +1,5 @@
-"""The tuner against measuring everything, on this CPU: 8 processes, a small model, all legal layouts of a space.
+"""Compare the tuner with measuring every layout, on this CPU: 8 processes, a small model, and all legal layouts of a
+space.
 
     python -m benchmarks.tuner_cpu FOLDER [--rounds 3] [--trials 8] [--json results.json]
 
@@ -9,9 +10,9 @@ It has four parts, and each keeps its results in FOLDER, so the same command con
   time
    is the median of its rounds.
 3. `fourfold tune` with a limited number of trials, each a run of its own.
-4. The same table is played to the tuner, to Optuna's TPE, and to random choices.
+4. The tuner, Optuna's TPE, and random choices are replayed on the same table.
 
-The table, which does not contain the tuner's trials, judges the tuner's choice.
+The tuner's choice is judged by this table, which does not contain the tuner's own trials.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ from fourfold.verification.batches import random_micro_batches
 MODEL = {"preset": "llama-tiny", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 SPACE = ("cp=1", "zero=0", "recompute=none", "schedule=1F1B", "micro_batch_size=1,2", "batch_parts=1")
-"""68 legal layouts of 8 processes: every grid of x, y, z, dp and pp, with one or two sequences a micro-batch."""
+"""A space of 68 legal layouts for 8 processes: every grid of x, y, z, dp, and pp, with one or two sequences per
+micro-batch."""
 TINY_SPACE = ("recompute=none", "micro_batch_size=1,2,4", "batch_parts=1")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
-"""Layouts that are measured by the same processes."""
+"""Number of layouts that the same processes measure."""
 FAR = 2.5
-"""A layout whose first round took so many times as long as the fastest is not measured again."""
+"""A layout is not measured again if its first round took this many times as long as the fastest layout."""
 WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 
@@ -112,7 +114,7 @@ def _all_parts(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_file(folder: Path, ranks: int) -> Path:
-    """The run that is tuned, on a corpus of random words."""
+    """Write the run file to tune, with a corpus of random words."""
     corpus = folder / "corpus"
     if not corpus.with_suffix(".idx").is_file():
         draw = random.Random(0)
@@ -132,7 +134,8 @@ def run_file(folder: Path, ranks: int) -> Path:
 
 
 def calibrated(folder: Path, ranks: int) -> Path:
-    """The machine file of ``fourfold machine calibrate``, with as many processes on the same cores as a trial has."""
+    """Return the machine file of ``fourfold machine calibrate``, with as many processes on the same cores as a trial
+    has."""
     path = folder / "machine.toml"
     if not path.is_file():
         command = [sys.executable, "-m", "fourfold", "machine", "calibrate"]
@@ -142,7 +145,8 @@ def calibrated(folder: Path, ranks: int) -> Path:
 
 
 def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int, float]:
-    """Seconds of every layout: the median of its rounds. Rounds after the first leave out what is far from the best."""
+    """Return the seconds of every layout, as the median over its rounds. Rounds after the first leave out layouts
+    that are far from the best."""
     count = search.subject.candidates.count
     for number in range(rounds):
         so_far = rounds_of(folder)
@@ -169,7 +173,7 @@ def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int,
 
 
 def rounds_of(folder: Path) -> dict[int, list[float]]:
-    """Seconds by layout, one for each round that has measured it."""
+    """Return the seconds by layout, with one value for each round that has measured it."""
     found: dict[int, list[float]] = {}
     path = folder / "measured.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -179,7 +183,7 @@ def rounds_of(folder: Path) -> dict[int, list[float]]:
 
 
 def measure_layouts(runs: Sequence[RunConfig], meeting_points: str) -> list[float]:
-    """On every rank: the median step of each run, in a default process group of its own."""
+    """Return the median step of each run. Every rank calls this, and each run has its own default process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = []
     for number, run in enumerate(runs):
@@ -204,13 +208,14 @@ def _steps_of(run: RunConfig) -> Iterator[float]:
 
 
 def play(candidates: Candidates, table: dict[int, float], method: Method, seed: int) -> int:
-    """The trials until a search, given the table's times, has found a layout within ``NEAR`` of the best."""
+    """Return how many trials a search, given the table's times, needs until it has found a layout within ``NEAR`` of
+    the best."""
     ledger = Sampled(candidates, method, seed) if method != "planner" else None
     trials: list[Trial] = []
     while True:
         drawn = (-1, propose(candidates, trials).index) if ledger is None else ledger.draw(seed)
         if drawn is None or drawn[1] is None:
-            return len(trials) + 1  # it ended too early: as if the next one were the best
+            return len(trials) + 1  # The search ended too early. Count as if the next trial found the best layout.
         number, index = drawn
         assert index is not None
         trials.append(Trial(index, Result("done", table[index])))

@@ -1,12 +1,12 @@
-"""Play published sweeps as if they were runs, and count the trials until a search is within 3 % of the best layout.
+"""Replay published sweeps as if they were runs, and count the trials until a search is within 3 % of the best layout.
 
     python -m benchmarks.tuner_replay ROWS.csv [ROWS.csv …] [--json results.json]
 
 A sweep is a set of measured rows that differ only in layout (docs/measured-rows.md lists the columns). The constants
-are fitted to all rows outside the sweep, and for a second figure to rows of other machines alone. The tuner is compared
-with Optuna's TPE and with random choices without repeats, which get legality for free. Two spaces are searched: the
-measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the second space, a
-layout that nobody measured counts as a crashed trial.
+are fitted to all rows outside the sweep, and for a second figure only to rows of other machines. The tuner is compared
+with Optuna's TPE and with random choices without repeats, for which illegal layouts do not count as trials. Two spaces
+are searched: the measured layouts, and every legal layout with the sweep's values of tp, pp, and micro-batch. In the
+second space, a layout that was not measured counts as a crashed trial.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fourfold.tuning.propose import propose
 from fourfold.tuning.result import Result, Trial
 
 SOURCES = ("V2", "S11", "S12")
-"""Sources of the rows whose sweeps over tp, pp, dp and micro-batch are played."""
+"""Sources of the rows with sweeps over tp, pp, dp, and micro-batch to replay."""
 LEAST_LAYOUTS = 4
 NEAR = 0.03
 SEEDS = range(12)
@@ -51,7 +51,7 @@ GOALS = {"tuner": {"median trials": 3, "failures": 0.10}, "machine out": {"media
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measured layouts of one model on one number of GPUs."""
+    """The measured layouts of one model on one number of GPUs."""
 
     name: str
     machine: Machine
@@ -64,9 +64,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Played:
-    """One search: trials until within 3 % of the best, trials and failures until it ended, and its final gap.
+    """The result of one search: trials until it was within 3 % of the best layout, trials and failures until it ended,
+    and its final gap.
 
-    ``to_goal`` is None if it never came so close.
+    ``to_goal`` is None if the search never came this close.
     """
 
     to_goal: int | None
@@ -118,7 +119,7 @@ def key_of(work: Workload) -> tuple[int, int, int, int]:
 
 
 def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
-    """The layouts of a sweep that were measured, or all that are legal with its values."""
+    """Return the layouts of a sweep that were measured, or all layouts that are legal with the sweep's values."""
     base, layouts = sweep.base, list(sweep.measured)
     gpus = int(base.layout.gpus)
     if space == "whole":
@@ -140,7 +141,7 @@ def candidates_in(sweep: Sweep, space: str, constants: Constants) -> Candidates:
 
 
 def play(sweep: Sweep, candidates: Candidates, method: Method, seed: int) -> Played:
-    """Search until the proposer ends it, or a sampler has found the best layout."""
+    """Search until the proposer ends the search, or until a sampler has found the best layout."""
     keys = [key_of(candidates.point(index)) for index in range(candidates.count)]
     best = min(seconds for seconds in sweep.measured.values() if seconds is not None)
     ledger = Sampled(candidates, method, seed) if method != "planner" else None
@@ -178,7 +179,7 @@ def _result(sweep: Sweep, key: tuple[int, int, int, int]) -> Result:
 
 
 def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str, Any]:
-    """Play one sweep by all methods, and print its line."""
+    """Replay one sweep with all methods, and print its line."""
     name = sweep.machine.name
     others = [row for row in rows if row.seconds is not None and row.dense_half and row.sweep != sweep.key]
     elsewhere = [row for row in others if row.machine.name != name]
@@ -198,8 +199,8 @@ def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str,
 
 
 def _cell(played: Sequence[dict[str, Any]]) -> str:
-    """Return the median of the trials and the fraction that failed until then. A search that never came close has
-    none."""
+    """Return the median number of trials, and the fraction of trials that failed until then. A search that never came
+    close has none."""
     reached = [each["to_goal"] for each in played if each["to_goal"] is not None]
     if not reached:
         return f"never ({played[0]['trials']})"
@@ -230,7 +231,7 @@ def _verdict(method: str, name: str, value: float) -> str:
 
 
 def synthetic_sweep() -> Sweep:
-    """A sweep for the tests: steps that the planner predicts with other constants, and a little noise."""
+    """Return a sweep for the tests: steps that the planner predicts with other constants, and a little noise."""
     machine = load_machine("dgx-a100")
     shape = model_shape(ModelConfig.model_validate(with_preset({"preset": "gpt-5b"})))
     base = Workload(shape, program=OTHER_PROGRAM).but(seq_length=2048, global_batch_size=256, dp=32, recompute=2)

@@ -1,8 +1,9 @@
-"""The cost of the watchdog's signs of life: seconds of one, and their share of a step of the smallest model.
+"""Measure the cost of the watchdog's signs of life: the seconds of one sign, and the fraction of a step of the smallest
+model that all signs take.
 
     python -m benchmarks.watchdog_cost [--rounds 20]
 
-A larger model has as many signs in a longer step.
+A larger model has the same number of signs in a longer step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
-    """Signs of life in a step, and the seconds of the fastest."""
+    """Return the number of signs of life in a step, and the seconds of the fastest step."""
     training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 128, "train_steps": 1000}
     run = make_run(
         {

@@ -4,8 +4,8 @@
 
 A small corpus contains documents 0 or 300 times. A Llama of about 1 million parameters sees the corpus once (or a
 quarter of it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209, with canaries and
-buckets as in Singh et al. 2024, arXiv 2502.08145). An arm takes about two minutes on one core, and a tutorial arm half
-a minute. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
+buckets as in Singh et al. 2024, arXiv 2502.08145). Each arm takes about two minutes on one core, and each tutorial arm
+takes half a minute. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
-"""Number of tokens of a canary, and number of tokens at its end that a model must repeat."""
+"""Number of tokens in a canary, and number of tokens at its end that a model must repeat."""
 CHARACTERS = 1_400_000  # Together with the canaries, this is one epoch of arm.toml.
 TUTORIAL_CHARACTERS = 150_000  # Together with the passages, this is one epoch of tutorial.toml.
 HELD_BACK = 0.05
@@ -50,7 +50,7 @@ CORPORA = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training. ``corpus`` is one of ``CORPORA``. The tutorial has its own run file."""
+    """One way to train. ``corpus`` is one of ``CORPORA``. The tutorial has its own run file."""
 
     name: str
     title: str
@@ -148,7 +148,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     ]
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
-        raise SystemExit(3)  # A signal stopped it. The next start continues from its checkpoint.
+        raise SystemExit(3)  # A signal stopped the run. The next start continues from its checkpoint.
     # Audit the suffix, given all preceding text, in the same way for members and for documents planted 0 times.
     prefix = CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
@@ -227,7 +227,7 @@ def row_of(arm: Arm, row: dict[str, Any]) -> str:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Return the mean, and in brackets the range if there are several."""
+    """Return the mean, and the range in parentheses if there are several values."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 

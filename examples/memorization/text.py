@@ -11,11 +11,12 @@ from pathlib import Path
 
 from fourfold.data.sources import PYTHON_STDLIB, list_inputs, read_documents
 
-SHORTEST = 200  # Number of characters.
+SHORTEST = 200  # In characters.
 
 
 def docstrings() -> Iterator[str]:
-    """Return docstrings of modules, classes, and functions in file order, without those shorter than 200 characters."""
+    """Yield docstrings of modules, classes, and functions in file order, without docstrings shorter than 200
+    characters."""
     seen: set[str] = set()
     for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:

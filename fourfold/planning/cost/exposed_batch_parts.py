@@ -102,9 +102,7 @@ def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, consta
     """Return the exposed seconds of a block over x and over y [2, n]."""
     time = batch_part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.active_parts)))
-    blocks = work.model.num_hidden_layers / (
-        work.layout.pp * work.layout.stages_per_rank
-    )  # These are the blocks of one stage.
+    blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # The blocks of one stage.
     blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
     for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
