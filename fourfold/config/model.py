@@ -89,7 +89,8 @@ class ModelConfig(Strict):
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention types, repeated over all layers. Only sliding_attention uses sliding_window (default: every layer)."""
+    """Attention types of the layers, as a pattern that repeats. Only sliding_attention layers use sliding_window.
+    Default: all layers do."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base in sliding-window layers, without rope_scaling (Gemma 3). 0 uses the same base in all layers."""
     query_pre_attn_scalar: Size = UNSET
@@ -107,7 +108,7 @@ class ModelConfig(Strict):
     qk_norm: bool = False
     """RMSNorms of queries and keys (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
-    """With qk_norm, normalize each head by itself, or all heads of a token together (OLMoE)."""
+    """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False

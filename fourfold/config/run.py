@@ -54,12 +54,12 @@ class ParallelConfig(Strict):
     pp: AxisSize = 1
     """Split the layers into stages (pipeline parallel)."""
     ep: AxisSize = 1
-    """Split the experts over this many neighbors among the dp·cp·z processes. It adds no processes."""
+    """Split the experts over this many neighboring processes of dp·cp·z. It adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
     """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp shares the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto is
+    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto is
     ulysses if the heads divide."""
     schedule: Schedule = "1F1B"
     """Order of the micro-batches in the pipeline, by torch's schedule names."""

@@ -76,7 +76,7 @@ def test_a_border_sends_what_the_page_says(grid: dict[str, int]) -> None:
     micro_batches = run.gradient_accumulation_steps
     assert sent(report, 0)[over, operation, forward] == micro_batches * formula_in(formula, **letters)
     assert sent(report, 1)[over, operation, backward] == micro_batches * formula_in(other, **letters)
-    ((tied, over, operation, formula),) = tables_of(PIPELINE)["once a step | over | operation | bytes"]
+    ((tied, over, operation, formula),) = tables_of(PIPELINE)["once per step | over | operation | bytes"]
     for rank in range(2):
         assert sent(report, rank)[over, operation, tied] == formula_in(formula, **letters)
 
