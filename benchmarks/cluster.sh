@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# An emulated cluster on one Linux machine: a network namespace a node, joined by a bridge, each link as slow as RATE.
+# Emulate a cluster on one Linux machine. Each node is a network namespace, and a bridge with links of RATE joins them.
 #
 #     bash benchmarks/cluster.sh overlap [options of benchmarks/cluster_overlap.py]
 #     bash benchmarks/cluster.sh order [options of benchmarks/cluster_order.py]
 #
-# NODES (4), PER_NODE (processes of a node: 1), RATE (400mbit) and PYTHON (python) come from the environment. Needs root,
-# ip and tc (iproute2); ends with 0 and a reason where one is missing.
+# Environment variables and their defaults: NODES (4), PER_NODE (processes per node, 1), RATE (400mbit), and PYTHON
+# (python). Needs root, ip, and tc (iproute2). If one is missing, the script says so and exits with 0.
 set -euo pipefail
 
 module=benchmarks.cluster_${1:?overlap or order}
 shift
 nodes=${NODES:-4} per_node=${PER_NODE:-1} rate=${RATE:-400mbit} python=${PYTHON:-python}
-name=ff$$ # of the bridge, and the beginning of every other name
+name=ff$$ # Name of the bridge, and prefix of all other names.
 
 skip() {
     echo "skipped: $1"
@@ -31,7 +31,7 @@ cleanup() {
         for process in $(ip netns pids "$name-$node" 2>/dev/null); do
             kill -9 "$process" 2>/dev/null || true
         done
-        ip link delete "$name-$node" 2>/dev/null || true # with its peer; the namespace may take longer to go
+        ip link delete "$name-$node" 2>/dev/null || true # This also deletes the peer. The namespace may take longer.
         ip netns delete "$name-$node" 2>/dev/null || true
     done
     ip link delete "$name"
@@ -39,8 +39,8 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
-# A queue of a second drops nothing; packets of up to 64 KiB pass whole. A connection has at most 128 KiB in the queue: as in
-# a network card, a small message does not wait until another connection's large one is through.
+# A queue that is one second long drops nothing, and packets of up to 64 KiB pass in one piece. A connection has at most
+# 128 KiB in the queue. So, as in a network card, a small message does not wait for a large one of another connection.
 slow() { "$@" root tbf rate "$rate" burst 128kb latency 1s; }
 
 ip link set "$name" up

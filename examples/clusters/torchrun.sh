@@ -1,15 +1,15 @@
 #!/bin/bash
-# Run a command of fourfold with torchrun, on machines without a batch system. Start this on every node, with the host name
-# of the first node (localhost on a single machine), the number of nodes, and the number of GPUs of a node:
+# Run a fourfold command with torchrun on machines without a batch system. Start this script on every node, with the
+# host name of the first node (localhost on a single machine), the number of nodes, and the number of GPUs per node:
 #   bash examples/clusters/torchrun.sh node0 2 8 train examples/llama3-8b-8gpus.toml --set parallel.dp=2
-# torchrun starts the processes again after a crash, three times, and training continues from the newest checkpoint.
+# After a crash, torchrun restarts the processes up to three times, and training continues from the newest checkpoint.
 set -euo pipefail
 host=$1 nodes=$2 gpus=$3
 shift 3
-export PYTHONUNBUFFERED=1 # lines of the log appear at once
-# After SIGTERM or Ctrl-C the processes have this many seconds to finish the step and to save.
+export PYTHONUNBUFFERED=1 # Lines of the log appear immediately.
+# After SIGTERM or Ctrl-C, the processes have this many seconds to finish the step and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
-# Without this, torch 2.13 does not let a new node take the place of a lost node.
+# Without this, torch 2.13 does not let a new node replace a lost node.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts=3 \

@@ -7,13 +7,13 @@
 # open-mode: The output of earlier starts is kept.
 
 @SETUP@
-# srun returns the highest exit code. When one process ends, srun gives all other processes some seconds to save or to
-# write the report (wait), and then kills them.
+# srun returns the highest exit code. When one process ends, srun gives all other processes some time (wait) to save or
+# to write the report, and then kills them.
 srun @SRUN@ \
     @COMMAND@
 code=$?
 
-# Count the crashes in a row, because they are limited. A start that ended with a save resets the count.
+# Count consecutive crashes, because their number is limited. A start that ended with a save resets the count.
 restarts=${SLURM_RESTART_COUNT:-0}
 last_save=$SLURM_JOB_NAME-$SLURM_JOB_ID.restarts
 crashes=$((restarts - $(cat "$last_save" 2> /dev/null || echo 0)))
@@ -38,7 +38,7 @@ case $code in
         ;;
 esac
 
-# scancel ends this script too, so a cancelled job does not get here.
+# scancel also ends this script, so a canceled job does not get here.
 echo "exit code $code: restarting the job (restart $((restarts + 1)))" >&2
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
