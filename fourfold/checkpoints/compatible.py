@@ -92,5 +92,5 @@ def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, saved value, and wanted value for every key that differs."""
+    """Yield the key, the saved value, and the run's value for every key that differs."""
     return ((key, saved.get(key), value) for key, value in wanted.items() if saved.get(key) != value)

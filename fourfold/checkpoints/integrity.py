@@ -79,7 +79,7 @@ def check_listing(folder: Path) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: their sizes, that none is a link, and the content of small files.
+    """Check a share of the files: their sizes, the content of small files, and that no file is a link.
 
     Args:
         folder: The checkpoint.

@@ -86,7 +86,7 @@ def gather_written(written: Written | None, device: str) -> dict[str, Written]:
 
 
 def read_parts(folder: Path, layout: CheckpointTensors, parts: Parts) -> None:
-    """Fill this process's parts.
+    """Fill this process's parts from the files.
 
     Raises:
         UserError: A file cannot be read.

@@ -20,8 +20,8 @@ LARGEST = 2**64 - 1
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ``UserError`` for an empty value, which an unset shell variable gives, and for a number that is too
-    large."""
+    """Raise ``UserError`` for a number that is too large, and for an empty value, which an unset shell variable
+    causes."""
     for before, argument in pairwise(("", *arguments)):
         given, equals, value = argument.partition("=")
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)

@@ -42,7 +42,7 @@ class Divides:
     product: str = ""
     """Keys whose product is the number, with their names in ``Sizes``. Empty if the number is the value of ``key``."""
     unit: str = ""
-    """Name in ``Sizes`` of a unit. The number is always a multiple of it."""
+    """Name in ``Sizes`` of a unit that always divides the number."""
 
     @property
     def reason(self) -> str:

@@ -78,7 +78,7 @@ class OptimizerConfig(Strict):
 
 
 def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
-    """Return the rule that a parameter follows. Muon steps only matrices of the layers, and no router.
+    """Return the rule that a parameter follows. Muon updates only matrices of the layers, except routers.
 
     Each row of a router, and the gate of a shared expert, computes one output by itself. Muon's authors leave such
     weights to AdamW.

@@ -80,7 +80,7 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            # The kind is None if the class names no loss. transformers then computes a causal loss.
+            # The kind is None if the class names no loss. transformers then uses a causal loss.
             if kind not in ("ForCausalLM", None):
                 raise UserError(
                     f"the model's own loss ({kind}) is not next-token prediction; compute the loss from its logits"

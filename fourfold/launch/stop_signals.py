@@ -45,7 +45,7 @@ class StopRequest:
         return self._received or time.monotonic() >= self._deadline
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Handle a stop signal."""
         if signum == signal.SIGHUP:
             leave_terminal()
         if signum in (signal.SIGINT, RELAYED_INTERRUPT):

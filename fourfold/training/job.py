@@ -85,7 +85,7 @@ class Job(TrainingState):
         if run.model.tie_word_embeddings and self.pipeline is not None:
             self.shards = tied_ends_as_one(self.shards)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
-        """The shards that the optimizer steps. LoRA freezes all other shards."""
+        """The shards that the optimizer updates. LoRA freezes all other shards."""
         if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
@@ -248,7 +248,8 @@ class Job(TrainingState):
         Experts take all the tokens that are routed to them, because ``moe.capacity_factor`` applies only to training.
 
         Returns:
-            The outputs of the last pipeline stage, one for each micro-batch. Ranks of other stages return nothing.
+            The outputs of the last pipeline stage, one for each micro-batch. On ranks of other stages, the list is
+            empty.
         """
         try:
             for stage in self.stages.values():
@@ -288,8 +289,8 @@ class Job(TrainingState):
 def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
     """Build a run's model, or some of its layers, in plain torch.
 
-    Weights have the type that they are stored in (``training.master_weights``). Weights that LoRA freezes have the type
-    that the step computes in (``training.precision``).
+    Weights have their stored dtype (``training.master_weights``). Weights that LoRA freezes have the dtype that the
+    step computes in (``training.precision``).
     """
     stored = DTYPES[run.training.master_weights]
     model = Transformer(run.model, layers).to(DTYPES[run.training.precision] if run.lora.rank else stored)

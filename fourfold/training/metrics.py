@@ -37,7 +37,7 @@ class StepMetrics:
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
-    peak_memory_bytes: int  # Peak memory of the fullest device, or of the process on a CPU.
+    peak_memory_bytes: int  # Peak memory of the device that uses the most, or of a CPU process.
     step_seconds: float
     trained_token_share: float  # Tokens in the loss divided by all tokens of the step (with [dpo], pairs).
     validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.

@@ -1,4 +1,4 @@
-"""Step local shards with AdamW, Lion, or Muon, and compute the learning rate."""
+"""Update local shards with AdamW, Lion, or Muon, and compute the learning rate."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ShardedOptimizer:
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
         """The dtype of Muon's matmuls."""
         self._momentum: dict[int, Tensor] = {}
-        """The running mean of the gradient of each shard that Lion or Muon steps, in the layout of its parameter."""
+        """The running mean of the gradient of each shard that Lion or Muon updates, in the layout of its parameter."""
         members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
         groups = [
             {
@@ -108,7 +108,8 @@ class ShardedOptimizer:
             # The updated memory must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             if rule == "adamw" and shard.grad is not None and not self.config.stochastic_rounding:
-                # AdamW's kernel needs gradient and weight in one type. For a bf16 weight, free the float32 gradient.
+                # AdamW's kernel needs gradient and weight in the same dtype. For a bf16 weight, free the float32
+                # gradient.
                 parameter.grad = shard.tile.as_tile(shard.grad).to(parameter.dtype).contiguous()
                 shard.parameter.grad = None
         self._steps += 1
@@ -128,14 +129,14 @@ class ShardedOptimizer:
             parameter.grad = shard.parameter.grad = None
 
     def _of_rule(self, rule: Rule) -> Iterator[int]:
-        """Yield the shards that a rule steps and that have a gradient."""
+        """Yield the shards that a rule updates and that have a gradient."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:
                 yield index
 
     @torch.no_grad()
     def _step_lion(self, index: int, lr: float) -> None:
-        """Step one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+        """Update one shard with Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
         The sign is replaced by a linear function between -eps and eps. Otherwise a gradient that is only rounding error
         would move its weight by a full step.
@@ -149,7 +150,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_muon(self, matrices: OwnedMatrices, lr: float) -> None:
-        """Step the matrices with Muon and Nesterov momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
+        """Update the matrices with Muon and Nesterov momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
         momentum = self.config.momentum
         for index in self._of_rule("muon"):
             self._mean(index).lerp_(self._gradient(Matrix(index)), 1 - momentum)
@@ -184,7 +185,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Step the weights of AdamW in float32 copies, one at a time, and round the results to bfloat16."""
+        """Update the weights of AdamW in float32 copies, one at a time, and round the results to bfloat16."""
         beta1, beta2 = self.config.betas
         for index in self._of_rule("adamw"):
             parameter, shard = self.parameters[index], self.shards[index]
@@ -228,7 +229,7 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """Return the running mean of a shard that Lion or Muon steps, in the layout of its parameter."""
+        """Return the running mean of a shard that Lion or Muon updates, in the layout of its parameter."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
         return self._momentum[index]

@@ -116,7 +116,7 @@ class OwnedMatrices:
             part_of: Returns this rank's part of a matrix. Experts are numbered within this rank's shard.
             function: Maps whole matrices [B, rows, columns] to results of the same shape.
             take: Receives this rank's part of a result.
-            empty: An empty tensor with the type and device of what ``part_of`` returns.
+            empty: An empty tensor with the dtype and device of the tensors that ``part_of`` returns.
         """
         for each in self.rounds:
             whole_BMN = self._gathered(each, part_of, empty)

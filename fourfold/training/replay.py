@@ -35,7 +35,7 @@ class Replay:
         self.job, self.interval = job, job.run.checks.replay_interval
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Run ``Job.forward_backward``, and run it twice if this step (counted from 0) is due for a check.
+        """Run ``Job.forward_backward`` once, or twice if this step (counted from 0) is due for a check.
 
         Raises:
             UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.
@@ -161,7 +161,8 @@ def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Make GPU kernels add in a fixed order. By default some do not, such as the backward of attention."""
+    """Make GPU kernels add in a fixed order. By default, some kernels add in a varying order, such as attention's
+    backward."""
     if device.type != "cuda":
         yield
         return

@@ -281,7 +281,7 @@ class _Masked(Function):
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
     """Convert the mask to the form that all kernels take: 0 for visible keys and −∞ for hidden keys, in the queries'
-    type."""
+    dtype."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)

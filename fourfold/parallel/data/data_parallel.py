@@ -21,7 +21,7 @@ class StepTypes:
     """The dtypes of the tensors in a step."""
 
     stored: torch.dtype
-    """Dtype of the weights that the optimizer steps."""
+    """Dtype of the stored weights, which the optimizer updates."""
     working: torch.dtype
     """Dtype of weights and activations in forward and backward."""
     reduced: torch.dtype

@@ -71,7 +71,8 @@ class ExpertLoad:
         self.factor, self.counting = loss_scale / self.tokens, True
 
     def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
-        """Return the number of a step's tokens that are not padding. Either every process has masks or none has."""
+        """Return the number of a step's tokens that are not padding. Either all processes have masks, or no process has
+        one."""
         if not masks_BS:
             return self.run.training.global_batch_size * self.run.training.seq_length
         mine = torch.stack([is_data_BS.sum() for is_data_BS in masks_BS]).sum()

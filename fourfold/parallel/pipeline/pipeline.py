@@ -200,7 +200,7 @@ class TiedEnds:
     """
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
-        """Pair the copies. ``copies`` holds the copies on this process, which are none, one, or two."""
+        """Pair the copies. ``copies`` holds the copies on this process. There can be none, one, or two."""
         self.copies = copies
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]

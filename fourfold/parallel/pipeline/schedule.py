@@ -120,7 +120,7 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
     """Call ``run`` for every operation.
 
-    Each rank's operations run in order, and none runs before the operations that it needs.
+    Each rank's operations run in order, and no operation runs before the operations that it needs.
     """
     waiting = [deque(rank_ops) for rank_ops in ops]
     done: set[Op] = set()

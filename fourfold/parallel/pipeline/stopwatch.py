@@ -23,7 +23,7 @@ class Stopwatch:
         self._waits: list[tuple[Op, Any, Any]] = []
 
     def start(self) -> None:
-        """Forget earlier times."""
+        """Clear the recorded times."""
         self._spans, self._waits = [], []
 
     @contextmanager

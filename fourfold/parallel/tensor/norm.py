@@ -52,7 +52,7 @@ class Norm(Tiled):
 
 
 class _Normalize(Function):
-    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b, with statistics in float32 or float64.
+    """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b, with statistics in float32 or float64.
 
     With zero-centered weights, 1 + w is computed and multiplied in float32.
     """

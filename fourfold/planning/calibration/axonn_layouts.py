@@ -22,7 +22,8 @@ matmul."""
 
 
 def tried_layouts(model: str, machine: str, gpus: int, hidden: int, tokens: float, batch: int) -> list[dict[str, int]]:
-    """Return sizes of x, y, z, and dp, best first, or nothing if the authors gave no bandwidths for the machine."""
+    """Return sizes of x, y, z, and dp, best first. The result is empty if the authors gave no bandwidths for the
+    machine."""
     if machine not in ("frontier", "perlmutter") or model not in LEAST_TENSOR:
         return []
     powers = [1 << i for i in range(gpus.bit_length())]

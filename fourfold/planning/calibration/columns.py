@@ -152,8 +152,8 @@ class MeasuredRow(BaseModel):
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations the backward recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the attention core (attention), all but attention and every second matmul (ops,
-    torchtitan's per-op), or some of the layers (layers)."""
+    """What selective recompute repeats: the attention core (attention), everything except attention and every second
+    matmul (ops, which is torchtitan's per-op), or some of the layers (layers)."""
     recompute_every: Count = 1.0
     """Recompute only every n-th layer."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -171,7 +171,7 @@ class MeasuredRow(BaseModel):
     time_from: Literal["printed", "tokens", "flops"] = "printed"
     """Whether the source prints the step time, or the step time was computed from the source's tokens/s or FLOP/s."""
     memory_gb: Size | None = None
-    """Peak memory of the fullest GPU in 10⁹ bytes."""
+    """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
     memory_kind: Literal["device", "allocator"] = "allocator"
     """Whether the memory is everything on the device (device, from nvidia-smi) or only what PyTorch's allocator
     reserved (allocator)."""

@@ -98,7 +98,7 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
     """Predict the rows of each source, or of each machine, with constants fitted to the rows of all other sources or
     machines.
 
-    Without ``known_source``, a row's source counts as new, even if another machine has rows of it.
+    Without ``known_source``, a row's source counts as new, even if there are rows of this source on another machine.
     """
     key = KEYS[by]
     scored = []
