@@ -57,7 +57,7 @@ class SavedTensor(Strict):
 
     @property
     def cuts(self) -> Cuts:
-        """Whether x, y, ep, and `sharded_over` cut the tensor."""
+        """Return whether x, y, ep, and `sharded_over` cut the tensor."""
         return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 
@@ -106,12 +106,12 @@ class CheckpointTensors(Strict):
 
     @property
     def ranks(self) -> int:
-        """Number of processes that wrote the checkpoint."""
+        """Return the number of processes that wrote the checkpoint."""
         return math.prod(self.sizes.values())
 
     @property
     def token_ranks(self) -> int:
-        """Number of processes that split the tokens."""
+        """Return the number of processes that split the tokens."""
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
 
     def copies(self, tensor: SavedTensor) -> int:

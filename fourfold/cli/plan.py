@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LayoutUnlessNamed(TyperGroup):
-    """Run ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
+    """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":

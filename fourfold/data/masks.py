@@ -37,7 +37,7 @@ def answers_only(windows: Windows) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Responses:
-    """Keep the text after a `start` marker, up to and including an `end` marker or the end of the document.
+    """Keeps the text after a `start` marker, up to and including an `end` marker or the end of the document.
 
     The markers are token ids. With this mask, fine-tuning on conversations trains only the answers, not the questions.
     """

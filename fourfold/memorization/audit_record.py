@@ -27,7 +27,7 @@ QUERIES = (1, 100, 10_000, 1_000_000)
 """Numbers of samples at which the record gives the fraction of extractable documents."""
 
 CHANCE = 0.5
-"""The p of (n, p)-discoverable extraction."""
+"""The probability p in (n, p)-discoverable extraction."""
 
 POSITION_BINS = 10
 

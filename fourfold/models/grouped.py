@@ -63,12 +63,12 @@ class Groups:
 
     @cached_property
     def ends_E(self) -> Tensor:
-        """The end of each group, as the index of the next row after it, int32 on the device."""
+        """Return the end of each group, as the index of the next row after it, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of rows in each group, on the host."""
+        """Return the number of rows in each group, on the host."""
         if self._numbers is not None:
             return self._numbers.read()
         assert self._sizes is not None

@@ -111,7 +111,7 @@ class ModelShape(ArrayFields):
 
     @property
     def mlps(self) -> Number:
-        """Return the fraction of the blocks that have such an MLP."""
+        """Return the fraction of the blocks that have an MLP of this kind."""
         shared = self.shared_expert_intermediate_size > 0
         return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * shared
 

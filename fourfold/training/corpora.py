@@ -62,7 +62,7 @@ class Corpora:
 
     @property
     def stream(self) -> StreamedWindows | None:
-        """The training data if it is streamed, else None."""
+        """Return the training data if it is streamed, else None."""
         return self.samples if isinstance(self.samples, StreamedWindows) else None
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> str | None:
-        """A digest of the first samples of each corpus on disk and of the order in which they are mixed. None if the
-        data is streamed."""
+        """Return a digest of the first samples of each corpus on disk and of the order in which they are mixed. Return
+        None if the data is streamed."""
         if self.stream is not None:
             return None
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []

@@ -25,7 +25,7 @@ class TrackedRun:
 
     @property
     def project(self) -> str:
-        """The tracker's project that the run belongs to."""
+        """Return the tracker's project that the run belongs to."""
         return self.run.metrics.project
 
     def description(self) -> dict[str, Any]:

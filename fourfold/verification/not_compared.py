@@ -48,7 +48,7 @@ def in_own_types(run: RunConfig) -> bool:
 
 
 def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain") -> dict[str, str]:
-    """Name what parity does not compare.
+    """List the parts of the run file that parity does not compare.
 
     Args:
         run: The run as in the run file.

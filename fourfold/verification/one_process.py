@@ -113,10 +113,10 @@ class Reference:
         return {**self.frozen, **self.trained, **(self.averages if averaged else {})}
 
     def after_backward(self) -> None:
-        """Called after the backward pass of each micro-batch."""
+        """Do nothing. This is called after the backward pass of each micro-batch."""
 
     def after_step(self) -> None:
-        """Called after each optimizer step."""
+        """Do nothing. This is called after each optimizer step."""
 
     def _average(self) -> None:
         decay = self.run.ema.decay

@@ -126,7 +126,7 @@ def _check_static(size: int, config: LokiConfig) -> None:
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
     """Return the layer unchanged.
 
-    Raise ``UserError`` unless Loki runs with the same basis, because only then can the keys be read.
+    Raise ``UserError`` unless Loki runs with the same basis, because the keys are rotated by that basis.
     """
     basis = recipe.basis
     if not is_loki or basis is None or recipe.config.cache != "rotated" or not _has_basis(layer, recipe, basis):

@@ -169,13 +169,14 @@ class Grid:
         return self._axes["stage"]
 
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
-        """Return the ranks that shard weights, in two levels if they fill several nodes with several ranks each.
+        """Return the ranks that shard weights. They form two levels if they are on several nodes with several ranks
+        each.
 
         The first call creates the groups, so every process of the job must call this with the same arguments.
 
         Args:
             name: The axis, ``z`` or ``dp_cp_z``.
-            per_node: Number of its ranks in a node. It divides the number of ranks if the axis spans nodes.
+            per_node: Number of the axis's ranks in a node. It divides the number of ranks if the axis spans nodes.
         """
         whole = self._axes[name]
         if not 1 < per_node < whole.size:

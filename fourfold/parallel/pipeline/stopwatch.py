@@ -14,7 +14,7 @@ from fourfold.parallel.pipeline.schedule import Op, Span
 
 
 class Stopwatch:
-    """Time one process's operations. Nothing waits for a GPU until ``spans`` or ``waits`` is called."""
+    """Times one process's operations. Nothing waits for a GPU until ``spans`` or ``waits`` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

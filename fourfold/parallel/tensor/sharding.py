@@ -53,7 +53,7 @@ class Tile:
 
     @property
     def sharded_dim(self) -> int:
-        """The dim of the tile that FSDP2 cuts, which is the first dim of the stored parameter."""
+        """Return the dim of the tile that FSDP2 cuts, which is the first dim of the stored parameter."""
         return 1 if self.turned else 0
 
     def as_tile(self, stored: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ MIN_SWEEP, MIN_RANKED = 3, 8
 correlation is computed."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""How to group rows that can be left out of a fit together."""
+"""Ways to group rows. Each group can be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
 """Errors by name. They are None without rows."""
