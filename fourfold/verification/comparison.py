@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.config.run import ParallelConfig, RunConfig
+from fourfold.data.files import WriteFailed
 from fourfold.data.loader import MicroBatch
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.written_config import config_of
+from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
@@ -28,7 +30,7 @@ from fourfold.verification.deviation import (
 from fourfold.verification.initial_weights import initial_weights_error
 from fourfold.verification.not_compared import Against
 from fourfold.verification.one_process import PlainLogits, Reference
-from fourfold.verification.parity_report import Deviation
+from fourfold.verification.parity_report import LIMIT, Deviation
 from fourfold.verification.reference_batches import random_batch
 from fourfold.verification.trained_run import compare_records, train_and_resume
 from fourfold.verification.transformers_reference import transformers_logits
@@ -95,10 +97,16 @@ class Comparison:
                 self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
+            self._compare_averages("resumed", job)
+        except WriteFailed:
+            raise
+        except UserError as refusal:  # A fault that shows already may leave the trainer nothing to learn.
+            if decided_by_rank_0(self._is_within_limit):
+                raise
+            self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])
         finally:
             if dist.get_rank() == 0:
                 shutil.rmtree(run.output_dir, ignore_errors=True)
-        self._compare_averages("resumed", job)
 
     def dropped_step(self, job: Job, step: int) -> None:
         """Drop a step, as training does when gradients overflow. The references never see it.
@@ -121,6 +129,9 @@ class Comparison:
         batch = random_batch(job.run, 0, job.device) if self.references else None
         of_references = [reference.evaluate(batch)["loss"] for reference in self.references if batch is not None]
         return [self._deviation("loss", loss, *of_references)] if of_references else []
+
+    def _is_within_limit(self) -> bool:
+        return all(each.ratio <= LIMIT for found in self.deviations.values() for each in found)
 
     def _compare_weights(self, quantity: str, weights: dict[str, Tensor]) -> None:
         one, exact = (reference.weights() for reference in self.references)
