@@ -15,6 +15,10 @@ from fourfold.config.run import RunConfig
 from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
+ROUNDING = 1e-12
+"""A tensor whose norm is at most this fraction of the norm of all tensors is zero but for the rounding of float64, like
+the gradient of a key bias. A relative error of it says nothing."""
+
 
 def amplification(run: RunConfig) -> float:
     """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
@@ -80,8 +84,10 @@ def replica_difference(parts: list[Part]) -> float:
 
 def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
-    known = {name: tensor for name, tensor in exact.items() if float(tensor.norm()) > 0}
-    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / t.norm()) for name, t in known.items()]
+    norms = {name: float(tensor.norm()) for name, tensor in exact.items()}
+    least = ROUNDING * math.hypot(*norms.values())
+    known = {name: tensor for name, tensor in exact.items() if norms[name] > least}
+    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / norms[name]) for name, t in known.items()]
     return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # A step may have no label that counts.
 
 
