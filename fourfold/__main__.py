@@ -10,7 +10,8 @@ from fourfold.exit_codes import ended_by
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        for number in range(3):  # No file or socket may get the number of a closed standard output.
+        # If a standard stream is closed, open /dev/null there. Otherwise a file or socket would get its descriptor.
+        for number in range(3):
             try:
                 os.fstat(number)
             except OSError:

@@ -66,7 +66,7 @@ class Durations:
         if is_attention(name):
             backward = "backward" in name
             queries, keys = tensors[1:3] if backward else tensors[:2]
-            if "documents" in name:  # Our layout is [B, S, N, D]. A document may fill a whole sequence.
+            if "documents" in name:  # Our layout is [B, S, N, D]. Assume one document per sequence.
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
             if self._capped and "documents" in name:

@@ -43,8 +43,8 @@ def compare_import(job: Job) -> list[Deviation]:
     """
     name, found = job.run.model.from_hf, list[Deviation]()
     assert name is not None, "only imported models are compared"
-    # With documents masked from each other, parity would have to pass a mask to the library, which would replace the
-    # model's own windows.
+    # To mask documents, parity would have to pass an attention mask to transformers. That mask would replace the
+    # model's own sliding windows.
     run = job.run.model_copy(update={"data": job.run.data.model_copy(update={"mask_documents": False})})
     load_pretrained(job, name)
     losses = [job.evaluate(random_micro_batches(run, step, job.grid, job.device)) for step in range(BATCHES)]

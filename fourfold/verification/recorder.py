@@ -31,7 +31,7 @@ Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    # gloo implements reduce-scatter with these operations (see parallel.communicate.by_all_to_all).
+    # gloo implements reduce-scatter with these operations (see parallel.grid.communicate.by_all_to_all).
     "alltoall_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "send": "send",

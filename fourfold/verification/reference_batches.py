@@ -53,7 +53,7 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # Find answers without the file of marks.
+    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # Find answers from the tokens alone.
         windows = replace(windows, answers=are_answers(windows.tokens) & windows.is_data)
     is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
     kept_BS = kept_tokens(windows, goldfish, [is_masked] * len(windows.numbers))

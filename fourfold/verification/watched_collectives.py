@@ -24,7 +24,7 @@ OPERATIONS = {
     "all_gather_single": "all_gather",  # These names exist since torch 2.13.
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
-    # gloo implements reduce-scatter with these operations (see parallel.communicate.by_all_to_all).
+    # gloo implements reduce-scatter with these operations (see parallel.grid.communicate.by_all_to_all).
     "alltoall_base": "reduce_scatter",
     "all_to_all_single": "reduce_scatter",
     "send": "send",
@@ -132,6 +132,6 @@ class WatchedCollectives:
 
     def _hold(self, axis: str, start: int) -> None:
         """Record the time that the step's thread has spent until now. Other threads wait too (see
-        ``parallel.fsdp_on_gloo``)."""
+        ``parallel.data.fsdp_on_gloo``)."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

@@ -77,8 +77,8 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """Recall of the best quarter of the keys if a quarter of the dims ranks them, by kind and layer. Empty if no
-    windows were held out."""
+    """Fraction of the best quarter of the keys that ranking by a quarter of the dims finds, by kind and layer. Empty
+    if no windows were held out."""
 
     @property
     def layers(self) -> int:

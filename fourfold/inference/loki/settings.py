@@ -35,7 +35,7 @@ class LokiConfig:
     d_f: float | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
     variance: float | None = None
-    """Rank keys by the number of dims that explains this fraction of the variance in a layer's worst head."""
+    """Rank keys by the fewest leading dims that explain this fraction of the variance in every head of a layer."""
     k: int | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
     k_f: float | None = None

@@ -54,8 +54,8 @@ that is split."""
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
 """The dim along which the tokens of several ranks are concatenated. Joining along dim 0, [x·B, T, …], needs no copy.
-It is enough for the MLP, and for attention that reorders only its own heads. If y shares sequences or queries,
-attention needs whole sequences, [B, x·T, …], and all channels are copied."""
+Dim 0 is enough for the MLP. It is also enough for attention if each rank only has to rearrange its own heads. If
+y shares sequences or queries, attention needs whole sequences, [B, x·T, …], and all channels are copied."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),

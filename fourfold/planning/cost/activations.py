@@ -196,7 +196,7 @@ def _capped_backward(work: Workload) -> Number:
 
 
 def is_replicated(work: Workload) -> Flag:
-    """Return whether every rank holds whole weights and gradients, as in ``parallel.replicated``."""
+    """Return whether every rank holds whole weights and gradients, as in ``parallel.data.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 

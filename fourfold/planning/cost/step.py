@@ -160,7 +160,7 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
 
 
 def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the exposed seconds of copying a block's input to host memory and back (parallel.offload).
+    """Return the exposed seconds of copying a block's input to host memory and back (parallel.memory.offload).
 
     The block's forward hides the copy to the host. The recomputation and the backward of the following block hide the
     copy back.

@@ -107,8 +107,8 @@ def caps_scores(work: Workload) -> Flag:
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes and the number of the pieces into which ``parallel.document_attention``, ``block_attention``,
-    and the ring cut the attention."""
+    """Return the sizes and the number of the pieces into which ``parallel.attention.document_attention``,
+    ``block_attention``, and the ring cut the attention."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)

@@ -72,8 +72,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "peak": max(best, base.peak if measured["device"] != "cpu" else best),
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
-        # On a CPU, all matmuls were measured in float32. On a GPU, the float32 matmuls were measured with operands as
-        # stored.
+        # On a CPU, all matmuls were measured in float32. On a GPU, the float32 matmuls were measured with no operand
+        # transposed (NN).
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],

@@ -34,8 +34,8 @@ figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forw
 rates are closer)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved per score in 16 bits by capped attention, which runs as separate operations (parallel.block_attention).
-Each operation reads its operands from memory and writes its result to memory.
+"""Bytes moved per score in 16 bits by capped attention, which runs as separate operations
+(parallel.attention.block_attention). Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
   maximum, difference, exponential, sum), the softmax (8 + 8), conversion and the matmul with the values (6 + 2).

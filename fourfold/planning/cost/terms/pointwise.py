@@ -41,8 +41,8 @@ OWN_NORMS = 4.0, 10.0
 """Passes over the residual stream by two norms of one kernel each. The forward reads and writes the stream. The
 gradients of inputs and of weights each read the input and the output's gradient."""
 OWN_CHAINS = 10.0, 48.0
-"""Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.norm``) with a sum over y
-in between."""
+"""Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
+sum over y in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
 """Passes by two LayerNorms of this kind, which have two statistics in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
