@@ -29,7 +29,7 @@ from fourfold.verification.deviation import (
 )
 from fourfold.verification.initial_weights import initial_weights_error
 from fourfold.verification.not_compared import Against
-from fourfold.verification.one_process import PlainLogits, Reference
+from fourfold.verification.one_process import Figures, PlainLogits, Reference
 from fourfold.verification.parity_report import LIMIT, Deviation
 from fourfold.verification.reference_batches import random_batch
 from fourfold.verification.trained_run import compare_records, train_and_resume
@@ -49,6 +49,8 @@ class Comparison:
         self.start: dict[str, Tensor] = {}
         """The initial weights. Only rank 0 has them."""
         self.references: list[Reference] = []
+        self.update_noise: dict[str, float] = {}
+        """By tensor, the largest deviation of AdamW's updates that rounded gradients of one process can cause."""
         if against == "transformers":
             config_of(job.run.model)  # Raise an error on every process, not only on rank 0.
         initial = self.gather(job.shards, [shard.local for shard in job.shards])
@@ -84,6 +86,7 @@ class Comparison:
             self._add("validation", validation)
             self._add("grad_norm", [self._deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients, None, self.amplification))
+            self._add_update_noise(one, exact, most)
             self._compare_weights("weights", weights)
         self._compare_averages("averages", job)
 
@@ -94,7 +97,7 @@ class Comparison:
             job, recorded = train_and_resume(run, other, place)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                self.references = self._references(run, job.device, self.start)
+                self.references, self.update_noise = self._references(run, job.device, self.start), {}
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
             self._compare_averages("resumed", job)
@@ -142,9 +145,20 @@ class Comparison:
 
         The sign hides the noise of most entries, both on the grid and on one process. How much noise the remaining
         entries show is then a matter of chance.
+
+        AdamW also hides the noise of most entries: gradients far above eps take steps of one size. Gradients far below
+        eps pass their noise on, times lr / eps.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
-        return largest_differences(one, exact)
+        return {**self.update_noise, **largest_differences(one, exact)}
+
+    def _add_update_noise(self, one: Figures, exact: Figures, max_grad_norm: float) -> None:
+        reference = self.references[0]
+        optimizer, own = reference.run.optimizer, reference.optimizer.own
+        factor = optimizer.lr / optimizer.eps * min(1.0, max_grad_norm / max(float(exact.grad_norm), 1e-30))
+        for name, noise in largest_differences(one.gradients, exact.gradients).items():
+            if name not in own:
+                self.update_noise[name] = self.update_noise.get(name, 0.0) + factor * noise
 
     def _compare_averages(self, quantity: str, job: Job) -> None:
         if job.average is not None and (averages := self.gather(job.trained, job.average.averages)) is not None:
