@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tiny_corpus import run_file
 from train_processes import FOURFOLD, steps_of
 
 from fourfold.exit_codes import DONE, REFUSED
+from fourfold.launch import worker_processes
 from fourfold.processes import lossy_output
 
 
@@ -37,6 +39,9 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     (tmp_path / "sitecustomize.py").write_text(warning)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
+    # The fork server outlives this test. If this job started the server, all later tests would fork from a process whose
+    # output nobody reads.
+    monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))
     before = [os.dup(1), os.dup(2)]  # the output of local workers
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
