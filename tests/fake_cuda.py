@@ -29,15 +29,13 @@ TABLE = ctypes.c_void_p * 96
 
 def pretend() -> None:
     """Make autograd's engine accept CUDA tensors in this process, which must not have run a backward before."""
-    torch._C._ensureCUDADeviceGuardSet()  # enough for a torch with CUDA on a machine without a GPU
-    if torch.version.cuda is not None:
-        return
-    # A torch without CUDA has no guard to replace, and says that it has no accelerator. Give it a guard that counts no
-    # device, so that torch replaces it with its own guard, which does nothing.
     libraries = Path(torch.__file__).parent / "lib"
-    guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
-    nothing = TABLE(*[_function(0)] * len(TABLE()))
-    guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))
+    if torch.version.cuda is None:
+        # This torch has no guard to replace, and says that it has no accelerator. Give it a guard that counts no device,
+        # so that torch replaces it with its own guard, which does nothing.
+        guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
+        nothing = TABLE(*[_function(0)] * len(TABLE()))
+        guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))
     torch._C._ensureCUDADeviceGuardSet()
     find_hooks: Any = ctypes.CDLL(str(libraries / "libtorch_cpu.so"))._ZN2at6detail12getCUDAHooksEv
     find_hooks.restype = ctypes.c_void_p
@@ -105,8 +103,8 @@ class HostWaits(TorchDispatchMode):
             return None
         if name == "_pin_memory":
             return self._pin(torch.empty(args[0].shape, dtype=args[0].dtype))
-        if name == "addmm" and "out_dtype" in kwargs and "out" in kwargs:
-            return kwargs["out"]  # torch 2.11 cannot run it on fake tensors
+        if func is torch.ops.aten.addmm.dtype_out:
+            return kwargs["out"]  # torch 2.11 cannot run it on fake tensors.
         out = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self._pin(out)
