@@ -23,6 +23,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.huggingface.transformers_models import load_model
 from fourfold.memorization.scores import AttackSampling, score_logits
+from fourfold.models.softcap import softcapped
 from fourfold.parallel.attention.context import share_of_sequences, take_chunks
 from fourfold.parallel.grid.communicate import all_gather, reduce_scatter
 from fourfold.parallel.grid.grid import Grid
@@ -177,6 +178,7 @@ def _scored(
         chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
         logits_mv = reduce_scatter(x_Nh[chunk] @ head.weight.T, head.y, 0, "audit: logits").float()
         logits_mV = all_gather(logits_mv, head.x, 1, "audit: logits")[:, : head.vocab_size]
+        logits_mV = softcapped(logits_mV, head.softcap)
         targets_m = targets_N[chunk].chunk(head.y.size)[head.y.rank]
         fields_5m = score_logits(logits_mV, targets_m, sampling)
         parts.append(all_gather(fields_5m, head.y, 1, "audit: scores"))

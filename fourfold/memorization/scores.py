@@ -76,10 +76,9 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
     weights_mV = logits_mV.exp()
     total_m = weights_mV.sum(1)
     mean_m = torch.linalg.vecdot(weights_mV, logits_mV) / total_m
-    square_m = torch.linalg.vecdot(weights_mV, logits_mV.square_()) / total_m
+    variance_m = torch.linalg.vecdot(weights_mV, logits_mV.sub_(mean_m[:, None]).square_()) / total_m
     normalizer_m = total_m.log()
     log_prob_m = target_m - normalizer_m
-    variance_m = (square_m - mean_m.square()).clamp(min=0)
     sampled_m = log_prob_m if sampled_m is None else sampled_m
     return torch.stack([log_prob_m, predicted_m.float(), mean_m - normalizer_m, variance_m, sampled_m])
 

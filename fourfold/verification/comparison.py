@@ -19,6 +19,7 @@ from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.parallel.grid.shared_failure import decided_by_rank_0
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
+from fourfold.verification.audited import audit_deviations
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import (
     amplification,
@@ -72,6 +73,7 @@ class Comparison:
                 "larger training.global_batch_size or seq_length"
             )
         validation = self._validated(job, micro_batches) if step == 0 else []
+        audit = audit_deviations(job, self.references, self.amplification) if step == 0 else []
         loss = job.forward_backward(micro_batches, kept)
         scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
         graded = [shard for shard in job.trained if shard.grad is not None]
@@ -84,6 +86,7 @@ class Comparison:
             one, exact = (reference.step(step, batch, most) for reference in self.references)
             self._add("loss", [self._deviation("loss", loss, one.loss, exact.loss)])
             self._add("validation", validation)
+            self._add("audit", audit)
             self._add("grad_norm", [self._deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients, None, self.amplification))
             self._add_update_noise(one, exact, most)

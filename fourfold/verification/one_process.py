@@ -86,6 +86,16 @@ class Reference:
         with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
             return self._answers(batch, self.parameters())
 
+    @torch.no_grad()
+    def next_token_logits(self, tokens_T: Tensor) -> Tensor:
+        """Return the logits [T - 1, V] after each token of a document except the last."""
+        tokens_1T = tokens_T[None]
+        inputs_1S, targets_1S = tokens_1T[:, :-1], tokens_1T[:, 1:]
+        positions_1S = torch.arange(inputs_1S.shape[1], device=self.device)[None]
+        batch = Sequences(inputs_1S, targets_1S, torch.ones_like(inputs_1S, dtype=torch.bool), positions_1S)
+        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+            return self.logits(self.parameters(), batch).to(self.dtype)[0]
+
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
         """Train one step on its samples, and return the results."""
         size = self.run.training.micro_batch_size

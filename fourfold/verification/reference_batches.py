@@ -24,10 +24,10 @@ class Sequences:
     targets_BS: Tensor
     kept_BS: Tensor
     positions_BS: Tensor
-    documents_BS: Tensor | None
-    reference_B: Tensor | None
+    documents_BS: Tensor | None = None
+    reference_B: Tensor | None = None
     """With [dpo], the log-probability of each sequence's kept tokens under the DPO reference model."""
-    is_data_BS: Tensor | None
+    is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
 
     def part(self, rows: slice) -> Sequences:

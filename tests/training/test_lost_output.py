@@ -39,8 +39,8 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     (tmp_path / "sitecustomize.py").write_text(warning)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
-    # The fork server outlives this test. If this job started the server, all later tests would fork from a process whose
-    # output nobody reads.
+    # The fork server outlives this test. If this job started the server, all later tests would fork from a process
+    # whose output nobody reads.
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))
     before = [os.dup(1), os.dup(2)]  # the output of local workers
     try:

@@ -1,10 +1,10 @@
-"""Faults in what surrounds the step: the data's way to it, resuming, validation, and the record of a run."""
+"""Faults in what surrounds the step: the data's way to it, resuming, validation, the record of a run, and audits."""
 
 from __future__ import annotations
 
-from mutants import AVERAGE, DP2, HASH, PACKED, X2, Mutant
+from mutants import AVERAGE, CP2, DP2, HASH, PACKED, X2, Y2, Mutant
 from mutants_of_preferences import PAIRS
-from tiny_runs import MIXTURE
+from tiny_runs import GEMMA2, LLAMA, MIXTURE
 
 ANSWERS = {"data": {"format": "sft", "train": [{"path": "nowhere"}], "mask_documents": True}}
 EP2 = {"dp": 2, "ep": 2}
@@ -206,4 +206,86 @@ STEP = [
     ),
 ]
 
-RUNS = [*DATA_PATH, *TRAINER, *STEP]
+AUDIT = [
+    Mutant(
+        "the audit leaves out the cap of the logits",
+        "memorization.scorers:_scored",
+        "logits_mV = softcapped(logits_mV, head.softcap)",
+        "pass",
+        GEMMA2,
+        DP2,
+    ),
+    Mutant(
+        "the audit counts the padding of the vocabulary",
+        "memorization.scorers:_scored",
+        "all_gather(logits_mv, head.x, 1, 'audit: logits')[:, : head.vocab_size]",
+        "all_gather(logits_mv, head.x, 1, 'audit: logits')",
+        LLAMA | {"vocab_size": 301},
+        X2,
+    ),
+    Mutant(
+        "the audit joins the ranks of cp in their own order",
+        "memorization.scorers:GridScorer._in_order",
+        "order_S.argsort()",
+        "order_S.argsort().sort().values",
+        grid=CP2,
+    ),
+    Mutant(
+        "the audit pads documents on the left",
+        "memorization.scorers:_padded",
+        "tokens[0, row, : len(document) - 1] = document[:-1]",
+        "tokens[0, row, width - len(document) + 1 :] = document[:-1]",
+        grid=DP2,
+    ),
+    Mutant(
+        "the audit gives documents the scores of their order by length",
+        "memorization.scorers:GridScorer._gather",
+        "[found[number] for number in range(count)]",
+        "list(found.values())",
+        grid=DP2,
+    ),
+    Mutant(
+        "the audit takes its targets from another y rank",
+        "memorization.scorers:_scored",
+        "targets_N[chunk].chunk(head.y.size)[head.y.rank]",
+        "targets_N[chunk].chunk(head.y.size)[head.y.rank - 1]",
+        grid=Y2,
+    ),
+    Mutant(
+        "the audit divides by a normalizer in 16 bits",
+        "memorization.scores:score_logits",
+        "normalizer_m = total_m.log()",
+        "normalizer_m = total_m.bfloat16().log().float()",
+        grid=DP2,
+    ),
+    Mutant(
+        "the mean of the audit is over the targets",
+        "memorization.scores:score_logits",
+        "mean_m - normalizer_m",
+        "log_prob_m",
+        grid=DP2,
+    ),
+    Mutant(
+        "the variance of the audit is not centered",
+        "memorization.scores:score_logits",
+        "logits_mV.sub_(mean_m[:, None])",
+        "logits_mV",
+        grid=DP2,
+    ),
+    Mutant(
+        "the audit's sampling ignores the temperature",
+        "memorization.scores:_sampled",
+        "logits_mV / sampling.temperature",
+        "logits_mV",
+        grid=DP2,
+    ),
+    Mutant(
+        "the audit predicts the token after the most likely one",
+        "memorization.scores:score_logits",
+        "predicted_m.float()",
+        "(predicted_m + 1).float() % logits_mV.shape[1]",
+        grid=DP2,
+    ),
+]
+
+RUNS = [*DATA_PATH, *TRAINER, *STEP, *AUDIT]

@@ -1,0 +1,73 @@
+"""Compare an audit's scores of random documents with one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.memorization.scorers import GridScorer
+from fourfold.memorization.scores import FIELDS, AttackSampling
+from fourfold.training.job import Job
+from fourfold.verification.deviation import deviation
+from fourfold.verification.one_process import Reference
+from fourfold.verification.parity_report import Deviation
+
+SAMPLING = AttackSampling(temperature=0.7)
+"""The attacker's sampling. Top-k and top-p are left out, because rounding may move a token across their limit."""
+
+PREDICTED = FIELDS.index("predicted")
+
+
+def audit_deviations(job: Job, references: list[Reference], amplification: float) -> list[Deviation]:
+    """Score random documents of several lengths as an audit does. Every process calls this.
+
+    Args:
+        job: The job to audit.
+        references: On rank 0, the same model on one process in float32 and in float64. Elsewhere none.
+        amplification: See ``deviation.amplification``.
+
+    Returns:
+        On rank 0, the deviation of each field of the scores. Elsewhere nothing.
+    """
+    documents = _documents(job)
+    scored = GridScorer(job, SAMPLING).score(documents)
+    if scored is None:
+        return []
+    logits_of_one, exact_logits = (
+        [reference.next_token_logits(torch.from_numpy(tokens).to(job.device)) for tokens in documents]
+        for reference in references
+    )
+    found: tuple[list[Tensor], ...] = ([], [], [])
+    for tokens, fields, one_TV, exact_TV in zip(documents, scored, logits_of_one, exact_logits, strict=True):
+        targets_T = torch.from_numpy(tokens[1:]).to(job.device)
+        padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))  # These may be scores of a shorter document.
+        of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
+        # If two tokens are equally likely, either may be predicted. The exact score of the predicted token is compared.
+        predicted_T = of_grid[PREDICTED].long().clamp(max=exact_TV.shape[1] - 1)
+        of_grid[PREDICTED] = exact_TV.log_softmax(1).gather(1, predicted_T[:, None])[:, 0]
+        for parts, part in zip(found, (of_grid, _scores(one_TV, targets_T), _scores(exact_TV, targets_T)), strict=True):
+            parts.append(part)
+    fields_of_each = zip(FIELDS, *(torch.cat(parts, dim=1) for parts in found), strict=True)
+    return [deviation(name, grid, one, exact, amplification) for name, grid, one, exact in fields_of_each]
+
+
+def _documents(job: Job) -> list[NDArray[np.int64]]:
+    """Return more documents than the grid scores at once, from two tokens to the longest input."""
+    draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
+    count = job.run.training.micro_batch_size * job.grid.batch.size + 1
+    lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]
+    return [draw.integers(0, job.run.model.vocab_size, length) for length in lengths]
+
+
+def _scores(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Compute the fields [5, T] from their definitions, with the log-probability of the predicted token in its
+    place."""
+    log_p_TV = logits_TV.log_softmax(1)
+    mean_T = (log_p_TV.exp() * log_p_TV).sum(1)
+    variance_T = (log_p_TV.exp() * (log_p_TV - mean_T[:, None]).square()).sum(1)
+    sampled_TV = (logits_TV / SAMPLING.temperature).log_softmax(1)
+    of_target, of_sampling = (each.gather(1, targets_T[:, None])[:, 0] for each in (log_p_TV, sampled_TV))
+    return torch.stack([of_target, log_p_TV.amax(1), mean_T, variance_T, of_sampling])
