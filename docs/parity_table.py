@@ -48,6 +48,8 @@ RUN_FILE = HERE.parent / "examples" / "parity.toml"
 RANDOM_RUNS = 300
 QUANTITIES = {
     "loss": "loss",
+    "validation": "validation",
+    "audit": "audit",
     "gradients": "gradients",
     "grad_norm": "gradient norm",
     "weights": "weights",
@@ -195,13 +197,17 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     """Return a fault, and the figure that shows it most clearly."""
     run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
-    name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
-    figure = f"{QUANTITIES[name]}, {report.worst(name).tensor}: {ratio:,.0f}"
-    if ratio <= report.limit:
-        apart = (
-            f"replicas: {report.replicas:.0e} apart" if report.replicas else f"initial weights: {report.initial:.0f}"
-        )
-        figure = SURVIVED if report.ok else apart
+    worst = {QUANTITIES.get(name, name): report.worst(name) for name in report.deviations}
+    quantity, found = max(worst.items(), key=lambda item: item[1].ratio)
+    figure = f"{quantity}, {found.tensor}: {found.ratio:,.0f}"
+    if found.ratio <= report.limit:
+        own_types = max((each.ratio for each in report.own_types), default=0.0)
+        figure = f"initial weights: {report.initial:.0f}"
+        if report.replicas:
+            figure = f"replicas: {report.replicas:.0e} apart"
+        elif own_types > report.own_types_limit:
+            figure = f"own types: {own_types:.1f}"
+        figure = SURVIVED if report.ok else figure
     grid = ParallelConfig(**mutant.grid).describe()
     return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])
 

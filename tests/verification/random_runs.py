@@ -14,6 +14,7 @@ from fourfold.run_file.load import make_run
 Table = dict[str, dict[str, Any]]
 
 MOST_RANKS = 8
+PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": "bf16"})
 
 
 def random_table(seed: int) -> Table:
@@ -27,7 +28,11 @@ def random_table(seed: int) -> Table:
             if draw.random() < 0.2:
                 table["ema"] = {"decay": draw.choice((0.5, 0.9))}
             pairs = {**table, "dpo": {"beta": 0.2}, "data": {"format": "preferences", "train": [{"path": "nowhere"}]}}
-            return pairs if draw.random() < 0.2 and is_legal(pairs) else table
+            table = pairs if draw.random() < 0.2 and is_legal(pairs) else table
+            if "precision" not in table["training"] and draw.random() < 0.25:
+                lower = {**table, "training": table["training"] | draw.choice(PRECISIONS)}
+                return lower if is_legal(lower) else table
+            return table
 
 
 def run_of(table: Table, folder: Path) -> RunConfig:
