@@ -104,7 +104,7 @@ class MeasuredRow(BaseModel):
     capacity_factor: Size | None = None
     """An expert takes at most this many times its equal share of the tokens. Default: no limit."""
     vocab: Count | None = None
-    """Rows of the vocabulary. Default: GPT-2's, 51,200."""
+    """Size of the vocabulary, with padding. Default: GPT-2's, 51,200."""
 
     seq_len: Count | None = None
     """Tokens of a sequence."""
