@@ -76,4 +76,4 @@ class MasksConfig(Strict):
     responses: ResponsesConfig = ResponsesConfig()
     """Training on responses only, described below."""
     functions: list[str] = Field([])
-    """Your own masks as 'module:function'. Each maps sequences to true for tokens to keep."""
+    """Your own masks as 'module:function'. Each function gets sequences and returns true for every token to keep."""
