@@ -100,9 +100,8 @@ class OverlapConfig(Strict):
     """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
     more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) that are in one node: the node's GPUs /
-    (x·y). Above 1, collectives run in two levels, inside nodes and across nodes, instead of in one ring over all
-    ranks."""
+    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: the node's GPUs / (x·y). Above
+    1, collectives run in two levels, inside and across nodes, instead of in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
