@@ -23,8 +23,8 @@ class DataConfig(Strict):
     dataset)."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """text is plain text. sft is conversations from `fourfold prepare --format sft`: whole conversations share a
-    sequence without attending to each other (mask_documents), and only answers are trained. preferences is pairs of
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: whole conversations share a
+    sequence without attending to each other (mask_documents), and only answers are trained. `preferences` is pairs of
     answers from `fourfold prepare --format preferences`, for [dpo]."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])

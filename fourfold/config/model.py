@@ -68,7 +68,7 @@ class ModelConfig(Strict):
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     """Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU (gelu) with two."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
-    """Approximation of GELU in geglu and gelu. none computes it exactly, with the error function."""
+    """Approximation of GELU in geglu and gelu. `none` computes it exactly, with the error function."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention and MLP."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -80,7 +80,7 @@ class ModelConfig(Strict):
     parallel_residual: bool = False
     """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
-    """rope rotates queries and keys. learned adds a row of a table to the embedding."""
+    """`rope` rotates queries and keys. `learned` adds a row of a table to the embedding."""
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)

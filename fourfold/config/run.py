@@ -59,7 +59,7 @@ class ParallelConfig(Strict):
     """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto
+    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). `auto`
     uses ulysses if the heads can be divided evenly, and otherwise ring."""
     schedule: Schedule = "1F1B"
     """Order of the micro-batches in the pipeline, by torch's schedule names."""
@@ -123,14 +123,14 @@ class TrainingConfig(Strict):
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
-    """Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine tune-matmul` found faster
-    on this machine. measured also measures missing sizes at the start."""
+    """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
+    on this machine. `measured` also measures missing sizes at the start."""
     compile: bool = False
     """Compile each block with torch.compile."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses GPUs if the machine has any."""
+    """`auto` uses GPUs if the machine has any."""
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -167,7 +167,7 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. wsd lowers it only in the last `decay_ratio` of the run."""
+    """How the learning rate falls after the warm-up. `wsd` lowers it only in the last `decay_ratio` of the run."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: fraction of the steps in which the rate decays."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -184,7 +184,7 @@ class CheckpointConfig(Strict):
     keep_every: int = Field(0, ge=0)
     """Keep every n-th step's checkpoint forever. 0 disables this."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async continues training while a checkpoint is written."""
+    """`async` continues training while a checkpoint is written."""
     on_failed_save: Literal["warn", "stop"] = "warn"
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If it is the run's last checkpoint, the run always ends with an error."""
