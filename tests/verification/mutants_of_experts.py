@@ -178,7 +178,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "rows that come back are in the order of the experts of all ranks",
+        "rows come back from the experts in the wrong order",
         "parallel.experts.dispatch:Dispatch.from_experts",
         "_permuted(rows_Nh, traffic.inverse_N, traffic.order_N)",
         "_permuted(rows_Nh, traffic.order_N, traffic.inverse_N)",
