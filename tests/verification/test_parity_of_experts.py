@@ -44,7 +44,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
             MIXTURE | {"num_experts": 6},
             {"dp": 3, "z": 2, "ep": 3},
             {"training": {"global_batch_size": 12}},
-            "ep = 3 and z = 2 must divide each other",
+            "ep = 3 must divide z = 2 or be a multiple of it",
         ),
         (MIXTURE, {"x": 2}, {"overlap": {"batch_parts": 2}}, "overlap.batch_parts = 2 is for dense models"),
         (
