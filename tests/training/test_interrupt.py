@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from patience import PATIENCE, wait_until
+from python_start import run_at_start
 from tiny_corpus import run_file
 from train_processes import (
     FOURFOLD,
@@ -68,7 +69,6 @@ def update(job, step, grad_norm):
 
 Job.update = update
 """
-"""Imported by every Python process that finds it under the name of sitecustomize."""
 
 
 @pytest.mark.slow
@@ -76,10 +76,8 @@ Job.update = update
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
     """In the middle of a step, which is not finished."""
     path = endless(tmp_path, prefix, checkpoint__interval=2, **parallel)
-    (tmp_path / "sitecustomize.py").write_text(STAY_IN_STEP_4)
     in_step_4 = tmp_path / "in step 4"
-    python_path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    process = start(path, environ={"PYTHONPATH": python_path, "IN_STEP_4": str(in_step_4)})
+    process = start(path, environ=run_at_start(tmp_path, STAY_IN_STEP_4) | {"IN_STEP_4": str(in_step_4)})
     wait_until(in_step_4.exists, process)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None

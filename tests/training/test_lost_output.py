@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import exit_code
+from python_start import run_at_start
 from tiny_corpus import run_file
 from train_processes import FOURFOLD, steps_of
 
@@ -36,8 +37,7 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     path = run_file(tmp_path, prefix, parallel__x=processes, metrics__log_interval=1)
     # A warning that each process prints at its start stays in the buffer of standard error.
     warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
-    (tmp_path / "sitecustomize.py").write_text(warning)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", run_at_start(tmp_path, warning)["PYTHONPATH"])
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
     # The fork server outlives this test. If this job started the server, all later tests would fork from a process
     # whose output nobody reads.

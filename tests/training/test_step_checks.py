@@ -29,6 +29,7 @@ from poisoned_runs import (
     train_without,
 )
 from pool import Pool
+from python_start import run_at_start
 from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
@@ -296,19 +297,16 @@ def mean_of_poisoned(job, losses, kept):
 
 Job.mean_loss = mean_of_poisoned
 """
-"""Imported by every Python process that finds it under the name of sitecustomize."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "code"), [("stop", 2), ("skip", 0), ("roll_back", 0)])
 def test_local_workers_say_it_once(tmp_path: Path, prefix: str, policy: str, code: int) -> None:
     path = run_file(tmp_path, prefix, parallel__x=2, checkpoint__interval=2, checks__non_finite=policy)
-    (tmp_path / "sitecustomize.py").write_text(POISON)
-    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     program = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "train", str(path)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=os.environ | run_at_start(tmp_path, POISON) | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from patience import wait_until
+from python_start import run_at_start
 from tiny_corpus import run_file
 
 FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
@@ -32,8 +33,7 @@ sys.meta_path.insert(0, Finder())
 
 def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
     """The environment for running ``change(module)``, given as text, on a module of all processes."""
-    (folder / "sitecustomize.py").write_text(WHEN_IMPORTED.format(module=module) + change)
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return run_at_start(folder, WHEN_IMPORTED.format(module=module) + change)
 
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
