@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,6 +44,23 @@ def test_a_copy_is_the_same_matrix_in_another_order(how: Copy, width: int) -> No
         if "padded" in how:
             assert max(copy.stride()) * 4 // PADDED_TO % 2 == 1
             assert max(copy.stride()) * 4 % PADDED_TO == 0
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """torch fills memory that nobody has initialized with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("how", get_args(Copy))
+def test_the_padding_of_a_copy_holds_numbers(how: Copy) -> None:
+    """oneDNN's kernels for AMX multiply it by zero if the number of columns is odd."""
+    assert torch.empty(1).isnan()
+    copy = copied(torch.randn(32, 33), how)
+    assert not copy.as_strided((copy.untyped_storage().nbytes() // 4,), (1,)).isnan().any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -181,8 +181,8 @@ TUNED_PRODUCTS = [
     Mutant(
         "the columns of a padded copy are off by one",
         "parallel.tensor.matmul_layouts:copied",
-        "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)",
-        "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
+        "padded[:, : rows.shape[1]].copy_(rows)",
+        "padded[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
         grid=Y2,
         sections=TUNED,
     ),
