@@ -103,7 +103,7 @@ class Comparison:
             self._compare_averages("resumed", job)
         except WriteFailed:
             raise
-        except UserError as refusal:  # A fault that shows already may leave the trainer nothing to learn.
+        except UserError as refusal:  # If parity has already found a fault, that fault may have stopped the trainer.
             if decided_by_rank_0(self._is_within_limit):
                 raise
             self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])

@@ -81,7 +81,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     weights = gather(job.shards, [shard.local for shard in job.shards])
     exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
-    squares = torch.zeros(2, 2)  # Sums of squares for one process and for the grid, of gradients and of weights.
+    squares = torch.zeros(2, 2)  # Summed squared errors. Rows: one process, the grid. Columns: gradients, weights.
     for step in range(STEPS):
         if job.loss_scale is not None:
             if step == 1:

@@ -100,7 +100,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # The variable is typed as Any, because FSDP2 stores sums in another dtype than the weight's.
+                # None allows gradients of any dtype. FSDP2's gradient sums can have another dtype than the weight.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:

@@ -161,7 +161,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # The gradients before the activation are of the same size.
+    activation = mlp_made_again(work)  # The gradients of the activation's inputs are as large.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
@@ -172,7 +172,8 @@ def attention_backward(work: Workload) -> Number:
     The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
     """
     model, p = work.model, tensor_bytes(work)
-    # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
+    # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
+    # that pass by.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)

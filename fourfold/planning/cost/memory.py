@@ -301,7 +301,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # A single layout can have any number of blocks on each rank.
+    if layout.layers_per_stage is not None:  # The user chose the numbers of blocks, so any rank can be the fullest.
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
