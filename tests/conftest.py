@@ -27,7 +27,7 @@ from fourfold.launch import worker_processes
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
+gc.disable()  # Garbage collections take a fifth of the time to import the tests, and find nothing.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sample tests and write results if options say so. Hide GPUs from all tests except those that ``-m gpu``
     selects."""
     if not wants_gpus(config.getoption("markexpr")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one, and worker processes inherit it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU. Worker processes inherit it.
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
@@ -131,7 +131,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
-@pytest.fixture(scope="module")  # its event loop is in the way of asyncio's own
+@pytest.fixture(scope="module")  # its event loop would disturb other modules that use asyncio
 def browser() -> Iterator[Browser]:
     """A headless Chromium. Skip the test if there is none."""
     with chromium() as started:

@@ -32,8 +32,8 @@ def pretend() -> None:
     torch._C._ensureCUDADeviceGuardSet()  # enough for a torch with CUDA on a machine without a GPU
     if torch.version.cuda is not None:
         return
-    # A torch without CUDA has no guard to replace, and says that it has no accelerator. Give it a guard that counts no
-    # device, so that torch replaces it with its own guard, which does nothing.
+    # A torch without CUDA has no device guard to replace, and reports that there is no accelerator. Give it a guard
+    # that counts no devices. torch then replaces this guard with its own, which does nothing.
     libraries = Path(torch.__file__).parent / "lib"
     guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
     nothing = TABLE(*[_function(0)] * len(TABLE()))
@@ -140,7 +140,7 @@ class HostWaits(TorchDispatchMode):
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self._pinned.add(tensor.untyped_storage()._cdata)
-        _KEPT.append(tensor.untyped_storage())  # no other storage gets its address
+        _KEPT.append(tensor.untyped_storage())  # keep it alive, so that no other storage gets its address
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:

@@ -37,5 +37,5 @@ def _as_if_spawned(
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
-    torch.set_num_threads(1)  # torch is here already, and does not read the environment again
+    torch.set_num_threads(1)  # torch has been imported, and does not read OMP_NUM_THREADS again
     target(*args)

@@ -97,7 +97,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
             process.start()
-            theirs.close()  # so that the worker's death ends the pipe
+            theirs.close()  # so that the pipe closes when the worker dies
             self._processes.append(process)
             self._pipes.append(ours)
 
@@ -158,7 +158,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     """The worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # what is imported stays: a collection after every run need not search it
+    gc.freeze()  # Imported modules stay, so a collection after every run need not search them.
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_gloo_local()
@@ -175,8 +175,8 @@ def _answer(rank: int, task: Task) -> bytes:
     import torch
     import torch.distributed as dist
 
-    _leave_group()  # of the run before, and not at its end: a peer may have needed it longer
-    sys.path[:] = task.path  # where pytest found the module of the body
+    _leave_group()  # The last run's group. At the end of that run, a peer may still have needed it.
+    sys.path[:] = task.path  # as pytest had it when it found the module of the body
     try:
         dist.init_process_group(
             "gloo",
@@ -185,12 +185,12 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        # A rank that fails at once would leave while its peers still connect to it, and they could never connect again.
+        # Wait until all ranks have connected. A rank that fails at once would leave while peers still connect to it.
         dist.barrier()
         torch.manual_seed(0)
         body, args = pickle.loads(task.call)
         return pickle.dumps(Answer(body(rank, task.world_size, *args)))
-    except BaseException as error:  # pytest's own failures are no Exceptions
+    except BaseException as error:  # pytest's failures do not derive from Exception
         now = time.monotonic()
         answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
     # Peers that wait for this rank learn of its failure when its connections close.
@@ -204,8 +204,8 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Cycles and DTensor's cache hold groups, whose threads wake up a hundred times a second: hundreds of them would
-        # fill the cores.
+        # Reference cycles and DTensor's cache keep groups alive. A group's threads wake up a hundred times a second, so
+        # hundreds of groups would keep the cores busy.
         _clear_sharding_prop_cache()
         gc.collect()
 

@@ -106,7 +106,7 @@ class AsksForMeta(TorchFunctionMode):
     ) -> Any:
         device = (kwargs or {}).get("device")
         if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # as torch does, but not with a driver
+            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # torch's result, but without a driver
         before = self.asks
         self.asks = before or any(map(_is_meta, tree_leaves((args, kwargs))))
         try:
@@ -136,7 +136,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
-        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's messages of failures name it
+        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's error messages include it
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "Event", Event),

@@ -37,7 +37,7 @@ BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("bench
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],
     "train_cpu": ["--only", "b"],
-    "loki_decode": ["--kernels", "torch"],  # all further benchmarks compile for seconds
+    "loki_decode": ["--kernels", "torch"],  # compiling other kernels takes seconds
 }
 SLOW = {
     "kernels",
@@ -62,7 +62,7 @@ SLOW = {
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # as some set it: it must not stay for other tests
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # some benchmarks set it, and monkeypatch restores it
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
     assert output.strip() and "nan" not in output

@@ -49,7 +49,7 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
         "sample.txt",
         "summary.json",
     ]
-    # Once more: it is done. And the page can be made again.
+    # The same command again does nothing, because the run is done. Its page can be made again.
     code, output, errors = cli("train", run_dir / "run.toml")
     assert (code, errors) == (0, "")
     (run_dir / "report.html").unlink()

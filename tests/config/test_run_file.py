@@ -85,7 +85,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         ({"model": {"seq_length": 1}}, "model.seq_length", "did you mean 'training.seq_length'?"),
         ({"train_steps": 1}, "train_steps", "did you mean 'training.train_steps'?"),
         ({"training": {"zero": 1}}, "training.zero", "did you mean 'parallel.zero'?"),
-        # Nothing near.
+        # No key has a similar spelling.
         ({"qqq": 1}, "qqq", "there are name, output_dir, model, data"),
         ({"checkpoint": {"qqq": 1}}, "checkpoint.qqq", "there are interval, save_last"),
     ],

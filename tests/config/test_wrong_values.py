@@ -69,7 +69,7 @@ def suggestions(sentence: str) -> list[Any]:
     return [parse_toml(f"value = {choice}")["value"] for choice in choices] or re.findall(r"[\w-]+", wanted)
 
 
-ALL = [path for path in every_key(RunConfig) if path != ("model", "from_hf")]  # which asks the Hub
+ALL = [path for path in every_key(RunConfig) if path != ("model", "from_hf")]  # from_hf would ask the Hub
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: ".".join(map(str, path)))
@@ -78,7 +78,7 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
     for wrong in WRONG:
         sentence = refusal(changed(SECTIONS, path, wrong))
         if sentence is None or "unknown key" in sentence or f"{key} = " not in sentence.partition(": must be ")[0]:
-            continue  # it is a right value, or one that contradicts another key
+            continue  # the value is valid, or it contradicts another key
         refused += 1
         assert "\n" not in sentence and "nput should" not in sentence, sentence
         assert re.search(f"{key} = ({re.escape(shown(wrong))}|1e.30)", sentence), sentence

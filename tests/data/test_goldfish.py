@@ -99,8 +99,8 @@ def test_random_masks_differ_for_every_sample_and_epoch(text: np.ndarray) -> Non
     other_seed = ~Goldfish(GoldfishConfig(strategy="random", seed=1))(windows_of(text))
     assert (one == again).all()
     for other in (next_epoch, other_seed, one[::-1]):
-        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # as independent masks overlap
-    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no sample has its neighbor's mask, moved
+        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # independent masks overlap this much
+    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no mask is the neighbor's, shifted by one
 
 
 def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndarray) -> None:
@@ -157,7 +157,7 @@ def test_special_tokens_and_the_first_steps_are_kept(text: np.ndarray) -> None:
     others = ~np.isin(text[:, 1:], [*exempt, text[1, 500]])
     assert (~kept[others] == plain[others]).all()
     late = build_goldfish_mask(GoldfishConfig(strategy="hash", k=2, start_step=2), (), 2000, 3)
-    assert late(windows_of(text))[:6].all()  # samples 0 to 5 are those of steps 0 and 1
+    assert late(windows_of(text))[:6].all()  # steps 0 and 1 have samples 0 to 5
     assert (~late(windows_of(text))[6:] == plain[6:]).all()
 
 

@@ -85,7 +85,7 @@ def test_streamed_windows_equal_the_corpus_on_disk(in_order: TokenWindows) -> No
         changes = np.flatnonzero(np.diff(windows.documents[window])) + 1
         assert changes.tolist() == starts
     assert (windows.documents[:, 0] == 0).all()
-    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # before the first token is nothing
+    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # nothing precedes the first token
 
 
 def test_a_stream_resumes_exactly_from_every_position() -> None:
@@ -138,7 +138,7 @@ def test_reading_the_beginning_again_keeps_all_positions() -> None:
     given = again.streams[0].given
     assert (again.read(np.arange(40, 48)).stream == expected.stream).all()
     assert again.positions(12, range(44, 48)) == whole.positions(12, range(44, 48))
-    assert again.streams[0].given - given < 60  # not from the beginning
+    assert again.streams[0].given - given < 60  # the stream did not start over
     whole.close()
     again.close()
 
@@ -196,7 +196,7 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
         documents = [document for file in files for document in of_file[file]]
         tokens = np.concatenate(in_blocks(documents, shuffled) if shuffled else documents)
         own = ledger[stream::streams]
-        assert len(own) * S < len(tokens)  # not a second time
+        assert len(own) * S < len(tokens)  # no document is read twice
         for window, row in enumerate(own):
             assert row == tokens[window * S : window * S + S + 1].tolist()
     assert len(ledger) == 200 * batch
@@ -310,7 +310,7 @@ def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.Mon
 
     def wait(number: int) -> None:
         nonlocal now, is_dead
-        if number in (0, 8):  # until the reader waits, and has asked whether the source is dead
+        if number in (0, 8):  # wait until the reader has asked whether the source is dead
             before = looks
             wait_until(lambda: looks > before)
         now += 0.4

@@ -212,7 +212,7 @@ def test_the_run_files_in_the_pages_load() -> None:
         if block.language == "toml":
             table = tomllib.loads(block.text)
             if "from_hf" in table.get("model", {}):
-                continue  # the commands of its page make the model
+                continue  # a command on the page makes this model first
             if "training" in table:
                 make_run(table)
             else:

@@ -68,7 +68,7 @@ def test_the_tables_of_a_block_and_of_the_head_say_what_the_trace_counts(
     }
 
 
-# Norms are left out of W: wide enough that they round away, and that everything divides.
+# The formulas' W does not count norms. This model is so wide that norms vanish in rounding, and all sizes divide.
 WIDE = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 
 

@@ -21,7 +21,7 @@ from fourfold.memorization.goldfish_laws import exact_match_law
 DOCS = REPOSITORY / "docs"
 sys.path.append(str(DOCS))
 
-import mask_gaps  # noqa: E402 (the folder of its scripts is on the path from here on)
+import mask_gaps  # noqa: E402 (found through the path added above)
 import reproduction  # noqa: E402
 
 
@@ -48,7 +48,7 @@ def check_options(words: list[str]) -> None:
     """Check that the command exists and has the named options, leaving out what they need."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
-        name = words[0] if words and words[0] in command.commands else "layout"  # as `fourfold plan` has it
+        name = words[0] if words and words[0] in command.commands else "layout"  # `fourfold plan` means `plan layout`
         command, words = command.commands[name], words[words[:1] == [name] :]
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= options, words
@@ -64,7 +64,7 @@ def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> 
         strategy: mask_gaps.counts(windows, ~Goldfish(GoldfishConfig(strategy=strategy, k=k, h=h))(windows), k)
         for strategy in ("hash", "hash-table")
     }
-    # The first h tokens of a document of 1,000 are always kept.
+    # The first h tokens of a document of 1,000 tokens are always kept.
     assert found["hash"]["drop_rate"] * k == pytest.approx(1 - h / 1000, rel=0.05)
     law = exact_match_law(k, 50)
     assert found["hash"]["without_gap"]["50"] == pytest.approx(law, rel=0.15, abs=0.002)
@@ -77,4 +77,4 @@ def test_a_passage_ends_with_its_document() -> None:
     dropped = np.array([[False, False, True, False, False, False]])
     documents = np.array([[0, 0, 0, 0, 1, 1]])
     counted = mask_gaps.without_gap(dropped, dropped.cumsum(axis=1), documents, 2)
-    assert counted == pytest.approx(2 / 4)  # places 0-1 and 4-5 of 0-1, 1-2, 2-3, 4-5
+    assert counted == pytest.approx(2 / 4)  # of the spans 0-1, 1-2, 2-3, 4-5, the first and the last

@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
-import second_axis  # noqa: E402 (the folder of its scripts is on the path from here on)
+import second_axis  # noqa: E402 (found through the path added above)
 
 
 @pytest.mark.fast_cases(2)

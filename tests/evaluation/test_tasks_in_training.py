@@ -129,7 +129,7 @@ def task_of_each(rank: int, world_size: int, folders: list[Path]) -> str:
     model = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=64)
     with pytest.raises(TaskFailed, match="task tiny_choice: lm-eval failed in it") as failure:
         model.run_task("tiny_choice", folders[rank] / "tasks", limit=4)
-    model.run_task("tiny_choice", folders[0] / "tasks", limit=4)  # and the processes are still in step
+    model.run_task("tiny_choice", folders[0] / "tasks", limit=4)  # the processes are still in step
     return str(failure.value).partition("(")[2].partition(":")[0]
 
 

@@ -96,7 +96,7 @@ class Sweep:
         folder, is_tied = self.folder, (model.config.tie_word_embeddings, self.config.tie_word_embeddings)
         try:
             model.load_state_dict(self.weights if is_tied[0] == is_tied[1] else {})
-        except RuntimeError:  # other shapes
+        except RuntimeError:  # the shapes differ
             perturb(model)
             folder = self.new_weights
         with torch.no_grad():
@@ -121,7 +121,7 @@ def _tried(compute: Callable[[], Any]) -> Any:
     """Return what transformers computes with a changed configuration, or None if it raises, with whatever error."""
     try:
         return compute()
-    except Exception:  # nothing narrower holds for all keys
+    except Exception:  # a wrong key can cause any exception
         return None
 
 

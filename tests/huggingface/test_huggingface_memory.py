@@ -94,7 +94,7 @@ def test_loading_needs_a_process_its_own_part_and_little_more(
         print(
             f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
         )
-        # The resident size has pages that the allocator keeps. The whole model is four times a process's own part.
+        # The resident size includes freed pages that the allocator keeps. The whole model would be 4 × own.
         assert added <= own + 3 * largest
 
 

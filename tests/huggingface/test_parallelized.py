@@ -262,7 +262,7 @@ def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) 
         found.append(model(tokens).logits)
         model.fill_from(folder / "doubled")
         found.append(model(tokens).logits)
-    model(tokens)  # gathers for a backward that never comes
+    model(tokens)  # gathers weights for a backward that never runs
     model.fill(original)
     with torch.no_grad():
         found.append(model(tokens).logits)

@@ -93,7 +93,7 @@ def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
     """Their gradients would be shares: the plan of Qwen3 names its head norms, and a Llama's need none."""
     assert pool.run(2, unnamed_norm_body)[0].startswith("model.layers.0.self_attn.q_norm (Qwen3RMSNorm")
     assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
-    # The refusal is of what is wrong: computed so, exactly these gradients are.
+    # The refusal is right: with this plan, exactly these gradients would be wrong.
     gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
     wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
     assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"

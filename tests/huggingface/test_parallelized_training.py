@@ -49,7 +49,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(4, 200, (8, 16), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[row % 4]]) for row in range(8)])
     labels = tokens.clone()
-    labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is nobody's next token.
+    labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is never a target.
     for row in range(8):
         labels[row, 1 : 2 * ((row + step) % 7)] = -100
     labels[step] = -100  # a sequence without a label
@@ -57,7 +57,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # A smaller eps would turn the rounding of nearly zero gradients into whole steps.
+    # With a smaller eps, rounding errors in near-zero gradients would become updates of full size.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 

@@ -118,7 +118,7 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
     assert len(seen) == 10 * 2
     for out, expected in seen:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # it was sparse
+    assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # attention was sparse
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_copy_is_the_same_matrix_in_another_order(how: Copy, width: int) -> No
         copy = copied(given, how)
         assert torch.equal(copy, matrix)
         assert (copy.data_ptr() == given.data_ptr()) == (how == "none")
-        if width == 1:  # of a single column either order is both
+        if width == 1:  # a single column is stored in both orders at once
             continue
         assert (copy.stride(1) == 1) == ((given.stride(1) == 1) == ("turned" not in how))
         if "padded" in how:

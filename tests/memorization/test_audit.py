@@ -171,13 +171,13 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
     assert {"exact_match", "token_agreement", "loss", "loss_kept", "loss_dropped"} <= lines[0]["by_count"]["60"].keys()
     assert lines[1]["by_count"]["60"]["loss"] != lines[0]["by_count"]["60"]["loss"]
     assert "Canaries repeated exactly" in (path.parent / "report.html").read_text()
-    # On two processes, and again from step 5 on: line 6 is written anew, and says the same.
+    # Resume from step 5 on two processes. The line of step 6 is written again, with the same figures.
     again = ["--set", "training.train_steps=6", "--set", f"checkpoint.resume={path.parent / 'checkpoints' / 'step_5'}"]
     assert cli(*arguments, *again, "--set", "parallel.z=2", "--set", "training.micro_batch_size=4")[0] == 0
     repeated = [json.loads(row) for row in path.read_text().splitlines()]
     assert [row["step"] for row in repeated] == [4, 6]
     assert close(repeated[1], lines[1])
-    # The last checkpoint, audited after the fact.
+    # An audit of the last checkpoint after training finds the same.
     _, output, _ = cli(*audit_of_run(trained, "watched"), "--suffix", 20, "--prefix", 20, "--json")
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
 
@@ -188,7 +188,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
     assert found["generation"]["agrees_with_one_pass"] == 1
     assert found["loss"]["mean"] != record["loss"]["mean"]
     assert found["by_position"][-1]["to"] == record["by_position"][-1]["to"] == 39
-    # Tokens before a document are no part of it: the mask is replayed as without them.
+    # Tokens before a document do not belong to it, so the replayed mask stays the same.
     assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
     with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
         pool.run(1, on_grid, request_of(trained, offset=45))
@@ -260,7 +260,7 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
     record = json.loads(output)
     assert (record["documents"], record["control"]["documents"]) == (12, 28)
     assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
-    assert record["truncated_documents"] > 0  # texts of more than the 65 tokens of the context
+    assert record["truncated_documents"] > 0  # some texts are longer than the context, 65 tokens
     assert any("cut to the model's context" in warning for warning in record["warnings"])
     assert record["copied_documents"] == 0
     copied = (tmp_path / "members.jsonl").read_text() * 2

@@ -73,7 +73,7 @@ def test_true_positives_at_few_false_ones() -> None:
     assert true_positive_rate(np.array([98.5, 99.5, 1.0, 200.0]), controls, 100) == 0.75
     assert true_positive_rate(np.array([99.5]), controls, 1000) is None
     assert true_positive_rate(np.array([1.0]), np.zeros(99), 100) is None
-    # 29 of 2,900, though 2900 * 0.01 is a little less.
+    # 1 % of 2,900 is 29, although 2900 * 0.01 is slightly less in floating point.
     assert true_positive_rate(np.array([2870.5, 2870.0]), np.arange(2900.0), 100) == 0.5
 
 
@@ -180,7 +180,7 @@ def test_membership_scores() -> None:
     reference = TokenScores(np.arange(11), np.full(10, -1.0), *(np.zeros(10) for _ in range(4)))
     found = membership_scores(scores, "abc", reference)
     assert found["loss"] == -4.5
-    assert found["min_k"] == -8.5  # of the lowest two of ten
+    assert found["min_k"] == -8.5  # the mean of the lowest two of ten
     assert found["min_k_plus_plus"] == (-8.5 + 2) / 2
     assert found["zlib"] == pytest.approx(-4.5 / 11)
     assert found["reference"] == -3.5
@@ -223,7 +223,7 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
     assert guard["differs"]
     assert guard["auc"] > 0.95
     assert bag_of_words_guard(alike[:9], alike) is None
-    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # a copy is no evidence
+    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # copies count once
     assert copies == bag_of_words_guard(alike[:13], alike[100:114])
 
 
@@ -247,7 +247,7 @@ def members(count: int, length: int, noise: float = 0.0) -> list[AuditDocument]:
 
 @pytest.mark.slow
 def test_the_near_duplicate_law_is_what_happens() -> None:
-    table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h
+    table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h hashed tokens
     for noise, h, k, options in (
         (0.05, 13, 4, {}), (0.05, 4, 4, {}), (0.01, 50, 3, {}), (0.05, 2, 4, table), (0.05, 4, 4, table),
         (0.05, 4, 4, table | {"include_target": False}),

@@ -93,7 +93,7 @@ def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(keys: dict[
 
 def test_capacity_takes_the_first_tokens_of_each_sequence() -> None:
     experts_BSK = torch.tensor([[[0, 1], [0, 2], [0, 1], [2, 0]], [[0, 1], [1, 0], [2, 1], [2, 1]]])
-    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33: two rows
+    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33, so two rows
     assert capacity(0.5, torch.tensor([4]), 2, 3).tolist() == [2]
     assert kept.int().tolist() == [
         [[1, 1], [1, 1], [0, 1], [1, 0]],

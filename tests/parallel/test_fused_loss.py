@@ -95,7 +95,7 @@ def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | No
 def test_parity_holds_with_the_fused_loss(
     pool: Pool, model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any], tmp_path: Path
 ) -> None:
-    small = {"global_batch_size": 2, "micro_batch_size": 2, "seq_length": 16}  # the interpreter takes its time
+    small = {"global_batch_size": 2, "micro_batch_size": 2, "seq_length": 16}  # Triton's interpreter is slow
     run = tiny_run(model, grid, training=small, output_dir=str(tmp_path), **sections)
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
     assert report.ok, report.record()

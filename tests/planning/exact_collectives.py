@@ -36,7 +36,7 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
-    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
+    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that split tokens share one attention call
     for stage in stages:
         of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
         dense, rest = stage.parts()
@@ -101,7 +101,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
-        # Nothing that is recomputed reads them but a norm, and the gate of a shared expert.
+        # In a recomputed block, only an output norm and the gate of a shared expert read these outputs.
         yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)

@@ -7,7 +7,7 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
     """Return (chunk, micro-batch, backward) in the order of a rank's operations, as in torch's lists."""
-    # Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one.
+    # An interleaved schedule runs ``at_once`` micro-batches through a chunk before it turns to the next chunk.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:

@@ -87,12 +87,12 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
     order = [False, True] * steps
     if grid.pp > 1 and not splits_backward(grid):
         order = directions(grid.schedule, stage.number, grid.pp, steps, stages_per_rank(grid))
-    if grid.zero in (1, 2) and grid.z == 1:  # whole from the first forward until the step ends
+    if grid.zero in (1, 2) and grid.z == 1:  # gathered once, for the whole step
         return _Gathers((1, 0), (1, 0), (1, 0))
-    last = (steps, 0)  # whole from a forward of the head to its backward
+    last = (steps, 0)  # the head stays gathered from its forward to its backward
     if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
         return _Gathers((2 * steps, 0), last, (steps, 0))
-    # A forward leaves z shards, and the next use gathers from them. A backward leaves none.
+    # A forward keeps the shards of z, and the next use gathers from these shards. A backward keeps none.
     blocks, tables = [0, 0], [0, 0]
     for i, backward in enumerate(order):
         from_z = i > 0 and not order[i - 1]

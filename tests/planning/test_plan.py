@@ -298,7 +298,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
         assert 0.6 < figure.as_run_pflops / figure.published < 1.5, record
     curve = weak_scaling(shipped())
     assert curve[0]["efficiency"] == 1
-    efficiencies = [r["efficiency"] for r in curve]  # of larger models on more GPUs: each has losses of its own
+    efficiencies = [r["efficiency"] for r in curve]  # every number of GPUs has its own, larger model
     assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
 

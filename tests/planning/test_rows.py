@@ -91,7 +91,7 @@ def test_what_deepspeed_keeps() -> None:
     assert (fp16.layout.zero, fp16.step.reduce_bytes, fp16.program.gradient_copy) == (0, 2, True)
     for work in (bf16, fp16):
         kept, alone = (held(work.but(stage_keeps=more), "activations") for more in (work.program.stage_keeps, 0))
-        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight, residuals, bytes of one
+        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight × residuals × bytes of a residual
 
 
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
@@ -138,8 +138,9 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # For all tokens but as many as the hidden size, there are gate, up, silu(gate), their product, and two gradients.
-    # With tiles, attention's backward is the peak. It needs less than one of them more than a tile's backward.
+    # Without tiles, the MLP's backward holds six tensors for all tokens: gate, up, silu(gate), their product, and two
+    # gradients. A tile holds them only for as many tokens as the hidden size. With tiles, the peak is in attention's
+    # backward, which exceeds a tile's backward by less than one of the six tensors.
     assert 5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)

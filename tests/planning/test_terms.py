@@ -133,7 +133,7 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     end = max(rank[-1].end for rank in timeline(ran, grid, backward))
     number = SCHEDULES.index(schedule)
     told = bubble_seconds(number, pp, chunks, micro_batches, 1.0, backward / 2, backward / 2)
-    # Torch's lists are made for halves of a backward that take as long as a forward.
+    # torch's schedules assume that each half of a backward takes as long as a forward.
     exact = backward == 2 or schedule not in SPLIT_BACKWARD
     step = micro_batches * (1 + backward) + float(told)
     assert step == pytest.approx(end, rel=1e-6 if exact and schedule != "ZBVZeroBubble" else 0.03)
@@ -280,7 +280,7 @@ def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: i
         of_ranks.append(sum(scores) / tokens)
     work = workload_of_model(ModelConfig(**PRESETS["gpt2"], sliding_window=window))
     found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq_length=256))
-    if window == 256:  # a causal kernel for the rank's own
+    if window == 256:  # a causal kernel computes the rank's own block
         assert found == 128
     else:
         assert found == pytest.approx(max(of_ranks), rel=0.26)

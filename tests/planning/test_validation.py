@@ -30,7 +30,7 @@ from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
-import planner_validation as page_maker  # noqa: E402 (the folder of its scripts is on the path from here on)
+import planner_validation as page_maker  # noqa: E402 (found through the path added above)
 from validation_page.error_intervals import KINDS, coverage, interval_of, order_factor  # noqa: E402
 from validation_page.every_row import every_row_section  # noqa: E402
 from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
@@ -120,7 +120,7 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
     assert low == pytest.approx(0.9) and 1.1 < high <= 2.0
     assert interval_of(many)[1] == pytest.approx(1.1)
     shares = coverage(many + one)
-    assert shares == {"a": 0.5, "b": 0.5}  # 1.1 is in 1 to 2, and 1.0 in 0.9 to 1.1
+    assert shares == {"a": 0.5, "b": 0.5}  # a is judged by b's range, 1 to 2, and b by a's, 0.9 to 1.1
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
     alike, apart = sweep("a", [1.5] * 11), sweep("b", [1.0] * 6 + [1.2] * 2 + [0.5, 0.5, 0.5])
     assert order_factor(alike) == pytest.approx(1.0)
     assert order_factor(apart) == pytest.approx(2.0)
-    # Other sources weigh as much, however many rows they have, and one with few rows does not count.
+    # Every source has the same weight, regardless of its number of rows. A source with few rows does not count.
     others = [s for source in ("c", "d", "e") for s in sweep(source, [1.5] * 31)]
     assert 1.2 <= order_factor(others + apart) < 1.3
     assert order_factor(alike + sweep("f", [1.0, 3.0])) == pytest.approx(1.0)

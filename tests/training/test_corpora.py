@@ -276,7 +276,7 @@ def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
         assert 0.1 < dropped.mean() < 0.4
         assert not (dropped & (before == 256)).any()  # the end of a document is always trained
         for one, other in zip(masked.train.step(step), plain.train.step(step), strict=True):
-            assert (one.tokens == other.tokens).all()  # the model still reads what it is not trained on
+            assert (one.tokens == other.tokens).all()  # the model still reads masked tokens
         labels, before = (np.concatenate([b.labels for b in c.validation.step(step)]) for c in (masked, plain))
         assert (labels == before).all()
     statistics = masked.goldfish_statistics()

@@ -262,7 +262,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
     process.kill()
     process.communicate(
         timeout=PATIENCE
-    )  # returns when nobody has its output open: the ranks and their watchdogs have ended
+    )  # returns when nobody holds the output open, so all ranks and watchdogs have ended
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
 
 

@@ -60,7 +60,7 @@ def test_a_sliding_layer_counts_the_keys_in_its_window():
     """One of two layers sees at most 8 of 64 keys."""
     full = count_of(64)
     slid = count_of(64, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # as the causal half counts S / 2, not (S + 1) / 2
+    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # a query counts half of its own key
     assert full.forward - slid.forward == pytest.approx(4 * 4 * 3 * (64 / 2 - seen), rel=0.01)
 
 

@@ -121,7 +121,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     if early:
         wait_until(lambda: len(workers_of(process.pid)) == 2, process)
         moment = time.monotonic() + chance.uniform(0, 3)
-        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # a fast start is over sooner
+        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # or the start is over
     else:
         wait_for_steps(path, chance.randint(1, steps - 4), process)
         time.sleep(chance.uniform(0, 0.05))

@@ -84,7 +84,7 @@ def test_the_same_run_again_is_the_same(finished: tuple[RunConfig, Outcome], tmp
     other = make(tmp_path, prefix)
     train(other)
     assert [r["loss"] for r in metrics_of(other)] == [r["loss"] for r in metrics_of(finished[0])]
-    assert checkpoints_of(other) == ["step_8"]  # at the end, with no interval
+    assert checkpoints_of(other) == ["step_8"]  # without an interval, only the last step is saved
     weights, expected = weights_of(other, 8), weights_of(finished[0], 8)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
@@ -191,7 +191,7 @@ def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys:
     output = capsys.readouterr().out
     assert "goldfish mask" in output
     shares = [step["trained_token_share"] for step in metrics_of(run)]
-    assert min(shares[:4]) > 0.95  # no step before the first masked one leaves out more than starts of documents
+    assert min(shares[:4]) > 0.95  # before the mask begins, only first tokens of documents are left out
     assert max(shares[4:]) < 0.9
     assert f"trained: {shares[0]:.1%}" in output
     plain = make(tmp_path, prefix, name="plain")

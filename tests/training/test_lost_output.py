@@ -38,11 +38,11 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
     (tmp_path / "sitecustomize.py").write_text(warning)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
-    # The fork server outlives this test. If this job started the server, all later tests would fork from a process whose
-    # output nobody reads.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # With it, streams have no buffer.
+    # The fork server outlives this test. If this job started the server, all later tests would fork from a process
+    # whose output nobody reads.
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))
-    before = [os.dup(1), os.dup(2)]  # the output of local workers
+    before = [os.dup(1), os.dup(2)]  # local workers inherit these
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(nobody_reads, descriptor)

@@ -88,7 +88,7 @@ def step_with_known_gradients(
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for shard in job.shards:
-        if len(shard.global_shape) == 1:  # a norm of exactly one would hide a decay of biases, which are zero
+        if len(shard.global_shape) == 1:  # biases start at zero, which would hide a wrong decay
             shard.local.fill_(0.7)
     locals_before = [shard.local.clone() for shard in job.shards]
     before = gather_full(job.shards, locals_before)

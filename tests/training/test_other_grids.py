@@ -185,7 +185,7 @@ def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps
         read = [json.loads((tmp_path / f"{stop}-{rank}.json").read_text()) for rank in range(ranks)]
         for step in read[0]:
             assert int(step) not in seen
-            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence have the same
+            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence report the same numbers
             seen[int(step)] = sorted(number for share in shares for number in share)
     batch = run.training.global_batch_size
     assert seen == {step: list(range(step * batch, (step + 1) * batch)) for step in range(steps)}

@@ -49,7 +49,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 
 def test_many_small_updates_arrive_where_rounding_to_nearest_stands_still() -> None:
-    update, steps = 1e-4, 1000  # of 1: far below bfloat16's half step of 0.004
+    update, steps = 1e-4, 1000  # near 1, bfloat16 rounds updates below 0.004 away
     stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     generator = seeded()
     for _ in range(steps):
@@ -173,7 +173,7 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
             stored = {shard.name: shard.local for shard in job.shards}
             for name, working in stage.model.named_parameters():
                 rounded &= working.dtype == torch.bfloat16
-                # The rows that this rank stores itself. Their place in the whole is their part's place.
+                # Compare the rows that this rank stores itself, at their place in the gathered weight.
                 mine = stored[name]
                 rows = slice(rank * len(mine), (rank + 1) * len(mine))
                 rounded &= torch.equal(working.detach()[rows], mine.bfloat16())

@@ -78,7 +78,7 @@ def test_the_run_ends_before_the_weights_move(
     def finish_and_flip(job: Job) -> None:
         finish(job)
         calls[0] += 1
-        if calls[0] == 6:  # the second pass of step 4: 1, 2, 2', 3, 4, 4'
+        if calls[0] == 6:  # steps run as 1, 2, 2', 3, 4, 4', so this is the second pass of step 4
             job.trained[3].grad.view(-1).view(torch.uint8)[0] ^= 1
 
     monkeypatch.setattr(Job, "finish_gradients", finish_and_flip)

@@ -186,7 +186,7 @@ def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
     run = make(tmp_path, prefix, **changes, parallel__x=2, parallel__dp=2, parallel__zero=2)
     outcomes = pool.run(4, train_on_ranks, run)
     assert [outcome.steps for outcome in outcomes] == [8] * 4
-    assert len({outcome.sample for outcome in outcomes}) == 1  # all drew the same
+    assert len({outcome.sample for outcome in outcomes}) == 1  # all ranks drew the same sample
     metrics, expected = metrics_of(run), metrics_of(finished[0])
     assert [record["step"] for record in metrics] == list(range(1, 9))
     for ours, theirs in zip(metrics, expected, strict=True):
@@ -201,7 +201,7 @@ def test_the_sample_is_the_same_on_every_grid(
 ) -> None:
     outcome = finished[1]
     changes = {
-        "training__micro_batch_size": 2,  # a sample is of one sequence
+        "training__micro_batch_size": 2,  # a sample still has one sequence
         "checkpoint__resume": outcome.checkpoint,
         "sample__prompt": "the ",
         "sample__max_new_tokens": 8,

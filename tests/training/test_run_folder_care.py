@@ -180,7 +180,7 @@ def test_a_failed_job_starts_again_if_it_had_begun_to_train_whatever_the_clocks_
     config = load_run(run(tmp_path, prefix, 8, parallel__x=2, fault_tolerance__max_restarts=2))
     folder, outcomes = folder_of(config), ["fails", "ends"]
     folder.mkdir(parents=True)
-    note_start(folder, 0, config, 0)  # of an earlier job
+    note_start(folder, 0, config, 0)  # an earlier job wrote this
 
     def run_on_grid(*_: object, restarts: int, **__: object) -> str:
         if begins_to_train:

@@ -211,7 +211,7 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
     assert code == 0, errors
     assert "the gradient norm is nan at step 5: the run returns to step 3, and will skip 1 of the next" in errors
     assert "nan" not in output.partition("Done")[2]
-    # The same file from the beginning, with nothing that goes bad: the record of before is set aside.
+    # Start the same run again, without the fault. The earlier record of bad steps is set aside.
     monkeypatch.undo()
     assert cli("train", path, "--set", "checkpoint.resume=never")[0] == 0
     folder = tmp_path / "runs" / "run"
@@ -262,7 +262,7 @@ def test_fp16_ends_after_overflows_in_a_row(
     changes = FP16 | {"loss_scaling__max_overflows": 3, "checkpoint__interval": 5, "training__train_steps": 5}
     path = run_file(tmp_path, prefix, **changes)
     assert cli("train", path)[0] == 0
-    assert not (tmp_path / "runs" / "run" / "bad_steps.jsonl").exists()  # what loss scaling answers is not bad
+    assert not (tmp_path / "runs" / "run" / "bad_steps.jsonl").exists()  # loss scaling handles these steps
     code, _, errors = cli("train", path, "--set", "training.train_steps=8")
     assert code == 2 and "overflowed fp16 in 3 steps in a row, up to step 6; lower optimizer.lr" in errors
 

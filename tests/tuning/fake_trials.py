@@ -59,7 +59,7 @@ def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    # As on a CPU, no layout is left out for its memory, but with a GPU's doubt.
+    # As on a CPU, memory rules out no layout. The doubt is the doubt of a GPU.
     return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 

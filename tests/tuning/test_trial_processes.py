@@ -53,7 +53,7 @@ def result_of(attempt: Attempt) -> Result:
 
 
 def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> Result:
-    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # further tests have the remaining cores
+    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # leave other cores to other tests
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
     return result

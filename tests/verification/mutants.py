@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     model: dict[str, Any] = LLAMA
-    grid: dict[str, Any] = {}  # noqa: RUF012 (nobody writes it)
+    grid: dict[str, Any] = {}  # noqa: RUF012 (never written to)
     sections: dict[str, Any] = {}  # noqa: RUF012
     against: Against = "transformers"
     """The model of the reference, which must not share the code with the fault."""

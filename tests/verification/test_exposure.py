@@ -91,7 +91,7 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         if name.split()[2].rstrip(":") in blocks:
             exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
             assert share == (1 / parts if exposed else 0), name
-    # The recomputation of a block hides the gathering of its output's gradient, and ends before its last product.
+    # The recomputation of a block hides the all-gather of its output gradient. It ends before the block's last matmul.
     assert recomputed["x all_gather down: output gradient"] == 0
     assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
     for name in IN_PARTS:
@@ -201,7 +201,7 @@ def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_o
     flights.land(1)
     flights.land(3)
     assert not +flights.waited
-    flights.land(2)  # it began when the first of its axis was done
+    flights.land(2)  # it began when the first collective of its axis was done
     assert +flights.waited == {LINE: 50}
     flights.issue(1, other, 1, 70)
     flights.land(1)

@@ -59,7 +59,7 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
         ("x", "reduce_scatter", "up: input gradient"): residual,
         ("x", "all_gather", "o_proj: output gradient"): residual,
         ("x", "reduce_scatter", "qkv: input gradient"): residual,
-        # Once a step, on what dp and z have left of them: weights (and biases) of two norms, biases of two projections.
+        # Once per step, for this rank's shards: weights (and biases) of two norms, and biases of two projections.
         ("x", "all_reduce", "gradients of norms and biases"): vectors * model.hidden_size // grid.y // grid.z * 4,
     }
     over_y = {
@@ -166,7 +166,7 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    # The trace has no padding, and for text no mask of it.
+    # The trace has no padding. For text, it has no padding mask either.
     masks = run.model.num_experts > 0 and run.data.format != "text"
     micro_batches = [
         replace(batch, is_data=torch.ones_like(batch.tokens, dtype=torch.bool) if masks else None)
@@ -302,7 +302,8 @@ def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
     for rank in report.pipeline:
         memory = rank.memory
         assert 28e9 < memory.total_peak < 34e9
-        # Per parameter of the stage: fp32 weights and AdamW's moments over 2, fp16 weights and gradients whole.
+        # Per parameter of the stage, 12 bytes of fp32 weights and AdamW's moments are split over 2 ranks. Whole are
+        # 2 bytes of fp16 weights and 2 bytes of gradients.
         parameters = memory.parameters / 4 * 2
         assert memory.optimizer == 2 * memory.parameters
         assert memory.total_peak == pytest.approx((12 / 2 + 2 + 2) * parameters + memory.activations_peak, rel=0.06)

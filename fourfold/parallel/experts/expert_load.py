@@ -217,8 +217,8 @@ class _WithLosses(Function):
         factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
             # A token's loss is Σ c_e P_e, with c_e = E f_e and P = s / Σ s. Its gradient is slope_e · (c_e − Σ c P).
-            # The slope is P_e for softmax scores and P_e (1 − s_e) for sigmoid scores. Subtracting 1 from every c_e keeps
-            # the gradient, and makes it exactly zero for an even load.
+            # The slope is P_e for softmax scores and P_e (1 − s_e) for sigmoid scores. Subtracting 1 from every c_e
+            # does not change the gradient, but makes it exactly zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()

@@ -147,7 +147,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         out, lse = attend_block(q, k, v, causal, given, SCORES)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
-    if mask == "rows that see nothing":  # their gradients: below, if other keys are seen
+    if mask == "rows that see nothing":  # the next tests check gradients with more keys
         assert (out[0, :, 3:6] == 0).all()
         assert (lse[0, :, 3:6] == -torch.inf).all()
         return

@@ -95,7 +95,7 @@ def test_a_copy_runs_after_what_was_issued_before_and_before_what_waits_for_it(d
     device.computation.issue(lambda: source.fill_(1))
     wait = copies.start(out, source)
     wait()
-    device.computation.issue(lambda: source.fill_(2))  # its memory is used again
+    device.computation.issue(lambda: source.fill_(2))  # later work reuses the source's memory
     device.computation.run()
     assert out.item() == 1
 

@@ -55,7 +55,7 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     device = Device()
     monkeypatch.setattr(Event, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # the host has issued everything at once
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # the host issues everything at the same time
     stopwatch = Stopwatch(torch.device("cuda"))
     forward, backward, received = Op("F", 0, 0), Op("B", 0, 0), Op("RECV_B", 0, 0)
     with stopwatch.span(forward):

@@ -181,7 +181,7 @@ FORBIDDEN = {
 def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
     allowed = {
         Path("verification", "one_process.py"): set(FORBIDDEN),  # its one process is plain torch on purpose
-        Path("data", "hub.py"): {"state_dict"},  # a dataset's
+        Path("data", "hub.py"): {"state_dict"},  # the state of a dataset
     }
     root = Path(fourfold.__file__).parent
     for path in root.rglob("*.py"):
