@@ -3,7 +3,8 @@
 With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
 2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
 plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with any number of micro-batches,
-and needs no collective. Without a loss, a bias of each expert follows the sign of its load (arXiv 2408.15664).
+and needs no collective. Without a loss, each expert's bias moves against the sign of its excess load (arXiv
+2408.15664).
 """
 
 from __future__ import annotations

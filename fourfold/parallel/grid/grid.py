@@ -40,10 +40,8 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return a name of the group that only its ranks have.
-
-        Groups with equal names differ in their first or last rank.
-        """
+        """Return the axis's name with the first and the last rank of the group, which no other group of the axis
+        has."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 

@@ -204,7 +204,7 @@ def is_replicated(work: Workload) -> Flag:
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of the z shards of weights that zero 1 and 2 keep between forward and backward
-    (docs/parallelism.md). The first number is for one block with its experts, and the second for the tables."""
+    (docs/parallelism.md). The first number is for one block with its experts, and the second for embedding and head."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -336,8 +336,8 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     """Return the bytes that a rank's blocks keep for a micro-batch, and the largest number of bytes that the backward
     of one block adds.
 
-    During its backward, a block's own weights (``kept_weights``, with an average of of_block bytes) are whole and
-    counted as gathered.
+    During its backward, a block's weights are whole and counted as gathered. So its kept weights (``kept_weights``, on
+    average ``of_block`` bytes) are subtracted here.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block
