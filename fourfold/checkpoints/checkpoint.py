@@ -184,7 +184,7 @@ class Checkpointer:
             raise
 
     def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
-        """Describe, rename, and prune on rank 0 once every rank has written. A failure is raised on all ranks."""
+        """Once every rank has written, let rank 0 describe, rename, and prune. A failure is raised on all ranks."""
         folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):

@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate greedily. Each token takes one pass over the whole text, without a cache, but on any grid."""
+        """Generate greedily. Each token takes one pass over the whole text. There is no cache, so any grid works."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:

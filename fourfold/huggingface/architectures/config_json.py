@@ -38,7 +38,7 @@ OF_SLIDING = {"rope_type", "rope_theta"}
 """Keys that the rotary table of sliding-window layers can have."""
 
 MOST_LAYERS = 10_000
-"""Limit on the number of layers, up to which layer types are listed one by one. No model has more layers."""
+"""Largest number of layers whose types are listed one by one. No model has more layers."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
