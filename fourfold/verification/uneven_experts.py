@@ -1,4 +1,4 @@
-"""Make every token choose the same one expert in a layer, and no token choose a certain other expert."""
+"""In each layer, give one expert every token and another expert no token, to test uneven loads."""
 
 from __future__ import annotations
 
