@@ -122,7 +122,7 @@ def test_a_disk_that_fills_during_a_save_is_reported(pool: Pool, disk: Disk, sha
 def test_the_predicted_checkpoint_size_is_right(
     tmp_path: Path, pool: Pool, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """The predicted size is right, up to the bytes reserved for names."""
+    """The prediction differs from the real size only by the bytes that it reserves for names."""
     run = tiny_run(model, {"x": 2}, **changes)
     written = pool.run(2, bytes_written, run, tmp_path)[0]
     assert written <= checkpoint_bytes(run) < 1.1 * written + 64 * 1024

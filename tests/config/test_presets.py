@@ -1,4 +1,4 @@
-"""Presets have the sizes that their names promise."""
+"""Presets have as many parameters as their names say."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BILLIONS_ACTIVE = {
     "qwen3-235b-a22b": 22,
     "olmoe-1b-7b": 1.3,
 }
-"""Parameters that a token is multiplied by, as their authors say, embeddings included."""
+"""Billions of parameters that a token is multiplied by, including embeddings, according to the models' authors."""
 
 
 def table(model: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Every key of the run file, with wrong values: the refusal names the key and the value, and what it suggests works."""
+"""Every key of the run file, with wrong values. The refusal names the key and the value, and the value that it suggests
+works."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fourfold.parsing import parse_toml
 from fourfold.run_file.load import make_run
 
 WRONG = ("", "zzz", -3, 2.5, 10**30, math.nan, True, [], ["zzz"], {"zzz": 1})
-"""Whatever a key takes, some of these are of another type, out of its bounds, or an unknown choice."""
+"""Some of these values are wrong for every key: they have another type, are out of bounds, or are not among the
+choices."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"preset": "llama-tiny", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "data": {"train": [{"path": "c"}], "validation": [{"path": "c"}]},
@@ -29,7 +31,7 @@ Path = tuple[str | int, ...]
 
 
 def every_key(schema: type[BaseModel], path: Path = ()) -> Iterator[Path]:
-    """The path of each key of a schema, the first item standing for all items of a list of tables."""
+    """Yield the path of each key of a schema. In a list of tables, the first item stands for all items."""
     for name, field in schema.model_fields.items():
         yield (*path, name)
         if (section := section_of(field.annotation)) is not None:
@@ -44,7 +46,7 @@ def value_at(tables: Any, path: Path) -> Any:
 
 
 def changed(tables: Any, path: Path, value: object) -> Any:
-    """A copy of the tables with another value at a path."""
+    """Return a copy of the tables with another value at a path."""
     if not path:
         return value
     if isinstance(tables, list):
@@ -61,7 +63,7 @@ def refusal(tables: dict[str, Any]) -> str | None:
 
 
 def suggestions(sentence: str) -> list[Any]:
-    """The values that a refusal says the key takes: after "such as", in quotes after "must be", or true and false."""
+    """Return the values that a refusal suggests: after "such as", in quotes after "must be", or true and false."""
     wanted = re.split(r": must be |is not a preset; ", sentence)[-1]
     if found := re.search(r"such as (.+?)(?: \(and \d+ more mistakes?\))?$", wanted):
         return [parse_toml(f"value = {found[1]}")["value"]]

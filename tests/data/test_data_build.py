@@ -1,4 +1,4 @@
-"""From a run file's sources to samples, and the built-in corpus."""
+"""The path from a run file's sources to samples, and the built-in corpus."""
 
 import multiprocessing
 from pathlib import Path

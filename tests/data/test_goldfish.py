@@ -15,7 +15,7 @@ from fourfold.data.masks import document_boundary
 from fourfold.errors import UserError
 
 VECTOR = ((7919 * np.arange(1, 41) + 13) % 32000)[None]
-"""Cross-check of the published code at commit 35d29f9."""
+"""Tokens to compare with the published code at commit 35d29f9."""
 
 
 def windows_of(tokens: np.ndarray, documents: np.ndarray | None = None, first_number: int = 0) -> Windows:
@@ -59,9 +59,8 @@ def test_the_published_table_is_torchs() -> None:
 
 
 def test_hash_table_of_the_paper_sees_only_earlier_tokens(text: np.ndarray) -> None:
-    """Its window ends one token earlier, so its mask of a target equals the published code's mask of the
-    previous target.
-    """
+    """The paper's window ends one token earlier than the code's. So the paper's mask of a target is the code's mask of
+    the previous target."""
     official = hash_table_drops(text, 4, 13)
     paper = hash_table_drops(text, 4, 13, include_target=False)
     assert (paper[:, 13:] == official[:, 12:-1]).all()

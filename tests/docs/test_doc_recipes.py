@@ -1,4 +1,4 @@
-"""Every run file of examples/ is planned, fits, and is in the table of docs/recipes.md with its prediction."""
+"""Every run file of examples/ has a plan, fits, and is in the table of docs/recipes.md with its prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACED = ("finetuning/llama-3.1-8b-lora.toml", "finetuning/llama-3.1-70b-lora.to
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run files name the folders of models from there."""
+    """Work in the repository, because run files name the folders of models relative to it."""
     monkeypatch.chdir(REPOSITORY)
 
 
@@ -101,8 +101,8 @@ def test_the_memory_of_lora_is_what_the_trace_counts(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["pretraining/gpt2-xl-1gpu.toml", "axonn/alps/gpt-10b.toml"])
 def test_the_planned_memory_is_what_the_trace_counts(path: str) -> None:
-    """In addition to the planner's reserve. If memory peaks at the beginning of the only backward, there are no
-    gradients."""
+    """The planner also counts its reserve. If memory peaks at the start of the only backward, there are no gradients
+    yet."""
     recipe = next(recipe for recipe in recipes.RECIPES if recipe.path == path)
     memory, stage = recipes.traced(recipe), recipes.prediction(recipe).stages[0]
     for states in ("parameters", "optimizer"):

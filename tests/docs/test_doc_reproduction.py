@@ -1,4 +1,4 @@
-"""The page with the claims of the papers: generated, with commands that exist and masks that obey the law."""
+"""The page with the papers' claims is generated, its commands exist, and its masks obey the drop law."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_its_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_options(words: list[str]) -> None:
-    """Check that the command exists and has the named options, leaving out what they need."""
+    """Check that a command exists and has the named options. Do not check required arguments."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
         name = words[0] if words and words[0] in command.commands else "layout"  # `fourfold plan` means `plan layout`
@@ -56,7 +56,7 @@ def check_options(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("k", "h"), [(4, 13), (50, 50)])
 def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> None:
-    """Random tokens never repeat. The published code falls short with k = 50 and h = 50."""
+    """The tokens are random, so no text repeats. The published code does not reach the law for k = 50 and h = 50."""
     tokens = np.random.default_rng(0).integers(2, 8192, (64, 4097))
     documents = np.broadcast_to(np.arange(4097) // 1000, tokens.shape)
     windows = Windows(tokens, documents, np.arange(64))

@@ -1,5 +1,5 @@
-"""Attention and grouped matmuls against float64 at awkward sizes: lengths that are no multiple of anything, every head
-width and grouping that a kernel treats in its own way, masks with rows that see nothing, groups without rows."""
+"""Attention and grouped matmuls compared with float64, at awkward sizes: odd lengths, every head width and grouping
+that a kernel handles in a special way, masks with rows that see nothing, and groups without rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fourfold.parallel.attention.document_attention import attend_documents, att
 Record = Callable[[str, object], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-"""The largest relative error (2-norm) of a kernel in each type."""
+"""The largest allowed relative error (2-norm) of a kernel in each dtype."""
 
 
 def normal(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of the same values on every device."""
+    """Draw tensors that have the same values on every device."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
@@ -30,7 +30,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, softcap: float) -> list[Tensor]:
-    """Attention by its definition, and the gradients of q, k, and v: [B, N, S, D] in float64."""
+    """Compute attention by its definition, and the gradients of q, k, and v: [B, N, S, D] in float64."""
     grad = grad.double()
     q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
     keys, values = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
@@ -113,7 +113,7 @@ def test_a_block_of_attention_is_exact(
 def test_packed_documents_and_windows_are_exact(
     dtype: str, length: int, width: int, heads: int, kv: int, window: int, device: torch.device, record_property: Record
 ) -> None:
-    """Documents of one token, of a third of the sequence, and of all of it."""
+    """Documents have one token, a third of the sequence, or all of it."""
     shapes = [(2, length, count, width) for count in (heads, kv, kv, heads)]
     q, k, v, grad = normal(*shapes, device=device, dtype=DTYPES[dtype])
     ends = torch.tensor([[1, length // 3, length // 2, length, length], [length] * 5], device=device)
