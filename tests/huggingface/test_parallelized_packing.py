@@ -1,4 +1,4 @@
-"""Packed documents in a training loop of one's own, and peft models, which are refused."""
+"""Packed documents in the user's own training loop, and peft models, which are refused."""
 
 from __future__ import annotations
 

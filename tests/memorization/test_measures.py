@@ -1,4 +1,4 @@
-"""The measures of an audit against their definitions."""
+"""The measures of an audit, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANDOM = np.random.default_rng(1)
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """Each test draws the same numbers, whichever ran before it."""
+    """Make each test draw the same numbers, regardless of which tests ran before."""
     RANDOM.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
@@ -229,7 +229,7 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_the_guard_seldom_cries_wolf() -> None:
-    """About one time in twenty, also with few documents."""
+    """It raises a false alarm about one time in twenty, also with few documents."""
     draws = [[RANDOM.integers(0, 60, 40) for _ in range(40)] for _ in range(100)]
     assert sum(bag_of_words_guard(draw[:26], draw[26:])["differs"] for draw in draws) <= 12
 
@@ -269,7 +269,7 @@ def test_the_exact_match_law_is_what_masks_do() -> None:
 
 
 def test_replay_parts_kept_from_dropped() -> None:
-    """A model that is right but for the dropped tokens."""
+    """The model predicts every token correctly except the dropped ones."""
     documents = members(12, 90)
     config = GoldfishConfig(strategy="hash", k=3, h=7)
     scores = [scores_of((~replay_mask(config, (), d.tokens).dropped).astype(int).tolist()) for d in documents]

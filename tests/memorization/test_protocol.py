@@ -1,4 +1,4 @@
-"""The example runs: a few steps of two arms, side by side."""
+"""The example runs: a few steps of two arms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_arms_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_pretrained_model_goes_on_among_buckets(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the run file's comment, in small."""
+    """Run the commands in the run file's comment on a small scale."""
     pytest.importorskip("transformers", reason="Hugging Face models are made by transformers")
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "MODEL", "llama", vocab_size=257, max_position_embeddings=128)
