@@ -1,4 +1,4 @@
-"""Steps on a simulated GPU use only what NCCL has, and collectives that NCCL refuses fail on gloo too."""
+"""Steps on a simulated GPU use only operations that NCCL has. Collectives that NCCL refuses fail on gloo too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLOO_ONLY = {"monitored_barrier", "BAND", "BOR", "BXOR", "recvAnysource", "recv_
 
 
 def step_with_nccl(rank: int, world_size: int, run: RunConfig) -> tuple[float, int]:
-    """Return the loss of a step and how many collectives it took."""
+    """Return the loss of a step, and its number of collectives."""
     with simulated_gpu() as gpu:
         job = Job(run, Grid(run.parallel, "cuda"), GPU)
         job.initialize(0)
@@ -99,7 +99,7 @@ def test_axes_of_one_rank_and_of_the_same_ranks_have_no_communicator_of_their_ow
 
 
 def groups_of(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, int]:
-    """How many axes use each group."""
+    """Return how many axes use each group."""
     counts: dict[str, int] = {}
     for axis in Grid(ParallelConfig(**sizes), "cpu").axes():
         name = "world" if axis.group is dist.group.WORLD else axis.group.group_name

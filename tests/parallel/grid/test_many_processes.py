@@ -1,4 +1,4 @@
-"""Costs of many processes: cores next to the GPU, and groups that are not created one by one."""
+"""What many processes must not cost: each gets cores next to its GPU, and groups are not created one by one."""
 
 from __future__ import annotations
 

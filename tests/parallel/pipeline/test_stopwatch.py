@@ -1,4 +1,4 @@
-"""Times of a pipeline's operations are the device's if the host only issues them."""
+"""If the host only issues a pipeline's operations, their times are measured on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.verification.batches import random_micro_batches
 
 
 class Device:
-    """A GPU with one stream: what is issued runs later, in order."""
+    """A GPU with one stream, which runs what was issued later and in order."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -72,7 +72,7 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 
 
 def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[Span], list[Span]]:
-    """The times of the second of two steps."""
+    """Return the times of the second of two steps."""
     device = torch.device("cpu")
     job = Job(run, Grid(run.parallel, "cpu"), device)
     job.initialize(0)
