@@ -1,5 +1,5 @@
-"""Processes that run test bodies on several ranks: started once per session, and forked from one that has imported what
-they need, for importing torch takes seconds."""
+"""Processes that run test bodies on several ranks. They start once per session, and are forked from a process that has
+imported what they need, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from patience import PATIENCE
 from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
-"""How long the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
+"""Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
 
 
 class RemoteTraceback(Exception):
-    """Cause of the exception that a body raised: where it was raised, and on which rank."""
+    """The cause of an exception that a body raised. It says in which place and on which rank the exception was
+    raised."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one rank. call: the pickled body and its arguments."""
+    """The work of one rank. ``call`` is the pickled body with its arguments."""
 
     world_size: int
     store: str
@@ -46,7 +47,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A body's result, or its exception with traceback and time. A death is ordered before them."""
+    """A body's result, or its exception with traceback and time. If ranks are ordered by time, a rank that died comes
+    first."""
 
     value: Any = None
     error: BaseException | None = None
@@ -57,7 +59,7 @@ class Answer:
 class Pool:
     """As many workers as the largest run needs. One test at a time runs on the first of them.
 
-    Every run has a new default group (gloo), one thread, and torch's generator seeded with 0.
+    Every run has a new default group (gloo) and one thread, and torch's generator starts with seed 0.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class Pool:
         return answers
 
     def _show_stacks(self, ranks: list[int]) -> None:
-        """Make hanging ranks write where they hang to standard error."""
+        """Make hanging ranks write their stacks to standard error."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -155,7 +157,7 @@ def imported_by_bodies() -> list[str]:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """The worker's whole life."""
+    """Run tasks until the pool ends. This is all that a worker does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
     gc.freeze()  # Imported modules stay, so a collection after every run need not search them.

@@ -1,4 +1,4 @@
-"""The benchmarks of the emulated cluster, in their tiny forms: on this machine's processes, and on the cluster."""
+"""The benchmarks of the emulated cluster in their tiny forms, on processes of this machine and on the cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_overlap(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_accelerators_take_their_time_and_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only their sleep moves."""
+    """The clock moves only when an accelerator sleeps."""
     now = 0.0
 
     def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The search takes time for the bytes that a run sends: at a byte a second, with nothing behind anything."""
+"""The search counts time for the bytes that a run sends. These machines send a byte a second, and nothing hides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is the script's."""
+"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is what the script
+writes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from validation_page.mixture_rows import mixtures_left_out, mixtures_section  # 
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
-    """Rows of several sources, each slower than the priors predict by its factor."""
+    """Write rows of several sources. Each source is slower than the priors predict by its factor."""
     texts, slower = [], []
     for source, factor in sources.items():
         for i in range(8):
@@ -74,7 +75,8 @@ def errors(scored: list[Scored], source: str) -> np.ndarray:
 
 
 def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
-    """Its own rows do not help it. It is as far off as the remaining rows are fast, and fitted it is not."""
+    """Its own rows do not help: the prediction is too fast by as much as this source is slow. In a fit with its rows,
+    the error is small."""
     rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])
     left_out = predict_left_out(rows, "source")
     assert len(left_out) == len(rows)
@@ -86,7 +88,7 @@ def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
 
 
 def test_many_rows_of_one_source_do_not_speak_for_all(tmp_path: Path) -> None:
-    """Copies of a source's rows move what all have in common less than as many other sources would."""
+    """Copies of one source's rows change the constants of all sources less than as many further sources would."""
     few, _ = read_rows([table_of(tmp_path / "few.csv", {"a": 1.0, "slow": 1.5})])
     one = fit_rows([*few, *[row for row in few if row.source == "slow"] * 3], known=False)
     many, _ = read_rows([table_of(tmp_path / "many.csv", {"a": 1.0, "b": 1.5, "c": 1.5, "d": 1.5, "e": 1.5})])
@@ -125,11 +127,12 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
     """Errors that all rows of a sweep share decide nothing. Of the remaining errors, the 90th percentile near the best
-    counts."""
+    layout counts."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
 
     def sweep(source: str, ratios: list[float]) -> list[Scored]:
-        """Measured over predicted times. The first row is predicted to be the fastest, by 1 %."""
+        """Return rows with these ratios of measured to predicted time. The first row is predicted to be the fastest, by
+        1 %."""
         scored = scored_rows(Row(**{**vars(row), "sweep": (source,)}), source, ratios)
         return [replace(s, row=replace(s.row, seconds=1.01 * ratio), seconds=1.01) if i else s
                 for i, (s, ratio) in enumerate(zip(scored, ratios, strict=True))]  # fmt: skip
@@ -154,7 +157,7 @@ def test_the_interval_of_a_machine() -> None:
 
 
 def same_text(found: list[str], expected: list[str]) -> None:
-    """Equal but for the last digits of numbers, which differ between processors."""
+    """Check that texts are equal but for the last digits of numbers, which differ between processors."""
     number = re.compile(r"-?\d+\.\d+")
     assert [number.sub("#", line) for line in found] == [number.sub("#", line) for line in expected]
     values = [[float(n) for line in text for n in number.findall(line)] for text in (found, expected)]
@@ -204,7 +207,7 @@ def test_the_figures_are_what_the_script_makes() -> None:
 
 
 def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:
-    """On devices that measured runs do and do not fit."""
+    """The cases are devices that measured runs fit, and devices that they do not fit."""
     cases = memory_cases(read_rows([measured_table()])[0])
     precision, recall = cases.refused(0.5)
     assert len(cases.fits) > 700 and precision > 0.9 and recall > 0.9

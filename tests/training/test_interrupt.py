@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal and launchers, with real signals to real processes: the first saves, a second stops."""
+"""Ctrl-C, a closed terminal, and launchers: real processes save at the first signal, and stop at the second."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def update(job, step, grad_norm):
 
 Job.update = update
 """
-"""Imported by every Python process that finds it under the name of sitecustomize."""
+"""The text of a module sitecustomize, which every Python process imports if it finds it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
-    """In the middle of a step, which is not finished."""
+    """It comes in the middle of a step, which is not finished."""
     path = endless(tmp_path, prefix, checkpoint__interval=2, **parallel)
     (tmp_path / "sitecustomize.py").write_text(STAY_IN_STEP_4)
     in_step_4 = tmp_path / "in step 4"
@@ -107,7 +107,7 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
 
 @pytest.mark.slow
 def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
-    """The kernel sends SIGHUP, and nothing can be printed any more."""
+    """The kernel sends SIGHUP, and from then on nothing can be printed."""
     path = endless(tmp_path, prefix)
     ours, theirs = os.openpty()
 
@@ -166,7 +166,7 @@ def test_an_interrupt_after_another_stop_signal_stops() -> None:
 
 
 def test_signals_that_are_ignored_stay_so() -> None:
-    """nohup ignores SIGHUP."""
+    """For example, nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_request() as request:
@@ -180,7 +180,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
 
 
 def test_a_run_that_does_not_resume_by_itself_says_how(tmp_path: Path, prefix: str) -> None:
-    """Checkpoints beyond the record are of an attempt before."""
+    """Checkpoints of later steps than the record are from an earlier attempt."""
     run = load_run(run_file(tmp_path, prefix, checkpoint__resume="never"))
     folder = tmp_path / "runs" / "run"
     for step in (2, 90):

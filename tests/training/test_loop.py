@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefi
 def test_nan_gradients_are_told_before_they_are_saved(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of that step is still a number, but its update has ruined every weight."""
+    """The loss of that step is still a number, but the update has ruined every weight."""
     run = make(tmp_path, prefix, checkpoint__interval=1)
     clip = Job.clip
 
@@ -121,7 +121,7 @@ def test_nan_gradients_are_told_before_they_are_saved(
 
 
 def test_a_step_without_a_token_to_learn(tmp_path: Path) -> None:
-    """Documents of one token each: the loss is 0 / 0, but no learning rate is to blame."""
+    """All documents have one token, so the loss is 0 / 0. The learning rate is not to blame."""
     with IndexedWriter(tmp_path / "empty", 257) as writer:
         writer.add_documents(np.full(500, 256), np.ones(500, dtype=np.int64))
     run = make(tmp_path, str(tmp_path / "empty"), data__validation=[])

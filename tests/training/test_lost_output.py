@@ -22,7 +22,7 @@ from fourfold.processes import lossy_output
 
 @pytest.fixture
 def nobody_reads() -> Iterator[int]:
-    """The end of a pipe whose other end is closed."""
+    """Yield the end of a pipe whose other end is closed."""
     theirs, ours = os.pipe()
     os.close(theirs)
     yield ours

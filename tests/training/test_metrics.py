@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written, what a crash leaves behind, what a resumed run keeps."""
+"""metrics.jsonl: what is written to it, what a crash leaves behind, and what a resumed run keeps."""
 
 import json
 import math

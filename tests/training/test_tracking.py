@@ -1,4 +1,4 @@
-"""Trackers: each client's own files say what was logged, and no failure of theirs reaches the run."""
+"""Trackers: each client's own files show what was logged, and no failure of a client reaches the run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fourfold.training.tracking import InBackground, Tracking, check_trackers
 
 
 class Tracked(NamedTuple):
-    """A tracker's own account of the only run that it has."""
+    """What a tracker's own files say about the only run that they have."""
 
     project: str | None
     name: str | None
     losses: list[tuple[int, float]]
-    """Return step and loss, in the order of recording."""
+    """Steps and losses, in the order of recording."""
     run_file: Mapping[str, Any]
-    """Some or all keys of the resolved run file, as text, under section.key."""
+    """Some or all keys of the resolved run file, as text, by section.key."""
     machine: Mapping[str, Any]
 
 
@@ -98,7 +98,7 @@ def whole_log(file: Path) -> list[bytes]:
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, as W&B writes it: behind each header, parts of a record."""
+    """Yield the records of a log in LevelDB's format, as W&B writes it. Behind each header is a part of a record."""
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):

@@ -1,4 +1,5 @@
-"""What a validation decides: the best checkpoint and the end of a run. Also the moving average of the weights."""
+"""A validation decides on the best checkpoint and on the end of a run. This file also tests the moving average of the
+weights."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def folder_of_checkpoints(run: RunConfig) -> Path:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The validation losses that a run will find, then 9."""
+    """Return the list of the validation losses that a run will find. After these it finds 9."""
     planned: list[float] = []
     monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
     return planned
@@ -120,7 +121,7 @@ def test_improvements_are_counted_from_the_best() -> None:
 
 
 def test_the_average_is_validated_and_exported(tmp_path: Path, prefix: str, cli: Cli) -> None:
-    """By hand, from the weights of every step, which a run without an average saves."""
+    """The average is computed by hand from the weights of every step, which a run without an average saves."""
     every = {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 0, "validation__interval": 4}
     plain = load_run(run_file(tmp_path, prefix, name="plain", **every))
     train(plain)

@@ -12,7 +12,7 @@ ADAPTERS = {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
 DEEP = MIXTURE | {"num_hidden_layers": 4}
 TOP_1, TOP_8 = MIXTURE | {"num_experts_per_tok": 1}, QWEN_MOE | {"num_experts_per_tok": 8}
 MANY = MIXTURE | {"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-"""More experts than the tokens of a small micro-batch reach: some get none."""
+"""There are more experts than tokens in a small micro-batch, so some experts get no token."""
 
 CASES: dict[str, Case] = {
     "one process": (QWEN_MOE, {}, LOSSES),

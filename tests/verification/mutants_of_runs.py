@@ -1,4 +1,4 @@
-"""Faults in what surrounds the step: the data's way to it, resuming, validation, and the record of a run."""
+"""Faults in what surrounds the step: how the data gets there, resuming, validation, and the record of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace against torch's own memory tracker, which knows nothing of it, on small models."""
+"""Compare the trace on small models with torch's own memory tracker, which knows nothing of the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fourfold.verification.trace import fake_processes, trace
 
 
 def tracked_peak(run: RunConfig) -> int:
-    """Bytes of everything that is alive at once in one training step, as torch counts them, inputs aside."""
+    """Return the bytes of everything that is alive at once in one training step, without inputs, as torch counts
+    them."""
     with fake_processes(run.parallel.world_size):
         grid = Grid(run.parallel, "cpu")
         stages = meta_stages(run, grid)

@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 
 Line = tuple[str, str, str]
 LATE = 0.2
-"""How many seconds one rank is late to each step."""
+"""Seconds by which one rank is late to each step."""
 
 
 def methods_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,8 +62,8 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
 
 
 def sleeps(process_id: int) -> bool:
-    """Return whether a process waits for another one. A busy machine can keep it from running, but then it is ready to
-    run."""
+    """Return whether a process waits for another one. A busy machine can also keep a process from running, but such a
+    process is ready to run."""
     for _ in range(10):
         if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             return False
@@ -173,7 +173,7 @@ of_axes = st.lists(st.tuples(st.sampled_from("xz"), spans), max_size=6)
 
 
 def moments(some: list[Span]) -> set[float]:
-    """The microseconds, by their beginnings, in a window from 0 to 30."""
+    """Return the microseconds in a window from 0 to 30 that these spans cover, each by its beginning."""
     return {moment for start, end in some for moment in range(int(start), int(end)) if 0 <= moment < 30}
 
 
@@ -205,7 +205,7 @@ def test_times_are_those_of_every_microsecond(
 
 
 def test_kernels_of_nccl_belong_to_the_range_that_launched_them(tmp_path: Path) -> None:
-    """A trace as torch writes it on a GPU: kernels, their launches, and ranges of the CPU."""
+    """This is a trace as torch writes it on a GPU, with kernels, their launches, and ranges of the CPU."""
 
     def event(category: str, name: str, thread: int, start: int, end: int, launch: int | None = None) -> dict[str, Any]:
         arguments = {} if launch is None else {"correlation": launch}
