@@ -30,8 +30,7 @@ ECHO_SECONDS = 60.0
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that a body raised. It says in which place and on which rank the exception was
-    raised."""
+    """The cause of an exception that a body raised. It says where, and on what rank, the exception was raised."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class Sweep:
         self.config, self.weights, self.ours = model.config, model.state_dict(), model_of(self.raw, name)
         self.tokens = tokens()[:, :24]
         self.compared = 0
-        """Number of changes with which transformers computes logits. For these, our decoder must compute the same
-        logits, or refuse the change by name."""
+        """Number of changes that transformers accepts and computes logits for. For these, our decoder must compute the
+        same logits, or refuse the change by name."""
         with torch.no_grad():
             self.logits = model(self.tokens).logits
 

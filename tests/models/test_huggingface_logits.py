@@ -34,7 +34,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def filled(**sizes: Any) -> Transformer:
-    """Return a model in which every parameter matters: biases are not zero, and norm weights are not one."""
+    """Return a model, and make every parameter matter: biases are not zero, and norm weights are not one."""
     config = ModelConfig(**{**SIZES, "initializer_range": 0.2, **sizes})
     model = Transformer(config)
     initialize(model, config, seed=1)

@@ -49,7 +49,7 @@ def own(prefix: str, **more: Any) -> dict[str, Any]:
 
 
 def damaged(prefix: str, folder: Path, change: Callable[[bytearray], object], suffix: str = ".idx") -> str:
-    """Return a copy of the corpus in which one file has changed."""
+    """Return a copy of the corpus, and change one of its files."""
     for ending in (".bin", ".idx", ".json"):
         content = bytearray(Path(prefix + ending).read_bytes())
         if ending == suffix:

@@ -31,7 +31,7 @@ Whole = Callable[[str, int], Path]
 
 
 def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
-    """Write a run file with a checkpoint every second step, of which two are kept."""
+    """Write a run file with a checkpoint every second step. Two checkpoints are kept."""
     folder.mkdir(exist_ok=True)
     saves: dict[str, object] = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
     return run_file(folder, prefix, training__train_steps=steps, **saves, **changes)

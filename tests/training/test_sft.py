@@ -1,5 +1,5 @@
-"""Fine-tuning on conversations: the loss does not depend on the grid, on micro-batches, or on which conversations share
-a sequence."""
+"""Fine-tuning on conversations: the loss does not depend on the grid, on micro-batches, or on how conversations share
+sequences."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LIMIT = 1.5
 the grid also rounds partial sums."""
 
 FP16_SCALE = 1024.0
-"""A loss scale at which small models neither overflow nor lose gradients."""
+"""A loss scale that lets small models neither overflow nor lose gradients."""
 
 
 class PrecisionError(NamedTuple):

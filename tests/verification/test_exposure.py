@@ -226,7 +226,7 @@ def seconds_of(
 
 
 def thin_links() -> Machine:
-    """Return a machine on which a tiny model's collectives take about as long as its matmuls."""
+    """Return a machine that takes about as long for a tiny model's collectives as for its matmuls."""
     machine = load_machine("dgx-h100")
     slow = {name: getattr(machine, name) / 20 for name in ("achieved_fp32", "attention", "memory_bandwidth")}
     return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)

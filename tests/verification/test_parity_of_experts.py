@@ -1,4 +1,4 @@
-"""Mixtures of experts: what is refused, on which grids they resume, and how large the errors of lower precision are."""
+"""Mixtures of experts: what is refused, what grids they resume on, and how large the errors of lower precision are."""
 
 from __future__ import annotations
 

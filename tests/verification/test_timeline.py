@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 
 Line = tuple[str, str, str]
 LATE = 0.2
-"""Seconds by which one rank is late to each step."""
+"""One rank begins each step this many seconds late."""
 
 
 def methods_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:

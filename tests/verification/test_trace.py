@@ -90,7 +90,7 @@ FORMULA_CASES = [
 
 @pytest.mark.parametrize(("model", "grid"), FORMULA_CASES, ids=str)
 def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[str, int]) -> None:
-    """A block's bytes are the difference between two models, one of which has one layer more."""
+    """A block's bytes are the difference between two models whose numbers of layers differ by one."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(model | {"num_hidden_layers": n}, grid, training=batch) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True)) for run in runs)

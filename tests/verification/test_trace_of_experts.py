@@ -73,7 +73,7 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
 def test_a_layer_sends_what_the_formulas_say(
     model: dict[str, Any], grid: dict[str, int], moe: dict[str, float], load: list[float]
 ) -> None:
-    """A layer's bytes are the difference between two models, one of which has one layer more."""
+    """A layer's bytes are the difference between two models whose numbers of layers differ by one."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(FOUR_EXPERTS | model | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True, expert_load=load)) for run in runs)

@@ -18,7 +18,7 @@ from fourfold.parallel.overlap.batch_parts import HookedVisit, JoinedAttention, 
 
 
 def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
-    """Return the steps of parts a, b, … in the order in which they are taken."""
+    """Run parts a, b, … in turn, and return the order of their steps."""
     taken: list[str] = []
 
     def steps(name: str) -> Steps[str]:

@@ -36,7 +36,7 @@ class Streams:
         self.grid, self.group = grid, group
         self.lists = with_transfers(schedule_ops(grid, micro_batches), grid)
         self.computed = [0.0] * grid.pp
-        """Time at which each rank's computing stream has finished what was issued."""
+        """Time when each rank's computing stream has finished what was issued."""
         self.issued: list[dict[Hashable, deque[tuple[Op, float]]]] = [defaultdict(deque) for _ in self.lists]
         """Transfers that have not begun, by group, with the time of their issue. Both ranks know a transfer by the
         sender's operation."""

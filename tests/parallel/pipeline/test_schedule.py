@@ -61,7 +61,7 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str, pp: int, micro_b
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """For each pair of ranks and direction, a rank receives in the order in which its peer sends, and nothing is left
+    """For each pair of ranks and direction, a rank receives in the order of its peer's sends, and nothing is left
     over."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
@@ -204,7 +204,7 @@ def test_no_other_split_has_a_smaller_largest_stage(ends: tuple[float, float]) -
 
 
 def test_schedules_that_are_written_out_need_no_torch() -> None:
-    """The import of torch would take most of the time in which the page of a small plan is made."""
+    """The page of a small plan takes little time, and most of it would be the import of torch."""
     code = (
         "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel.pipeline import schedule; "
         "[schedule.schedule_ops(ParallelConfig(pp=2, schedule=name), 4) for name in ('GPipe', '1F1B')]; "
