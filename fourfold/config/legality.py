@@ -50,7 +50,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # Exit early for speed with many layouts.
+        if isinstance(number, int) and number == 0:  # A quick exit, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 

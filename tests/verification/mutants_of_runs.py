@@ -1,4 +1,4 @@
-"""Faults in what surrounds the step: the data's way to it, resuming, validation, the record of a run, and audits."""
+"""Faults in what surrounds the step: how the data gets there, resuming, validation, the record of a run, and audits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in the model, the data, the optimizer and the checkpoint: what all grids share."""
+"""Faults in the model, the data, the optimizer, and the checkpoint, which all grids share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of mixtures of experts, the grids they resume on, and the errors of lower precision."""
+"""Mixtures of experts: what is refused, what grids they resume on, and how large the errors of lower precision are."""
 
 from __future__ import annotations
 
