@@ -29,18 +29,10 @@ TABLE = ctypes.c_void_p * 96
 
 def pretend() -> None:
     """Make autograd's engine accept CUDA tensors in this process, which must not have run a backward before."""
-<<<<<<< HEAD
-=======
-    torch._C._ensureCUDADeviceGuardSet()  # enough for a torch with CUDA on a machine without a GPU
-    if torch.version.cuda is not None:
-        return
-    # A torch without CUDA has no device guard to replace, and reports that there is no accelerator. Give it a guard
-    # that counts no devices. torch then replaces this guard with its own, which does nothing.
->>>>>>> ee4b378c4a8b1827c6e0956e45c3c7aa8af009b5
     libraries = Path(torch.__file__).parent / "lib"
     if torch.version.cuda is None:
-        # This torch has no guard to replace, and says that it has no accelerator. Give it a guard that counts no
-        # device, so that torch replaces it with its own guard, which does nothing.
+        # This torch has no device guard to replace, and reports that there is no accelerator. Give it a guard that
+        # counts no devices. torch then replaces this guard with its own, which does nothing.
         guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
         nothing = TABLE(*[_function(0)] * len(TABLE()))
         guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))

@@ -69,10 +69,6 @@ def update(job, step, grad_norm):
 
 Job.update = update
 """
-<<<<<<< HEAD
-=======
-"""The text of a module sitecustomize, which every Python process imports if it finds it."""
->>>>>>> ee4b378c4a8b1827c6e0956e45c3c7aa8af009b5
 
 
 @pytest.mark.slow

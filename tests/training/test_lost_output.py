@@ -37,14 +37,8 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     path = run_file(tmp_path, prefix, parallel__x=processes, metrics__log_interval=1)
     # A warning that each process prints at its start stays in the buffer of standard error.
     warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
-<<<<<<< HEAD
     monkeypatch.setenv("PYTHONPATH", run_at_start(tmp_path, warning)["PYTHONPATH"])
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
-=======
-    (tmp_path / "sitecustomize.py").write_text(warning)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # With it, streams have no buffer.
->>>>>>> ee4b378c4a8b1827c6e0956e45c3c7aa8af009b5
     # The fork server outlives this test. If this job started the server, all later tests would fork from a process
     # whose output nobody reads.
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))

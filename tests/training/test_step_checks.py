@@ -297,10 +297,6 @@ def mean_of_poisoned(job, losses, kept):
 
 Job.mean_loss = mean_of_poisoned
 """
-<<<<<<< HEAD
-=======
-"""The text of a module sitecustomize, which every Python process imports if it finds it."""
->>>>>>> ee4b378c4a8b1827c6e0956e45c3c7aa8af009b5
 
 
 @pytest.mark.slow

@@ -32,15 +32,9 @@ sys.meta_path.insert(0, Finder())
 
 
 def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
-<<<<<<< HEAD
-    """The environment for running ``change(module)``, given as text, on a module of all processes."""
-    return run_at_start(folder, WHEN_IMPORTED.format(module=module) + change)
-=======
     """Return the environment of processes that run ``change(module)``, given as text, on a module when they import
     it."""
-    (folder / "sitecustomize.py").write_text(WHEN_IMPORTED.format(module=module) + change)
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
->>>>>>> ee4b378c4a8b1827c6e0956e45c3c7aa8af009b5
+    return run_at_start(folder, WHEN_IMPORTED.format(module=module) + change)
 
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
