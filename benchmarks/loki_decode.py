@@ -244,7 +244,7 @@ def _graph(step: Step) -> Callable[[], object]:
 def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
     for begin in range(0, count, 8192):
         tokens = _tokens(shape, min(8192, count - begin))
-        layer.expected = True  # Rotated keys need attention that rotates its queries.
+        layer.expected = True  # Say that attention rotates its queries, so the layer may rotate its keys.
         layer.update(tokens, tokens)
 
 

@@ -67,7 +67,7 @@ class Sampled:
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
-        while self._suggested(trial) != self._knobs[index]:  # A killed search has queued these.
+        while self._suggested(trial) != self._knobs[index]:  # Skip layouts that a killed search has queued.
             self._tell(trial, {}, None)
             trial = self.study.ask()
         trial.set_user_attr("why", why)

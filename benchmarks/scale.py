@@ -82,7 +82,7 @@ def main() -> None:
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # Its memory is only this job's.
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # A fresh process has only this job in memory.
                 costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
             shutil.rmtree(folder)
@@ -157,7 +157,7 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     with (
         patch("fourfold.checkpoints.rank_files.all_gather", gathered),
-        patch("fourfold.checkpoints.checkpoint.check_room"),  # All other files have one byte.
+        patch("fourfold.checkpoints.checkpoint.check_room"),  # The other ranks' files have one byte, so there is room.
     ):
         yield away
 

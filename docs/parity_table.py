@@ -213,7 +213,7 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
 
 
 def published_rows(faults: list[list[str]]) -> list[list[str]]:
-    """Return the published bugs whose faults have been measured, with the figure that betrays each."""
+    """Return the published bugs whose faults have been measured, with the figure that shows each."""
     known = {row[0]: row for row in faults}
     return [
         [where, fault, known[fault][2], batch, known[fault][3]]

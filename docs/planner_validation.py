@@ -38,7 +38,7 @@ def main() -> None:
         + to_toml(calibration)
         + "\n[intervals] # 5th and 95th percentile of measured over predicted seconds\n"
         + "".join(f'"{kind}" = [{low:.3f}, {high:.3f}]\n' for kind, (low, high) in intervals(left_out).items())
-        + "\n[order] # sure (95 %) where two predicted times differ by this factor\n"
+        + "\n[order] # if two predicted times differ by this factor, their order is 95 % sure\n"
         + f"factor = {order_factor(dense(left_out['source'])):.3f}\n",
         encoding="utf-8",
     )

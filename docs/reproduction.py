@@ -138,7 +138,7 @@ def planned() -> dict[str, str]:
         "weak 1t": f"{of_1t[2].seconds / of_1t[6].seconds:.1%}",
         "strong 175b": f"{strong_175b.seconds / of_175b[16].seconds / 8:.0%}",
         "strong 1t": f"{strong_1t.seconds / of_1t[6].seconds / 3:.0%}",
-        "tensor sizes": ", ".join(f"{x}: {tensor[x].seconds:.1f} s" for x in TENSOR_SIZES),
+        "tensor sizes": ", ".join(f"{tensor[x].seconds:.1f} s with {x}" for x in TENSOR_SIZES),
         "memory 175b": f"{min(stages) / 1e9:.1f} to {max(stages) / 1e9:.1f} GB",
         "years as run": f"{steps * of_1t[6].seconds / YEAR:.0f}",
         "years best": f"{steps * of_1t[6].seconds * as_run / best / YEAR:.0f}",

@@ -10,7 +10,7 @@ from fourfold.exit_codes import ended_by
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        # If a standard stream is closed, open /dev/null there. Otherwise a file or socket would get its descriptor.
+        # If a standard stream is closed, open /dev/null there. Otherwise the next file would get its descriptor.
         for number in range(3):
             try:
                 os.fstat(number)

@@ -41,7 +41,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
         UserError: The run cannot start, or it diverges.
     """
     if run.metrics.machine is not None:
-        load_machine(run.metrics.machine, "metrics.machine =")  # Raise errors about the data before any process starts.
+        load_machine(run.metrics.machine, "metrics.machine =")  # Refuse a wrong file before any process starts.
     if read_environment(os.environ) is None:  # All processes are on this machine.
         check_machine_memory(run)
     for restarts in itertools.count():

@@ -23,7 +23,7 @@ def needs_babyllama() -> Path:
 
 
 def stories(data: Path) -> list[list[int]]:
-    """Five stories that it was not trained on, as tokens."""
+    """Return five stories as tokens. The model was not trained on them."""
     from sentencepiece import SentencePieceProcessor
 
     tokenizer = SentencePieceProcessor(str(data / "babyllama" / "tok105.model"))
@@ -32,7 +32,8 @@ def stories(data: Path) -> list[list[int]]:
 
 
 def babyllama(data: Path) -> Any:
-    """Convert llama2.c's format. Its rotary pairs are neighbors, and transformers' pairs are half a head apart."""
+    """Load the model from llama2.c's format. There, the channels of a rotary pair are neighbors. In transformers, they
+    are half a head apart."""
     import transformers
 
     content = (data / "babyllama" / "model5000.bin").read_bytes()

@@ -1,4 +1,5 @@
-"""Kernels of Triton compiled for a GPU that is not there, by scripts in processes of their own, and what they need."""
+"""Helpers for tests that compile Triton kernels for a GPU that is not there. A separate process compiles each kernel,
+and the tests check the registers and the stack that it needs."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ class Usage(NamedTuple):
 
     registers: int
     stack: int
-    """Bytes of local memory, which a kernel uses if its registers do not suffice."""
+    """Bytes of local memory. A kernel uses local memory if it needs more registers than there are."""
 
 
 def usage_of(cubin: bytes) -> Usage:
-    """Read the resources of the one kernel in NVIDIA's machine code."""
+    """Return the resources of the only kernel in NVIDIA's machine code."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

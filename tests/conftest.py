@@ -27,7 +27,7 @@ from fourfold.launch import worker_processes
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
+gc.disable()  # Garbage collections take a fifth of the time to import the tests, and find nothing.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -39,10 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample tests and write results if options say so. Hide GPUs from all tests except those that ``-m gpu``
-    selects."""
+    """Sample tests and write results if the options ask for it. Hide GPUs from all tests unless ``-m gpu`` is given."""
     if not wants_gpus(config.getoption("markexpr")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one, and worker processes inherit it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU. Worker processes inherit it.
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
@@ -55,12 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of long matrices to the slow tests, before ``-m`` selects."""
+    """Before ``-m`` selects, mark most cases of long parameter lists as slow."""
     mark_long_matrices(items)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of every collection of garbage: each job ends with one."""
+    """Exclude imported objects from garbage collections, because every job ends with a collection."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -68,20 +67,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_what_stays() -> Iterator[None]:
-    """Exclude what a file's tests have imported and cached from later collections: it grows to a million objects."""
+    """Exclude what a test file has imported and cached from later garbage collections. It grows to a million
+    objects."""
     yield
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end collect it."""
+    """Include these objects again, so that Python can free them at its end."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Worker processes for tests on several ranks, started at first use: ``pool.run(world_size, body, *args)``."""
+    """Start worker processes for tests on several ranks, at first use: ``pool.run(world_size, body, *args)``."""
     with contextlib.closing(Pool()) as workers:
         yield workers
 
@@ -96,19 +96,19 @@ def forked_starter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The workers have all remaining cores."""
+    """Use one thread in this process, because the pool's workers need all other cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def heed_interrupts() -> None:
-    """Undo what a shell does for background jobs, because the tests may be one."""
+    """Undo what a shell does to background jobs, because the tests may run as one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one around the tests, nor what they set in this process."""
+    """Hide the variables of a launcher that may have started the tests, and the variables that other tests set."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -116,7 +116,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process."""
+    """Return a function that runs the command line in this process."""
 
     def run(*arguments: object) -> Result:
         capfd.readouterr()
@@ -127,12 +127,12 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny corpus of bytes."""
+    """Return the prefix of a tiny corpus of bytes."""
     return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
-@pytest.fixture(scope="module")  # its event loop is in the way of asyncio's own
+@pytest.fixture(scope="module")  # its event loop would disturb other modules that use asyncio
 def browser() -> Iterator[Browser]:
-    """A headless Chromium. Skip the test if there is none."""
+    """Start a headless Chromium. Skip the test if there is none."""
     with chromium() as started:
         yield started

@@ -1,8 +1,8 @@
-"""A GPU without hardware: tensors that claim to be on CUDA, and a record of everything the host would wait for.
+"""A GPU without hardware: tensors that claim to be on CUDA, and a record of everything that the host would wait for.
 
-``FakeTensorMode`` gives tensors shapes and devices without memory. torch runs a backward on such tensors if it believes
-that a GPU exists, which ``pretend`` arranges until the process ends. Use it in a process of its own: ``python
-tests/fake_cuda_steps.py``.
+``FakeTensorMode`` gives tensors shapes and devices without memory. torch runs a backward on such tensors only if it
+believes that a GPU exists. ``pretend`` makes torch believe this until the process ends. So use it in a separate
+process: ``python tests/fake_cuda_steps.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _KEPT: list[Any] = []
 IS_BUILT, HAS_PRIMARY_CONTEXT = 2, 4
-"""Places of virtual functions of torch's AcceleratorHooksInterface, behind two destructors."""
+"""Positions of two virtual functions in torch's AcceleratorHooksInterface. Two destructors come before them."""
 TABLE = ctypes.c_void_p * 96
 
 
@@ -31,8 +31,8 @@ def pretend() -> None:
     """Make autograd's engine accept CUDA tensors in this process, which must not have run a backward before."""
     libraries = Path(torch.__file__).parent / "lib"
     if torch.version.cuda is None:
-        # This torch has no guard to replace, and says that it has no accelerator. Give it a guard that counts no
-        # device, so that torch replaces it with its own guard, which does nothing.
+        # This torch has no device guard to replace, and reports that there is no accelerator. Give it a guard that
+        # counts no devices. torch then replaces this guard with its own, which does nothing.
         guards = TABLE.in_dll(ctypes.CDLL(str(libraries / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE")
         nothing = TABLE(*[_function(0)] * len(TABLE()))
         guards[1] = ctypes.addressof(_kept(ctypes.c_void_p(ctypes.addressof(_kept(nothing)))))
@@ -56,9 +56,9 @@ def _kept(value: Any) -> Any:
 
 
 class HostWaits(TorchDispatchMode):
-    """Record the lines of fourfold at which the host waits for a GPU: numbers it reads, and copies it waits for.
+    """Records the lines of fourfold at which the host waits for a GPU: to read numbers, or for a copy.
 
-    Enter it inside a ``FakeTensorMode``. Operations with data-dependent output shapes raise by themselves.
+    Enter it inside a ``FakeTensorMode``. Operations whose output shapes depend on data raise an error by themselves.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -74,7 +74,7 @@ class HostWaits(TorchDispatchMode):
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Replace what torch.cuda does with a GPU."""
+        """Replace the functions of torch.cuda that need a GPU."""
         with ExitStack() as stack:
             for name, value in {
                 "Stream": lambda *_, **__: _Stream(self),
@@ -115,7 +115,7 @@ class HostWaits(TorchDispatchMode):
         return out
 
     def _list(self, tensor: Tensor) -> Any:
-        """Return what ``tolist`` gives. The host waits for it once."""
+        """Return the result of ``tolist``, for which the host waits once."""
         waited, self.waits = self.waits, Counter()
         values: Any = [self._list(each) for each in tensor] if tensor.dim() else tensor.item()
         self.waits = waited
@@ -138,7 +138,7 @@ class HostWaits(TorchDispatchMode):
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self._pinned.add(tensor.untyped_storage()._cdata)
-        _KEPT.append(tensor.untyped_storage())  # no other storage gets its address
+        _KEPT.append(tensor.untyped_storage())  # keep it alive, so that no other storage gets its address
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:
@@ -146,7 +146,7 @@ class HostWaits(TorchDispatchMode):
 
 
 class _Stream:
-    """A stream that issues nothing."""
+    """A stream that does nothing."""
 
     stream_id, device_index, device_type = 0, 0, 1
 
@@ -165,7 +165,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that never is."""
+    """An event that does nothing."""
 
     def __init__(self, waits: HostWaits) -> None:
         self._waits = waits

@@ -1,6 +1,6 @@
 """Take one training step of every case of the parity suite on fake CUDA tensors, and print where the host would wait.
 
-``python tests/fake_cuda_steps.py [NAME ...]`` prints JSON by name of the case. Without names it takes all cases.
+``python tests/fake_cuda_steps.py [NAME ...]`` prints JSON, with one entry per case. Without names, it runs all cases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fourfold.verification.trace import fake_processes  # noqa: E402
 
 
 def cases() -> dict[str, Case]:
-    """Cases by name."""
+    """Return the cases by name."""
     found = test_parity.CASES | test_parity.SLOW_CASES
     for family, model in test_parity.FAMILIES.items():
         for axis, (grid, sections) in test_parity.ONE_AXIS.items():
@@ -46,14 +46,14 @@ def cases() -> dict[str, Case]:
 
 
 def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
-    """Return the lines at which the host waits in a step and an asynchronous save, and how often it waits there."""
+    """Run a step and an asynchronous save. Return each line at which the host waits, and how often it waits there."""
     model, grid_sizes, sections = case
     training = {**sections.get("training", {}), "precision": precision}
     micro_batches = 2 * grid_sizes.get("pp", 1) * grid_sizes.get("dp", 1) * grid_sizes.get("z", 1)
     training["global_batch_size"] = micro_batches * training.get("micro_batch_size", 2)
     run = tiny_run(model, grid_sizes, **{**sections, "training": training})
     ranks = run.parallel.world_size
-    rank = ranks - ranks // run.parallel.pp  # of the last stage, which has the head
+    rank = ranks - ranks // run.parallel.pp  # a rank of the last stage, which has the head
     cuda = torch.device("cuda", 0)
     waits = HostWaits()
     with fake_processes(ranks, rank), waits.patched():
@@ -69,7 +69,7 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
             kept = job.count_kept(batches)
             loss = job.forward_backward(batches, kept)
             figures = figures_of_all_ranks(StepResult(loss, job.clip(), kept), False, False)
-            if grid.pp.size == 1:  # else the stages tell each other what they have, and fake collectives say nothing
+            if grid.pp.size == 1:  # stages would exchange lists, and fake collectives send nothing
                 parts, job.copies = trained_parts(job, with_averages=False), CopyStream(cuda)
                 entries_of(parts, layout_of(parts, grid, run.overlap.shards_per_node), job.copies)
             job.update(0, figures.grad_norm)
@@ -77,13 +77,13 @@ def take_step(case: Case, precision: str = "bf16") -> dict[str, int]:
 
 
 def _inside(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> object:
-    """``fully_shard``, which makes an empty buffer on the device."""
+    """Run ``fully_shard`` inside the mode, because it makes an empty buffer on the device."""
     with mode:
         return fully_shard(*args, **kwargs)
 
 
 def main(names: list[str]) -> None:
-    """Print the waits of cases."""
+    """Print where the host waits in each case."""
     pretend()
     everything, found = cases(), dict[str, Any]()
     for name in names or everything:
@@ -93,7 +93,7 @@ def main(names: list[str]) -> None:
             traceback.print_exc()
             found[name] = {f"{type(error).__name__}: {str(error)[:300]}": 1}
     print(json.dumps(found, indent=1), flush=True)
-    os._exit(0)  # torch's own end would look for a GPU
+    os._exit(0)  # torch's exit handlers would look for a GPU
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Local workers of jobs in this process: their starter is forked from the fork server of the tests, which has imported
-what they need, instead of being started anew."""
+"""Start local workers of jobs quickly. The tests' fork server, which has imported the needed modules, forks the starter
+of the workers. Otherwise a new process would have to import them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ForkedStarter:
-    """In place of the context ``spawn``: its processes have this one's environment, output and blocked signals, too."""
+    """Replaces the context ``spawn``. Its processes have this process's environment, output, and blocked signals."""
 
     def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -37,5 +37,5 @@ def _as_if_spawned(
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
-    torch.set_num_threads(1)  # torch is here already, and does not read the environment again
+    torch.set_num_threads(1)  # torch has been imported, and does not read OMP_NUM_THREADS again
     target(*args)

@@ -1,4 +1,4 @@
-"""The line of fourfold that runs now, for tests that record who makes the host wait."""
+"""Find the line of fourfold that is running, for tests that record which line makes the host wait."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Inject a fault into the program: replace a piece of a function of a module that is loaded already.
+"""Inject a fault into the program: replace a piece of a function in a loaded module.
 
-The piece is found by its syntax tree, so neither comments and layout nor lines that move matter.
+The piece is found by its syntax tree, so comments, layout, and line numbers do not matter.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def mutated_tree(source: str, function_name: str, old: str, new: str) -> ast.Mod
 
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Every function and method of a tree by its qualified name, a property's getter before its setter."""
+    """Yield every function and method of a tree with its qualified name. A property's getter comes before its
+    setter."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
             yield prefix + child.name, child
@@ -108,12 +109,12 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _statements(text: str) -> Body:
-    """Parse statements. ``return`` and ``yield`` may be outside a function in a tree."""
+    """Parse statements. ``return`` and ``yield`` may be outside a function."""
     return ast.parse(textwrap.dedent(text)).body
 
 
 def _same(one: ast.AST, other: ast.AST) -> bool:
-    """True if two trees are equal, whether their names are read or assigned to."""
+    """Return whether two trees are equal. It does not matter whether names are read or assigned to."""
     return _dump(one) == _dump(other)
 
 
@@ -122,7 +123,8 @@ def _dump(node: ast.AST) -> str:
 
 
 def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Every node below another: its parent, the parent's field, and the place in that field if it is a list."""
+    """Yield every node below another one: its parent, the parent's field, and the index in that field if it is a
+    list."""
     for parent in ast.walk(node):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, ast.AST):
@@ -140,7 +142,7 @@ def _bodies(node: ast.AST) -> Iterator[Body]:
 
 
 def _locate(new: list[Any], old: ast.AST) -> None:
-    """Give new nodes the line of the old one, so that no further function seems changed."""
+    """Give new nodes the line numbers of the old one, so that no other function seems changed."""
     for root in new:
         for node in ast.walk(root):
             ast.copy_location(node, old)
@@ -158,7 +160,7 @@ def _functions_of(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeT
 
 
 def _loaded_functions(module: ModuleType) -> Iterator[FunctionType]:
-    """Functions and methods that are written in the module, beneath their decorators."""
+    """Yield functions and methods that the module defines, without their decorators."""
     file = inspect.getsourcefile(module)
     for value in vars(module).values():
         members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]

@@ -1,4 +1,5 @@
-"""How tests wait for processes, threads and files: until it happens, and so long that only a hang fails them."""
+"""How tests wait for processes, threads, and files: until something happens, and so long that only a hang fails a
+test."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 PATIENCE = 900.0
-"""Seconds after which a test calls a wait a hang: many times what any machine needs, however busy it is."""
+"""Seconds after which a test considers a wait to be a hang. This is many times what any machine needs, however busy it
+is."""
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    """Return when the condition is true. Fail if the process ends first, or if the condition stays false."""
+    """Wait until the condition is true. Fail if the process ends first, or if the condition stays false."""
     give_up = time.monotonic() + PATIENCE
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -24,7 +26,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | N
 
 @contextmanager
 def not_forever() -> Iterator[None]:
-    """Fail if the block hangs. For blocks that wait in this process, in its main thread."""
+    """Fail if the block hangs. This is for blocks that wait in this process, in its main thread."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"not done after {PATIENCE:.0f} s")

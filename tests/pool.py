@@ -1,5 +1,5 @@
-"""Processes that run test bodies on several ranks: started once per session, and forked from one that has imported what
-they need, for importing torch takes seconds."""
+"""Processes that run test bodies on several ranks. They start once per session, and are forked from a process that has
+imported what they need, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from patience import PATIENCE
 from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 60.0
-"""How long the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
+"""Seconds that the remaining ranks may take after one rank fails. They should fail soon, because they lose a peer."""
 
 
 class RemoteTraceback(Exception):
-    """Cause of the exception that a body raised: where it was raised, and on which rank."""
+    """The cause of an exception that a body raised. It says where, and on what rank, the exception was raised."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one rank. call: the pickled body and its arguments."""
+    """The work of one rank. ``call`` is the pickled body with its arguments."""
 
     world_size: int
     store: str
@@ -46,7 +46,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A body's result, or its exception with traceback and time. A death is ordered before them."""
+    """A body's result, or its exception with traceback and time. If ranks are ordered by time, a rank that died comes
+    first."""
 
     value: Any = None
     error: BaseException | None = None
@@ -57,7 +58,7 @@ class Answer:
 class Pool:
     """As many workers as the largest run needs. One test at a time runs on the first of them.
 
-    Every run has a new default group (gloo), one thread, and torch's generator seeded with 0.
+    Every run has a new default group (gloo) and one thread, and torch's generator starts with seed 0.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
             process.start()
-            theirs.close()  # so that the worker's death ends the pipe
+            theirs.close()  # so that the pipe closes when the worker dies
             self._processes.append(process)
             self._pipes.append(ours)
 
@@ -130,7 +131,7 @@ class Pool:
         return answers
 
     def _show_stacks(self, ranks: list[int]) -> None:
-        """Make hanging ranks write where they hang to standard error."""
+        """Make hanging ranks write their stacks to standard error."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -155,10 +156,10 @@ def imported_by_bodies() -> list[str]:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """The worker's whole life."""
+    """Run tasks until the pool ends. This is all that a worker does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # what is imported stays: a collection after every run need not search it
+    gc.freeze()  # Imported modules stay, so a collection after every run need not search them.
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_gloo_local()
@@ -175,8 +176,8 @@ def _answer(rank: int, task: Task) -> bytes:
     import torch
     import torch.distributed as dist
 
-    _leave_group()  # of the run before, and not at its end: a peer may have needed it longer
-    sys.path[:] = task.path  # where pytest found the module of the body
+    _leave_group()  # The last run's group. At the end of that run, a peer may still have needed it.
+    sys.path[:] = task.path  # as pytest had it when it found the module of the body
     try:
         dist.init_process_group(
             "gloo",
@@ -185,12 +186,12 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        # A rank that fails at once would leave while its peers still connect to it, and they could never connect again.
+        # Wait until all ranks have connected. A rank that fails at once would leave while peers still connect to it.
         dist.barrier()
         torch.manual_seed(0)
         body, args = pickle.loads(task.call)
         return pickle.dumps(Answer(body(rank, task.world_size, *args)))
-    except BaseException as error:  # pytest's own failures are no Exceptions
+    except BaseException as error:  # pytest's failures do not derive from Exception
         now = time.monotonic()
         answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
     # Peers that wait for this rank learn of its failure when its connections close.
@@ -204,8 +205,8 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Cycles and DTensor's cache hold groups, whose threads wake up a hundred times a second: hundreds of them would
-        # fill the cores.
+        # Reference cycles and DTensor's cache keep groups alive. A group's threads wake up a hundred times a second, so
+        # hundreds of groups would keep the cores busy.
         _clear_sharding_prop_cache()
         gc.collect()
 

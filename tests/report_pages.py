@@ -48,17 +48,17 @@ TOO_WIDE = """() => [...document.querySelectorAll("body *")]
 
 
 def without_scripts(page: str) -> str:
-    """An HTML page without the library that draws its charts, and without their data."""
+    """Return an HTML page without the library that draws its charts, and without their data."""
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 def chart_specs(page: str) -> dict[str, dict[str, Any]]:
-    """The data of every chart of an HTML page, by the chart's title."""
+    """Return the data of every chart of an HTML page, by the chart's title."""
     return {html.unescape(title): json.loads(text) for title, text in FIGURE.findall(page)}
 
 
 def points(page: str, title: str) -> dict[str, list[Any]]:
-    """The data of every series of one chart, by the series' name."""
+    """Return the data of every series of one chart, by the series' name."""
     spec = chart_specs(page)[title]
     if "curves" in spec:
         return {curve["name"]: curve["points"] for curve in spec["curves"]}
@@ -67,7 +67,7 @@ def points(page: str, title: str) -> dict[str, list[Any]]:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A headless Chromium of this machine. Skip the test if there is none."""
+    """Start a headless Chromium of this machine. Skip the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
@@ -81,7 +81,8 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 900) -> Iterator[Page]:
-    """Open a page in a window of some width, in light or dark colors. It reports no error and fetches nothing."""
+    """Open a page in a window of some width, in light or dark colors. Check that it reports no error and fetches
+    nothing."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
     problems: list[str] = []

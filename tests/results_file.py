@@ -9,7 +9,8 @@ import pytest
 
 
 class ResultsFile:
-    """Appends a JSON line for every test: its name, outcome, seconds, recorded properties, and the end of its error."""
+    """Appends a JSON line for every test, with its name, outcome, seconds, recorded properties, and the end of its
+    error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

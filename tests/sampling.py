@@ -18,7 +18,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def wants_gpus(markers: str) -> bool:
-    """Whether ``-m`` selects the tests that need a GPU. All other tests run on CPUs, with gloo, on any machine."""
+    """Return whether ``-m`` selects the tests that need a GPU. All further tests run on CPUs, with gloo, on any
+    machine."""
     return re.search(r"(?<!not )\bgpu\b", markers) is not None
 
 

@@ -1,8 +1,8 @@
-"""A GPU that computes on the CPU: real numbers, and the errors and waits that a real device would have.
+"""A GPU that computes on the CPU. It has real numbers, and the errors and waits of a real device.
 
 Tensors on ``cuda`` hold their values in a CPU tensor. An operation that mixes them with tensors of the CPU raises, as
-it does on a GPU. So does a collective that gloo runs and NCCL does not. All waits of the host are counted.
-``FakeTensorMode`` has devices but no values, so code that reads a value cannot run on it.
+on a GPU. A collective that gloo runs and NCCL does not have raises too. All waits of the host are counted.
+``FakeTensorMode`` has devices but no values, so code that reads a value cannot run under it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class OnGpu(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute on the CPU what the mode has not taken: autograd's threads run without it."""
+        """Compute on the CPU what the mode has not seen, because autograd's threads run without the mode."""
         return _compute(func, args, kwargs or {}, None)
 
 
@@ -95,7 +95,8 @@ class SimulatedGpu(TorchDispatchMode):
 
 
 class AsksForMeta(TorchFunctionMode):
-    """Knows whether Python code asks for tensors on ``meta``. C++ code does too, whenever it asks for one like ours."""
+    """Knows whether Python code asks for tensors on ``meta``. torch's C++ code also asks for them, whenever it makes a
+    tensor like one of ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class AsksForMeta(TorchFunctionMode):
     ) -> Any:
         device = (kwargs or {}).get("device")
         if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # as torch does, but not with a driver
+            return func(*args, **{**kwargs, "device": "cpu"}).to(GPU)  # torch's result, but without a driver
         before = self.asks
         self.asks = before or any(map(_is_meta, tree_leaves((args, kwargs))))
         try:
@@ -116,7 +117,7 @@ class AsksForMeta(TorchFunctionMode):
 
 
 class Event:
-    """Stands for an event of CUDA: everything that was issued is done."""
+    """Stands for an event of CUDA. Everything that was issued before it is done."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -136,7 +137,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Put a simulated GPU into this process."""
     with (
         patch.object(Tensor, "pin_memory", lambda self, device=None: self),
-        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's messages of failures name it
+        patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)),  # torch's error messages include it
         patch.object(dist, "get_backend", lambda group=None: "nccl"),
         patch.object(torch.cuda, "synchronize", lambda device=None: None),
         patch.object(torch.cuda, "Event", Event),
@@ -193,7 +194,7 @@ def _values(value: Any) -> Any:
 
 
 def _check_devices(func: Any, tensors: list[Tensor]) -> None:
-    """Numbers of the CPU may meet any device, as torch allows it."""
+    """Raise if an operation mixes devices. torch allows a number of the CPU to meet tensors of any device."""
     if "c10d" in str(func):
         return
     for tensor in tensors:
@@ -205,13 +206,13 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _sends_objects() -> bool:
-    """Torch moves the bytes of objects to the device of the group by itself."""
+    """Return whether torch is sending Python objects, whose bytes torch itself moves to the device of the group."""
     codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
     return any("_object" in code.co_name and "distributed_c10d" in code.co_filename for code in codes)
 
 
 def _check_collective(func: Any, tensors: list[Tensor]) -> None:
-    """Raise as NCCL does. Gloo accepts all of these."""
+    """Raise for what NCCL refuses. Gloo would accept all of it."""
     name = func._overloadpacket.__name__
     if name == "barrier":
         return
@@ -227,7 +228,8 @@ def _check_collective(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
-    """True if the host waits for the device: it reads values, or copies to or from it and waits for the copy."""
+    """Return whether the host waits for the device: it reads values, or it copies to or from the device and waits for
+    the copy."""
     if func in READ_VALUES:
         return reads
     if func is aten._to_copy.default:
@@ -293,4 +295,4 @@ ON_CPU: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
     aten.addmm.dtype_out: _product_in_float32,
 }
-"""CUDA's kernels that the CPU lacks, by the CPU's."""
+"""Kernels of the CPU for those kernels of CUDA that the CPU lacks."""

@@ -37,7 +37,7 @@ BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("bench
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],
     "train_cpu": ["--only", "b"],
-    "loki_decode": ["--kernels", "torch"],  # all further benchmarks compile for seconds
+    "loki_decode": ["--kernels", "torch"],  # compiling other kernels takes seconds
 }
 SLOW = {
     "kernels",
@@ -62,7 +62,7 @@ SLOW = {
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # as some set it: it must not stay for other tests
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # some benchmarks set it, and monkeypatch restores it
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
     assert output.strip() and "nan" not in output
@@ -97,7 +97,7 @@ def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytes
 
 HANG = "import time; time.sleep(10**6)"
 ROWS_AND_HANG = f"import sys; print('[1, 2]', file=open(sys.argv[1], 'w'), flush=True); {HANG}"
-"""Writes figures as a benchmark does after its first row, and does not end."""
+"""A program that writes figures, as a benchmark does after its first row, and then never ends."""
 
 
 def program(source: str, seconds: float = 100.0, prints: bool = False) -> gpu.Part:
@@ -160,7 +160,8 @@ def test_the_suite_on_a_gpu_names_files_and_the_tests_that_were_asked_for() -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_kill_leaves_the_figures(number: signal.Signals, tmp_path: Path) -> None:
-    """The figures of finished parts, and of the part that runs as far as it has written them. The part ends too."""
+    """The file keeps the figures of finished parts, and the figures that the running part has written. The running part
+    ends too."""
     source = (
         "import sys; from benchmarks import gpu\n"
         "rows = sys.argv.pop()\n"
@@ -214,7 +215,7 @@ def test_wheels_come_before_the_machines_packages(tmp_path: Path, monkeypatch: p
 
 
 def test_a_contender_that_fails_is_a_row_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rivals are measured, and the table is in the file."""
+    """The contenders after it are measured, and the table is in the file."""
     pytest.importorskip("transformers")
     train_gpu = importlib.import_module("benchmarks.train_gpu")
     monkeypatch.setattr(train_gpu, "hugging_face", failing)

@@ -1,4 +1,4 @@
-"""The benchmarks of the emulated cluster, in their tiny forms: on this machine's processes, and on the cluster."""
+"""The benchmarks of the emulated cluster in their tiny forms, on processes of this machine and on the cluster."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def record_of(pool: Pool, folder: Path, name: str) -> dict[str, Any]:
 def test_overlap(pool: Pool, tmp_path: Path) -> None:
     rows = record_of(pool, tmp_path, "cluster_overlap")["rows"]
     assert {"none", "all", "computation", "communication", "only batch_parts"} <= set(rows)
-    assert "only gate_sum" not in rows  # y = 1
+    assert "only gate_sum" not in rows  # it does nothing, because y = 1
     assert all(row["seconds"] > 0 for row in rows.values())
     assert rows["none"]["faster"] == 1 and rows["computation"]["exposed"] == 0
 
 
 def test_accelerators_take_their_time_and_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only their sleep moves."""
+    """The clock moves only when an accelerator sleeps."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -57,7 +57,7 @@ def test_accelerators_take_their_time_and_change_no_result(monkeypatch: pytest.M
         emulated = left @ right
         emulated.sum().backward()
         torch.zeros(64, 32).addmm_(left, right.detach())
-    products = 3 * (2 * 64 * 128 * 32)  # the output, and the gradient of right, and a product added to a sum
+    products = 3 * (2 * 64 * 128 * 32)  # the output, the gradient of ``right``, and addmm_
     assert torch.equal(plain, emulated)
     assert now == pytest.approx(products / 0.01e9)
 
@@ -83,10 +83,10 @@ def test_on_the_cluster(nodes: int, per_node: int, grid: str, switch: str) -> No
         try:
             out, err = cluster.communicate(timeout=PATIENCE)
         finally:
-            cluster.terminate()  # after a timeout it removes its links
+            cluster.terminate()  # also after a timeout, so that it removes its links
     assert cluster.returncode == 0, err
     if out.startswith("skipped"):
         pytest.skip(out.strip())
     assert "4 processes, 400mbit a link" in out and f"only {switch}" in out
     listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
-    assert not re.search(rf"^ff{cluster.pid}\b", listed, re.MULTILINE)  # what another cluster left is not this one's
+    assert not re.search(rf"^ff{cluster.pid}\b", listed, re.MULTILINE)  # look only for this cluster's links

@@ -1,4 +1,5 @@
-"""Optional libraries: a missing one is named with its extra, and harmless warnings of theirs are not printed."""
+"""Optional libraries: if one is missing, its extra is named, and harmless warnings of these libraries are not
+printed."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ LONG_FUNCTIONS = {
     "fourfold.planning.run_workload.workload_of": "one field a line",
     "fourfold.planning.search.explain.neighbors": "one change a line",
 }
-"""Functions of more than 50 lines, and why each stays in one piece."""
+"""Functions of more than 50 lines, each with the reason why it stays in one piece."""
 
 PUBLIC_DESPITE_UNDERSCORE = {
     "_asdict": "NamedTuple's",
@@ -99,7 +99,7 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
 INSIDE_TORCH = {"fake_cuda.py", "simulated_gpu.py"}
-"""Test files that replace a GPU below torch, where no name is public."""
+"""Test files that replace a GPU below torch. No name there is public."""
 
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "perf_counter_ns", "monotonic_ns"}
 WITH_A_CLOCK = {
@@ -113,17 +113,17 @@ WITH_A_CLOCK = {
     "test_trial_processes.py": "a trial hangs, which the search must notice",
     "test_timeline.py": "the time of recorded steps is inside of the time that their process takes",
 }
-"""Test files with a clock or a short time limit, and why. All other tests move a clock of their own: machines differ
-in speed."""
+"""Test files that have a clock or a short time limit, each with the reason. All other tests move a clock of their own,
+because machines differ in speed."""
 SHORTEST_TIMEOUT = 300
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
-"""Packages for the GPUs of one maker."""
+"""Packages that exist only for the GPUs of one maker."""
 
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """The parsed file."""
+    """Return the parsed file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -185,7 +185,7 @@ def imports(module: str, for_types: bool = False) -> frozenset[str]:
 
 
 def room(module: str) -> str:
-    """The room that a module is in."""
+    """Return the room that a module is in."""
     place = module.removeprefix("fourfold.").replace(".", "/")
     return max((name for name in ROOMS if f"{place}/".startswith(f"{name}/")), key=len, default="")
 
@@ -230,7 +230,7 @@ def functions() -> Iterator[tuple[str, int]]:
 
 
 def private_names(path: Path) -> set[str]:
-    """Private names of modules or of objects other than ``self`` that a file uses."""
+    """Return the private names that a file uses of modules, or of objects other than ``self``."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fourfold", "benchmarks")):
@@ -245,7 +245,7 @@ def private_names(path: Path) -> set[str]:
 
 
 def private_definitions(path: Path) -> set[str]:
-    """Private functions, methods and attributes of ``self`` that a file defines."""
+    """Return the private functions and methods, and the private attributes of ``self``, that a file defines."""
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -295,7 +295,7 @@ def test_no_import_points_upwards() -> None:
 
 
 def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
-    """It would not start on GPUs of another maker."""
+    """With such an import, the program would not start on GPUs of another maker."""
     for path in MODULES.values():
         for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -313,7 +313,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def tricks(file: ast.Module) -> set[str]:
-    """Assignments to ``__class__``, and calls of a parent's ``__init__`` other than by ``super()``."""
+    """Return assignments to ``__class__``, and calls of a parent's ``__init__`` other than by ``super()``."""
     found = set()
     for node in ast.walk(file):
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
@@ -372,7 +372,8 @@ looks for a public name first. FSDP2's are all in one file, the adapter."""
 
 
 def private_torch(path: Path) -> set[str]:
-    """Private modules of torch that a file imports, and private attributes of objects that are not its own."""
+    """Return the private modules of torch that a file imports, and the private attributes that it uses of objects that
+    are not its own."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):
@@ -424,7 +425,7 @@ def test_test_files_have_names_of_their_own() -> None:
 
 
 def clocks_read(path: Path) -> set[str]:
-    """Calls of a clock, and limits of time that a busy machine may exceed, in a test file."""
+    """Return the calls of a clock in a test file, and the limits of time that a busy machine may exceed."""
     found = set()
     for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
         if isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS:

@@ -59,7 +59,7 @@ class Pump:
 
 
 def function_of(tree: ast.Module, name: str) -> str:
-    """The body of a function, laid out anew and without its docstring."""
+    """Return the body of a function, with a new layout and without its docstring."""
     found = dict(definitions(tree))[name]
     assert isinstance(found, ast.FunctionDef)
     has_docstring = ast.get_docstring(found) is not None

@@ -79,7 +79,7 @@ def test_failures_of_all_kinds_come_back(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_hang_or_die_are_replaced() -> None:
-    pool = Pool()  # not the session's, which would have to start again
+    pool = Pool()  # the session's pool would have to start again
     try:
         pool.run(2, process_id)
         with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 were not done with hang_on_rank_1"):

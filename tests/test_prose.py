@@ -34,7 +34,8 @@ CONSTRUCTIONS = {
     'name what "others" and "the rest" are': (r"\b(?:others|the rest|the other|another's)\b", 0.6),
     "split the sentence at the semicolon": (r";", 4.0),
 }
-"""Patterns, and how often per 1,000 words each may occur in a group of files. Well-kept projects stay below."""
+"""Patterns, and how often each may occur per 1,000 words in a group of files. Well-kept projects stay below these
+limits."""
 
 AWKWARD = """
 passages stand
@@ -73,7 +74,7 @@ there are hardly any
 of which more takes
 went on where it was
 """
-"""Phrases that once made readers stop. None of them comes back."""
+"""Phrases that once made readers stop. None of them may come back."""
 
 
 def words_of_page(text: str) -> str:

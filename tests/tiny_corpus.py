@@ -14,12 +14,12 @@ WORDS = ("grid", "axis", "tile", "shard", "gather", "reduce", "scatter", "token"
 
 
 def line(**values: object) -> str:
-    """One document of a .jsonl file."""
+    """Return one document of a .jsonl file."""
     return json.dumps(values) + "\n"
 
 
 def documents_of(inputs: Iterable[str | Path]) -> list[str]:
-    """Every document of these inputs, in order."""
+    """Return every document of these inputs, in order."""
     return [text for file in list_inputs(inputs) for text in read_documents(file.path, "text")]
 
 

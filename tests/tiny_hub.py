@@ -1,4 +1,4 @@
-"""A small dataset as the Hub has them: a folder of Parquet files."""
+"""A small dataset in the form that the Hub has: a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_dataset(folder: Path, documents: int = 40) -> str:
 
 
 def texts_of(dataset: str) -> list[str]:
-    """The documents of the split `train`, in order."""
+    """Return the documents of the split `train`, in order."""
     import pyarrow.parquet as pq
 
     files = sorted(Path(dataset.removeprefix("hf:")).glob("train-*.parquet"))

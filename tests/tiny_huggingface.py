@@ -1,4 +1,4 @@
-"""Small random models of the transformers library, one of every family."""
+"""Small random models of the transformers library, one for every family."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save a random model in several files, and return its folder. Every parameter matters."""
+    """Save a random model in several files, and return its folder. Every parameter matters to the results."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -146,7 +146,7 @@ def perturb(model: Any) -> None:
 
 
 def ours_of(folder: Path) -> Transformer:
-    """Our decoder with the weights of a Hugging Face model."""
+    """Return our decoder with the weights of a Hugging Face model."""
     model = Transformer(model_of(read_config(folder), str(folder)))
     pretrained = Pretrained(folder, model.config)
     for name, parameter in model.named_parameters():
@@ -155,10 +155,10 @@ def ours_of(folder: Path) -> Transformer:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """All weights in the files of a folder."""
+    """Return all weights in the files of a folder."""
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def tokens() -> Tensor:
-    """Two sequences of the models' vocabulary."""
+    """Return two sequences of tokens from the models' vocabulary."""
     return torch.randint(201, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Small random models with a basis, and Loki written down once more, slowly, to compare with."""
+"""Small random models with a basis, and a second, slow implementation of Loki to compare with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def loki_model(name: str = "llama", kv_heads: int = 2, seed: int = 0, **changes: Any) -> Any:
-    """Eight query heads, with logits of size about 1."""
+    """Return a model with eight query heads, and logits of size about 1."""
     import transformers
 
     kind, keys = SHAPES[name]
@@ -47,7 +47,7 @@ def _calibrated() -> tuple[Any, Any]:
 
 
 def calibrated_llama() -> tuple[Any, Any]:
-    """A Llama of its own for the caller, and its basis, which is computed once."""
+    """Return a Llama that is the caller's own, and its basis, which is computed once."""
     model, basis = _calibrated()
     return copy.deepcopy(model), basis
 
@@ -75,19 +75,19 @@ def slow_decode(
 
 @cache
 def name_of_cache() -> str:
-    """The keyword of a forward for its cache, which has another name before transformers 5.24."""
+    """Return the name of a forward's argument for its cache. It has another name before transformers 5.24."""
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The keywords of a forward that reads and extends a cache."""
+    """Return the arguments of a forward that reads and extends a cache."""
     return {name_of_cache(): cache, "use_cache": True}
 
 
 def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
-    """Logits of a prompt of ``begin`` tokens, and of every token after it, one step each."""
+    """Return the logits of a prompt of ``begin`` tokens, and then of every later token, one per step."""
     from transformers import DynamicCache
 
     cache = more.pop("cache", None) or DynamicCache(config=model.config)

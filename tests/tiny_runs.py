@@ -52,7 +52,7 @@ GEMMA = {
 """Norm weights counted from one, embeddings scaled, gated GELU, tied, one key-value head."""
 
 SLIDING = {"preset": "llama-tiny", "sliding_window": 5}
-"""Mistral: every layer slides."""
+"""As in Mistral, every layer has a sliding window."""
 
 OLMO2 = OLMO | {"norm_placement": "after", "tie_word_embeddings": False}
 """Norms after attention and MLP, QK-norm over all heads."""
@@ -66,7 +66,8 @@ GEMMA2 = GEMMA | {
     "attn_logit_softcapping": 0.7,
     "final_logit_softcapping": 0.9,
 }
-"""Norms before and after, every second layer slides, and scores and logits are capped so low that the caps matter."""
+"""Norms before and after, and a sliding window in every second layer. Scores and logits have caps that are low enough
+to matter."""
 
 GEMMA3 = GEMMA2 | {
     "num_hidden_layers": 3,
@@ -92,7 +93,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
 }
-"""The dense ones by short names."""
+"""The dense models by short names."""
 
 MIXTURE = {"preset": "llama-tiny", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 """Mixtral: softmax over the chosen experts."""

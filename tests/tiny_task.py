@@ -32,7 +32,7 @@ def make_task(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 class Uniform:
-    """Finds every token equally likely, and 65 the likeliest."""
+    """A model that finds all tokens equally likely, but for token 65, which is the likeliest."""
 
     vocab_size = 257
     max_length = None

@@ -45,7 +45,7 @@ def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") ->
 def forced_layouts(*runs: RunConfig) -> Iterator[None]:
     """Run the block with a table in the cache directory that has a layout for all products of these runs.
 
-    Rank 0 reads it. Nothing for runs whose products are not tuned.
+    Rank 0 reads this table. For runs whose products are not tuned, nothing is done.
     """
     tuned = [run for run in runs if run.training.tuned_products != "off"]
     if not tuned:

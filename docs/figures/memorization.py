@@ -16,7 +16,7 @@ MEMBERS, CEILING = "#d9822b", "#2f5f8f"
 def draw(results: dict, path: Path) -> None:
     """Draw one bar for each arm with its interval, and the upper limit that the mask's gaps allow."""
     height = TOP + ROW * len(results) + 62
-    d = Drawing(LEFT + SPAN + 110, height, "Documents repeated exactly, by the way of training")
+    d = Drawing(LEFT + SPAN + 110, height, "Documents repeated exactly, for each way of training")
     d.text(24, 34, "Documents of which the last 50 tokens are repeated exactly", 16, INK, "start", bold=True)
     bottom = TOP + ROW * len(results)
     for share in (0, 0.25, 0.5, 0.75, 1):

@@ -14,7 +14,7 @@ from validation_page.memory_rows import allocator_share, memory_rows, misfits
 
 
 def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
-    """Predictions of rows with a new source, a new machine, or both."""
+    """Predict rows with a new source, a new machine, or both."""
     return {**{by: predict_left_out(rows, by) for by in KEYS}, "both": predict_left_out(rows, "machine", False)}
 
 
@@ -40,8 +40,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "Without fitted constants (machine files and priors only): mean "
         f"{percent(errors_of(dense(alone))['mean_abs_error'])}, median "
         f"{percent(errors_of(dense(alone))['median_abs_error'])}.",
-        "These errors also chose two settings among a few values: the noise between sources (`NOISE_BETWEEN` in",
-        "`calibration/fit.py`), and the weight of a source's rows.",
+        "We also used these errors to choose two settings among a few values: the noise between sources",
+        "(`NOISE_BETWEEN` in `calibration/fit.py`), and the weight of a source's rows.",
         "",
         *table(
             ("ranking and memory", "source left out", "machine left out"),
@@ -62,11 +62,12 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "",
         *table(("source left out", "rows", "allocator's share", "mean", "bias"), memory_rows(rows)),
         "",
-        f"Of the {memory['fitting_rows']} rows that ran and name their recompute {percent(memory['fit_recall'])} are "
-        f"predicted to fit, and of {memory['out_of_memory_rows']} that ran",
-        f"out of memory {percent(memory['oom_recall'])} not to. One is missed (S11, 206B): the same layout with one "
-        "layer per stage less was measured at 59 GB, and",
-        "a layer with its activations takes 8 GB. What ran out there was not the memory of a step.",
+        f"{memory['fitting_rows']} rows ran and name their recompute, and {percent(memory['fit_recall'])} of them are "
+        "predicted to fit.",
+        f"{memory['out_of_memory_rows']} rows ran out of memory, and {percent(memory['oom_recall'])} of them are "
+        "predicted not to fit. One is missed (S11, 206B).",
+        "The same layout with one layer per stage less took 59 GB, and a layer with its activations takes 8 GB. So the",
+        "memory of a step is not what ran out there.",
         "",
         *misfits(rows),
     ]
@@ -115,7 +116,7 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "",
         *table(("extrapolation", "5 % to 95 %", "coverage, mean of sources", "of rows", "least"), found),
         "",
-        "An error that two layouts share, such as the program's, does not change their order. In each sweep, with its",
+        "An error that two layouts share does not change their order. In each sweep, with its",
         f"source left out, we compare the predicted best with rows that are predicted up to {NEAR - 1:.0%} slower. The",
         "predicted ratio of the two times is right within a factor of "
         f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least",

@@ -11,35 +11,41 @@ from fourfold.planning.calibration.score import Scored, errors_of, fit_rows, pre
 from validation_page.cells import number, percent, table
 
 MIXTURES = """\
-No constant is fitted to a mixture: these rows are predicted with what dense runs say of the machine and the program,
-and with operations of experts that are counted. Every source is predicted with constants fitted to the *dense* rows
-of all others, and beside it with the constants that fourfold ships, which know dense rows of S5 and S8. The rows are
-not blind, though: which operations count was decided with them in view, so the error on an unseen program will be
-larger.
+No constant is fitted to a mixture. The planner predicts these rows with constants from dense rows, and counts the
+operations of experts. Every source is predicted with constants fitted to the *dense* rows of all other sources. The
+tables also show the errors with the constants that fourfold ships, which are fitted to dense rows of S5 and S8 too. The
+rows are not a blind test, because we saw them when we decided which operations to count. So the error on an unseen
+program will be larger.
 
-Sizes are those of the models' published configurations. The tables do not say how tokens are exchanged, nor what runs
-as a CUDA graph: both are from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge; S8: the run files of
-the recipes), matched to each table by its container. S5 forces an even load; Grok-1 in S8 drops tokens.
+Sizes are from the models' published configurations. The tables of the sources do not say how tokens are exchanged, or
+what runs as a CUDA graph. Both are from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge, S8: the run
+files of the recipes), which we matched to each table by its container. S5 forces an even load. Grok-1 in S8 drops
+tokens.
 
-- Rows move through memory: gathered, exchanged, sorted, padded and rounded for products in 8 bits, and back. From
-  container 26.06 on, exchanges put rows in their place, and products make the activation and round (`fused_experts`).
-- Before that, each product of an expert is launched on its own, and the host first waits for the counts of rows, so
-  it hides these launches behind nothing else. With a capacity it knows the counts.
-- DeepEP and HybridEP send a token once to a GPU, and over the network once to a node.
+- Rows move through memory. They are gathered, exchanged, sorted, padded, rounded for 8-bit matmuls, and moved back.
+  From container 26.06 on, the exchange delivers rows in order, and the matmuls also compute the activation and round
+  (`fused_experts`).
+- In earlier containers, each matmul of an expert is a launch of its own, and the host first waits for the number of
+  rows per expert. So no other work hides these launches. With a capacity, the host knows these numbers.
+- DeepEP and HybridEP send a token once to each GPU that needs it, and over the network once to each node.
 
-What remains: GPT-OSS (up to -35 %), whose experts have biases and a clamped activation, and whose attention has sinks
-and windows, none of which is predicted; its rows on B200 with ep 8 recompute the experts' activation, which no column
-says, and are predicted not to fit. Runs of the oldest containers on H100 and B300 (-40 %), which newer ones run
-almost twice as fast. Multi-head latent attention (DeepSeek, Kimi) is not predicted.
+These errors remain:
 
-No source of these rows gives memory. Against `fourfold trace`, states and all that is sent are equal, and the peak of
-the activations is within a tenth (`tests/planning/test_exact_mixture.py`). All rows ran: *fits* is the share that is
-predicted to.
+- GPT-OSS (up to -35 %). The planner does not predict the biases of its experts, its clamped activation, or the sinks
+  and windows of its attention. Its rows on B200 with ep 8 recompute the experts' activation. No column says this, so
+  they are predicted not to fit.
+- Runs of the oldest containers on H100 and B300 (-40 %). Newer containers run them almost twice as fast.
+
+The planner does not predict multi-head latent attention (DeepSeek, Kimi).
+
+No source of these rows gives memory. Compared with `fourfold trace`, states and communication are equal, and the peak
+of the activations is within a tenth (`tests/planning/test_exact_mixture.py`). All rows ran, and *fits* is the share of
+them that the planner predicts to fit.
 """.splitlines()
 
 
 def mixtures_left_out(rows: list[Row]) -> list[Scored]:
-    """Predictions of mixtures, with constants fitted to the dense rows of all other sources."""
+    """Predict mixtures with constants fitted to the dense rows of all other sources."""
     left_out: list[Scored] = []
     for source in dict.fromkeys(row.source for row in rows if row.mixture):
         fitted = fit_rows([row for row in rows if row.source != source], known=False)
@@ -48,7 +54,7 @@ def mixtures_left_out(rows: list[Row]) -> list[Scored]:
 
 
 def mixtures_section(rows: list[Row], left_out: list[Scored]) -> list[str]:
-    """Mixtures of experts, to which nothing is fitted: errors by source, by model and machine, and of every row."""
+    """Return the section: errors by source, by model and machine, and of every row."""
     mixtures = [row for row in rows if row.mixture]
     shipped_, alone = predict_rows(mixtures, shipped()), predict_rows(mixtures, Calibration())
     apart = {(s.row.source, s.row.row_id): s for s in left_out}

@@ -184,7 +184,7 @@ class Checkpointer:
             raise
 
     def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
-        """Describe, rename, and prune on rank 0 once every rank has written. A failure is raised on all ranks."""
+        """Once every rank has written, let rank 0 describe, rename, and prune. A failure is raised on all ranks."""
         folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):
@@ -198,7 +198,7 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        # The link of an earlier attempt may point to a step that this run has not reached.
+                        # An earlier attempt's link to its best step may point to a step that this run has not reached.
                         best = self.folder / f"step_{save.state.best.step}"
                         if self.job.run.validation.keep_best and best.is_dir():
                             mark_best(best)
@@ -209,8 +209,8 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         """Remove checkpoints that the new checkpoint makes unnecessary."""
-        # Later steps exist if this run went back (`resume` = 'never' or a path). Rename them, so that neither pruning
-        # nor resume = 'auto' mistakes them for steps of this run.
+        # If this run went back (`resume` = 'never' or a path), checkpoints of later steps exist. Rename them, so that
+        # neither pruning nor resume = 'auto' mistakes them for checkpoints of this run.
         found = list_checkpoints(self.folder)
         ours = [path for path in found if step_of(path) <= step]
         best = best_checkpoint(self.folder)

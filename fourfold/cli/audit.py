@@ -63,7 +63,7 @@ def audit(
         float | None, typer.Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
     ] = None,
     as_json: AsJson = False,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Measure how much of its training data a model repeats.
 

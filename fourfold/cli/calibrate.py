@@ -17,7 +17,7 @@ def calibrate(
     source: Annotated[
         list[Path],
         typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv). Repeatable."),
-    ] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    ] = [],  # noqa: B006 (typer only reads it)
     machine: Annotated[
         str,
         typer.Option(

@@ -35,7 +35,7 @@ def evaluate(
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Sequences that one rank scores at a time.")] = 8,
     as_json: AsJson = False,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Measure how well a model predicts a text, and its scores on lm-eval tasks.
 

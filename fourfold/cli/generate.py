@@ -30,7 +30,7 @@ def generate(
         Literal["full", "loki"], typer.Option(help="loki: only to the keys that low-rank keys select.")
     ] = "full",
     basis: loki.BasisFile = None,
-    loki_values: loki.LokiValues = [],  # noqa: B006 (typer reads it, nobody writes it)
+    loki_values: loki.LokiValues = [],  # noqa: B006 (typer only reads it)
     tokenizer: loki.TokenizerName = None,
     dtype: loki.DtypeName = "auto",
     device: loki.DeviceName = None,

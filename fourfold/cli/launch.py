@@ -43,7 +43,7 @@ def slurm(
     wrapper: Annotated[
         str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, such as `singularity run image.sif`.")
     ] = None,
-    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006 (typer only reads it)
     srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun. Repeatable.")] = [],  # noqa: B006
     save_seconds: SaveSeconds = 300,
     max_crashes: MaxCrashes = 3,

@@ -78,7 +78,7 @@ def evaluate(
     basis: Annotated[
         Path, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
     ],
-    text: Texts = [],  # noqa: B006 (typer reads it, nobody writes it)
+    text: Texts = [],  # noqa: B006 (typer only reads it)
     seq_len: WindowLength = None,
     windows: Annotated[int, typer.Option(min=1, help="Largest number of windows of text to read.")] = 16,
     loki_values: options.LokiValues = [],  # noqa: B006

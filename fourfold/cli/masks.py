@@ -15,7 +15,7 @@ def masks(
     samples: Annotated[int, typer.Option(min=0, max=1000, help="Training sequences to print.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Number of tokens for the statistics.")] = 1_000_000,
     as_json: AsJson = False,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Show which tokens of its own data a run's masks leave out, before you train.
 

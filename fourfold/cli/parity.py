@@ -18,7 +18,7 @@ def parity(
         typer.Option(help="The reference model: fourfold's own in plain PyTorch, or the transformers library's."),
     ] = "plain",
     as_json: AsJson = False,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Check that the run file's grid computes what one process computes.
 

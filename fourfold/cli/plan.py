@@ -100,7 +100,7 @@ def layout(
     ] = False,
     write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
-    limits: Limit = [],  # noqa: B006 (typer reads it, nobody writes it)
+    limits: Limit = [],  # noqa: B006 (typer only reads it)
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Rank every legal layout of a model on a machine by predicted step time.

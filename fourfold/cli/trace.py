@@ -23,7 +23,7 @@ def trace(
             help=f"Print seconds too, on this machine. {MACHINES}",
         ),
     ] = None,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Show what one rank of any grid holds and sends in a training step. Runs on this machine, in one process.
 

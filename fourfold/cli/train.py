@@ -18,7 +18,7 @@ from fourfold.processes import lossy_output
 @lossy_output(any_error=True)
 def train(
     run_file: RunFile,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
     profile: Annotated[
         bool,
         typer.Option(

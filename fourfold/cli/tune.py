@@ -38,7 +38,7 @@ def tune(
         typer.Option(
             metavar="KNOB=VALUE,…", help=f"Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all. {KNOBS}"
         ),
-    ] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    ] = [],  # noqa: B006 (typer only reads it)
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Number of devices of a trial. Default: the run file's.")
     ] = None,

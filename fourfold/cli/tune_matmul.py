@@ -25,7 +25,7 @@ def tune_matmul(
         typer.Option(metavar="TUNED.toml", help="A machine file for `fourfold plan` with the rates of these matmuls."),
     ] = None,
     as_json: AsJson = False,
-    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
     """Find the fastest memory layouts for the run file's matmuls on this machine.
 

@@ -14,11 +14,11 @@ class ChecksConfig(Strict):
     ([reliability.md](reliability.md#bad-numbers))."""
 
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
-    """What to do if a loss or gradient norm is not finite. stop ends the run, skip leaves out the step's update, and
-    roll_back returns to the newest checkpoint and skips the bad batch this time. Gradients that overflow in fp16 are
-    handled by [loss_scaling](#loss_scaling) instead."""
+    """What to do if a loss or gradient norm is not finite. `stop` ends the run, `skip` leaves out the step's update,
+    and `roll_back` returns to the newest checkpoint and skips the bad batch this time. Gradients that overflow in fp16
+    are handled by [loss_scaling](#loss_scaling) instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
-    """What to do if a loss or gradient norm is far above the previous steps. off ignores it."""
+    """What to do if a loss or gradient norm is far above the previous steps. `off` ignores it."""
     spike_sigma: float = Field(6.0, gt=0)
     """How many standard deviations above the window's mean count as a spike."""
     spike_window: int = Field(128, ge=2)

@@ -19,11 +19,12 @@ class Corpus(Strict):
 
 
 class DataConfig(Strict):
-    """The data to train on. Give `train`, or `source`: built-in text, or a streamed dataset."""
+    """The data to train on. Give either `train` (prepared corpora) or `source` (built-in text or a streamed
+    dataset)."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """text is plain text. sft is conversations from `fourfold prepare --format sft`: whole conversations share a
-    sequence without seeing each other (mask_documents), and only answers are trained. preferences is pairs of
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: whole conversations share a
+    sequence without attending to each other (mask_documents), and only answers are trained. `preferences` is pairs of
     answers from `fourfold prepare --format preferences`, for [dpo]."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
@@ -35,8 +36,8 @@ class DataConfig(Strict):
     'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized
     during training."""
     tokenizer: PathText | None = Field(None, examples=["bytes"])
-    """'bytes', or the path of a tokenizer.json. By default it is the corpus's own tokenizer. 'python-stdlib' trains a
-    byte-pair tokenizer with model.vocab_size tokens."""
+    """'bytes', or the path of a tokenizer.json. By default it is the corpus's own tokenizer. For source =
+    'python-stdlib', the default is a new byte-pair tokenizer with model.vocab_size tokens."""
     cache_dir: PathText = "data"
     """Folder for the tokenized built-in source."""
     mask_documents: bool = False

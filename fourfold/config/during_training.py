@@ -42,7 +42,7 @@ class ValidationConfig(Strict):
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    It is saved and validated together with the weights, and `fourfold checkpoint export-hf --ema` writes it
+    It is saved and validated together with the weights, and `fourfold checkpoint export-hf --ema` exports it
     ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
@@ -67,7 +67,7 @@ class AuditConfig(Strict):
     interval: int = Field(0, ge=0)
     """Number of steps between audits. 0 disables audits. The last step is audited too."""
     documents: PathText | None = None
-    """A .jsonl file with a ledger of canaries or any documents."""
+    """A .jsonl file: the canaries that `fourfold prepare` listed, or any other documents."""
     suffix: int = Field(50, ge=1)
     """Number of tokens at a document's end that the model must reproduce."""
 

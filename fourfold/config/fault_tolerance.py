@@ -23,8 +23,8 @@ class FaultToleranceConfig(Strict):
     """How often a job that keeps failing at the same step is restarted from its newest checkpoint. torchrun and SLURM
     restart jobs themselves. For them, this limits the attempts at one step."""
     failing_step: Literal["stop", "skip"] = "stop"
-    """What to do if a step fails more often than that: stop ends the job and names the step, skip leaves out its
-    batch and continues."""
+    """What to do if a step fails more often than `max_restarts` times: `stop` ends the job and names the step, and
+    `skip` leaves out its batch and continues."""
     max_wall_time: float = Field(0, ge=0)
     """Number of minutes after which the job saves and stops, as after a stop signal. 0 sets no limit."""
 

@@ -50,7 +50,7 @@ class Divides:
 
     def broken(self, sizes: Sizes) -> Number:
         number = getattr(sizes, self.number)
-        if isinstance(number, int) and number == 0:  # Exit early for speed with many layouts.
+        if isinstance(number, int) and number == 0:  # A quick exit, because a search checks many layouts.
             return False
         return number % self._ranks(sizes) != 0
 
@@ -165,12 +165,12 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "shards_per_node and the ranks of a shard group do not divide each other",
+        "neither of shards_per_node and the ranks of a shard group divides the other",
         lambda s: s.uneven_nodes,
         lambda run, s: (
-            f"overlap.shards_per_node = {s.shards_per_node} and the ranks of a shard group (z = {s.z}"
+            f"overlap.shards_per_node = {s.shards_per_node} must divide the ranks of a shard group (z = {s.z}"
             + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
-            + ") must divide each other, so that all nodes have as many of them; shards_per_node = "
+            + ") or be a multiple of them, so that all nodes have equally many; shards_per_node = "
             f"{_largest_divisor(s.z, s.shards_per_node)} works"
         ),
     ),
@@ -249,11 +249,11 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "ep and z do not divide each other, with zero below 3",
+        "neither of ep and z divides the other, with zero below 3",
         lambda s: s.experts > 0 and (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
         lambda run, s: (
-            f"parallel.ep = {s.ep} and z = {s.z} must divide each other, so that the processes of z with the same "
-            f"experts share their weights; ep = {math.gcd(s.ep, s.z)} works, and so does zero = 3"
+            f"parallel.ep = {s.ep} must divide z = {s.z} or be a multiple of it, so that the processes of z with the "
+            f"same experts share their weights; ep = {math.gcd(s.ep, s.z)} works, and so does zero = 3"
         ),
     ),
     Rule(

@@ -18,9 +18,9 @@ class GoldfishConfig(Strict):
     """
 
     strategy: Strategy = "none"
-    """How to choose the masked tokens. hash decides by the h preceding tokens, so every copy of a passage has the same
-    mask. hash-table reproduces the published code bit for bit. static masks every k-th token of a sequence. random
-    draws a new mask at every reading, which protects nothing (for comparison)."""
+    """How to choose the masked tokens. `hash` decides by the h preceding tokens, so every copy of a passage has the
+    same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th token of a sequence.
+    `random` draws a new mask at every reading, which protects nothing (for comparison)."""
     k: int = Field(4, ge=2)
     """One token in k is left out. A smaller k protects more and trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
@@ -28,7 +28,8 @@ class GoldfishConfig(Strict):
     start_step: int = Field(0, ge=0)
     """First optimizer step with the mask."""
     include_target: bool = True
-    """hash-table: whether the h tokens include the target, as published. With false they precede it."""
+    """For `hash-table`: whether the h tokens include the target, as in the published code. With false, the h tokens
+    precede the target."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Selects the mask (hash, random)."""
     exempt: list[int] = Field([])
@@ -76,4 +77,4 @@ class MasksConfig(Strict):
     responses: ResponsesConfig = ResponsesConfig()
     """Training on responses only, described below."""
     functions: list[str] = Field([])
-    """Your own masks as 'module:function'. Each maps sequences to true for tokens to keep."""
+    """Your own masks as 'module:function'. Each function gets sequences and returns true for every token to keep."""

@@ -42,7 +42,8 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class ModelConfig(Strict):
-    """One decoder. GPT-2/3, GPT-NeoX, Llama, Mistral, Qwen, OLMo, and Gemma shapes are settings of the same keys."""
+    """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, Llama, Mistral, Qwen, OLMo, and
+    Gemma."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -67,7 +68,7 @@ class ModelConfig(Strict):
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     """Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU (gelu) with two."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
-    """Approximation of GELU in geglu and gelu. none computes it exactly, with the error function."""
+    """Approximation of GELU in geglu and gelu. `none` computes it exactly, with the error function."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention and MLP."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -79,13 +80,14 @@ class ModelConfig(Strict):
     parallel_residual: bool = False
     """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
-    """rope rotates queries and keys. learned adds a row of a table to the embedding."""
+    """`rope` rotates queries and keys. `learned` adds a row of a table to the embedding."""
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. With rope_type = 'default' they stay as trained (default)."""
+    """Stretch the rotary frequencies for longer contexts. Without it, or with rope_type = 'default', they stay as
+    trained."""
     sliding_window: int = Field(0, ge=0)
     """Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
@@ -126,7 +128,8 @@ class ModelConfig(Strict):
     norm_topk_prob: bool = True
     """Divide the chosen experts' scores by their sum."""
     router_bias: bool = False
-    """Add a bias per expert to the scores only when experts are chosen, which balances the load (DeepSeek-V3)."""
+    """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. This
+    balances the load (DeepSeek-V3)."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)

@@ -49,15 +49,16 @@ class OptimizerConfig(Strict):
     """
 
     name: Rule = "adamw"
-    """`adamw`, `lion`, or `muon`: Muon for the layers' matrices, and AdamW with the same `lr` for embeddings, head,
-    norms, biases, and routers."""
+    """`adamw`, `lion`, or `muon`. `muon` uses Muon for the layers' matrices, and AdamW with the same `lr` for
+    embeddings, head, norms, biases, and routers."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     """Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's authors use [0.95,
     0.98] for language models."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of AdamW's second mean before dividing by it. Lion's sign is linear below it."""
+    """AdamW adds eps to the denominator of its update. Lion steps by update / eps instead of the update's sign if the
+    update is smaller than eps."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)

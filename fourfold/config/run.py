@@ -43,8 +43,8 @@ class ParallelConfig(Strict):
     """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between linear
     layers. This axis communicates the most, so keep it inside a node."""
     y: AxisSize = 1
-    """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the residual's hidden size. Use
-    it if x alone would be large."""
+    """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the hidden size of the residual
+    stream. Use it if x alone would be large."""
     z: AxisSize = 1
     """Split the batch, and shard the stored weights (FSDP)."""
     dp: AxisSize = 1
@@ -59,15 +59,15 @@ class ParallelConfig(Strict):
     """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). auto is
-    ulysses if the heads divide."""
+    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). `auto`
+    uses ulysses if the heads can be divided evenly, and otherwise ring."""
     schedule: Schedule = "1F1B"
     """Order of the micro-batches in the pipeline, by torch's schedule names."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, and the remaining
     schedules have 1. More stages shrink the bubble and add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
-    """Number of layers in each stage. By default they are balanced, counting embedding and head."""
+    """Number of layers in each stage. By default the stages are balanced, including the work of embedding and head."""
 
     @property
     def world_size(self) -> int:
@@ -94,14 +94,14 @@ class OverlapConfig(Strict):
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch that take turns (default 1). One part computes while another part's collectives
-    run over x and y. More parts hide more communication, but each matmul gets smaller. They divide micro_batch_size,
-    or otherwise a rank's tokens of a sequence. No effect if x·y = 1."""
+    run over x and y. More parts hide more communication, but each matmul gets smaller. The number must divide
+    micro_batch_size, or otherwise the number of a sequence's tokens on one rank. No effect if x·y = 1."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
     more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: its GPUs / (x·y). Above 1,
-    collectives run in two levels, inside nodes and across nodes, instead of in one ring over all ranks."""
+    """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: the node's GPUs / (x·y). Above
+    1, collectives run in two levels, inside and across nodes, instead of in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -123,14 +123,14 @@ class TrainingConfig(Strict):
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
-    """Memory layouts of the blocks' matmuls. cached uses the layouts that `fourfold machine tune-matmul` found faster
-    on this machine. measured also measures missing sizes at the start."""
+    """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
+    on this machine. `measured` also measures missing sizes at the start."""
     compile: bool = False
     """Compile each block with torch.compile."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses GPUs if the machine has any."""
+    """`auto` uses GPUs if the machine has any."""
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
@@ -167,7 +167,7 @@ class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps of linear warm-up."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. wsd lowers it only in the last `decay_ratio` of the run."""
+    """How the learning rate falls after the warm-up. `wsd` lowers it only in the last `decay_ratio` of the run."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: fraction of the steps in which the rate decays."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -184,7 +184,7 @@ class CheckpointConfig(Strict):
     keep_every: int = Field(0, ge=0)
     """Keep every n-th step's checkpoint forever. 0 disables this."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async continues training while a checkpoint is written."""
+    """`async` continues training while a checkpoint is written."""
     on_failed_save: Literal["warn", "stop"] = "warn"
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
     run. If it is the run's last checkpoint, the run always ends with an error."""
@@ -204,8 +204,8 @@ class MetricsConfig(Strict):
     project: str = Field("fourfold", min_length=1, max_length=128)
     """Project of the run in Weights & Biases and Trackio."""
     machine: PathText | None = None
-    """One of the planner's machines, or a machine file. After ten steps, the run shows its prediction next to the
-    measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
+    """One of the planner's machines, or a machine file. After ten steps, the run shows the planner's prediction next to
+    the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
 
 
 class RunConfig(Strict):

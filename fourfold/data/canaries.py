@@ -83,7 +83,7 @@ def copy_of(
     """Return one copy of a canary, as it is planted.
 
     The result depends only on the arguments. Noise never inserts a special token, because a special token could end the
-    document. If it drew one, the canary keeps its own token at that position.
+    document. If the noise draws one, the copy keeps the canary's token there.
 
     Args:
         tokens: The canary [length].

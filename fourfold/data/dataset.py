@@ -241,8 +241,8 @@ def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], N
     Both are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
-    # Divide the block into c equal parts, where c is the source's count. Its sample k falls at a random place within
-    # part k.
+    # For a source with c samples, divide the block into c equal parts. The source's sample k falls at a random place
+    # within part k.
     jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
     order = np.argsort((rank + jitter) / counts[source], kind="stable")
     return source[order], rank[order]

@@ -271,7 +271,7 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(*[] if kind is None else [OSError]):  # An error in the block has already been reported.
+            with suppress(*[] if kind is None else [OSError]):  # An error of `close` must not hide the block's error.
                 self._file.close()
             if kind is None:
                 # Write the index last. If the index exists, the tokens exist too.

@@ -17,7 +17,7 @@ RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
 """Warn if the longest span without a dropped token is this many times longer than expected by chance."""
 
-_FEWEST_TOKENS = 1_000  # With fewer tokens, the rate varies by more than the tolerance by chance alone.
+_FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone can move the rate beyond the tolerance.
 
 
 @dataclass(frozen=True)

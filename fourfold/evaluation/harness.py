@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
-        except TaskFailed:  # The task failed on another process, which has told this process before its next pass.
+        except TaskFailed:  # The task failed on another process. This process learned of it when it began a pass.
             raise
         except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
             # The model itself failed, and the processes may have left the pass at different points.
@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate greedily. Each token takes one pass over the whole text, without a cache, but on any grid."""
+        """Generate greedily. Each token takes one pass over the whole text. There is no cache, so any grid works."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:

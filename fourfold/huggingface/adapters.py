@@ -28,11 +28,11 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapted:
-    """One peft adapter for a Hugging Face tensor that joins several of our parameters, where each parameter has an
+    """One peft adapter for a Hugging Face tensor that joins several of our parameters. Each of our parameters has an
     adapter of rank r.
 
-    Its rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is block-diagonal and
-    holds the parameters' B matrices, so B·A equals the joined adapters exactly.
+    The joint adapter's rank is r times the number of parameters. Its A stacks the parameters' A matrices. Its B is
+    block-diagonal and holds the parameters' B matrices, so B·A equals the joined adapters exactly.
     """
 
     tensor: TheirTensor

@@ -80,8 +80,8 @@ def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES
 
 
 def source_of(checkpoint: Path) -> Path | None:
-    """Return the folder with the small files of the original model, which a checkpoint was imported from, or its run
-    started from."""
+    """Return the folder with the small files of the original model. The checkpoint was imported from this model, or its
+    run started from it."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     found = next((place for place in places if (place / CONFIG_FILE).exists()), None)
     if found is not None:

@@ -63,7 +63,8 @@ class Parallelized(nn.Module):
         self.module.register_forward_hook(self._after_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own outputs. With ``labels``, the loss is the mean over the kept tokens of all processes.
+        """Return the model's own outputs. With ``labels``, the loss is the mean over the labeled tokens of all
+        processes.
 
         In a step of several micro-batches, pass ``num_items_in_batch`` (``count(labels)`` summed over all
         micro-batches), as in transformers. The loss is then divided by this number instead. Packed documents

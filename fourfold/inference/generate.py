@@ -114,7 +114,7 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # The next token completes the character.
+        if not text.endswith("\ufffd"):  # Wait for the next token if the last character is incomplete.
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -166,7 +166,8 @@ def generate(
     begin = time.perf_counter()
     out = _continued(model, tokens, stream, max_new_tokens, ends, settings)
     times = stream.times
-    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # transformers before 5.24 uses another name.
+    # Before 5.24, transformers used the second name.
+    cache = out.cache if hasattr(out, "cache") else out.past_key_values
     step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),

@@ -126,7 +126,8 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
-        # This worker may be killed when another worker fails, and the terminal's encoding may lack a character.
+        # Flush every line, because this worker may be killed when another worker fails. Replace characters that the
+        # terminal's encoding lacks.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     else:
         with open(os.devnull, "w") as nowhere:

@@ -57,7 +57,7 @@ class StopRequest:
             # Record the signal before the output, because a second signal may interrupt the output.
             self._interrupted_at, self._received = now, True
             if self._announce:
-                os.write(2, SAVING)  # The signal may have interrupted a print, and prints do not nest.
+                os.write(2, SAVING)  # Do not use print, because the signal may have interrupted a print.
         self._received = True
 
 

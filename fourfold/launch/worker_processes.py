@@ -89,7 +89,7 @@ class WorkerProcesses:
 
     def kill(self) -> None:
         """Kill all workers and wait until they are gone."""
-        self.send(signal.SIGKILL)  # At SIGTERM the workers would try to save, but their peers no longer exist.
+        self.send(signal.SIGKILL)  # At SIGTERM, the workers would try to save, but some of them are gone.
         if self._starter is not None and self._starter.pid is not None:
             if not self.ids:
                 self._starter.kill()

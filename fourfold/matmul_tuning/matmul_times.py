@@ -47,8 +47,7 @@ WAYS = {
         Way(left="padded", right="padded"),
     ),
 }
-"""The copies to try for each matmul. They are copies of the operand whose rows run along the summed dimension. The
-columns of the second operand already do."""
+"""The copies to try for each matmul. The first entry copies nothing."""
 
 
 K = TypeVar("K", bound=Hashable)

@@ -47,7 +47,7 @@ class Extraction:
             return 1.0
         if self.log_p < -700:  # e^700 is close to the largest float.
             return math.inf
-        # Below e^-30, 1 - p_z is 1 in floating point, and ln(1 - p_z) = -p_z.
+        # If p_z is below e^-30, then 1 - p_z rounds to 1, so use ln(1 - p_z) ≈ -p_z.
         chance = math.exp(self.log_p)
         return max(1.0, math.log1p(-p) / (-chance if self.log_p < -30 else math.log1p(-chance)))
 

@@ -55,7 +55,8 @@ def replay_mask(
 ) -> MaskReplay:
     """Return the mask of a document.
 
-    "hash" keeps the first h tokens. With "hash-table", their mask depends on the previous document.
+    The strategy "hash" keeps a document's first h tokens. With "hash-table", their mask depends on the previous
+    document.
 
     Args:
         shift: The largest number of tokens that were cut off the start of a copy. Each copy kept its own first tokens.
@@ -121,7 +122,8 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
-    """Compare the fraction of planted copies that train a token that the original drops with ``near_duplicate_law``.
+    """Measure which fraction of planted copies train a token that the original drops, and compare it with
+    ``near_duplicate_law``.
 
     Only copies that keep this token unchanged count. Return None if there are no noisy canaries, or if the tokenizer
     whose vocabulary the noise was drawn from is missing.

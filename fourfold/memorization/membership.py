@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fourfold.memorization.intervals import auc, auc_interval, true_positive_rate
 
-if TYPE_CHECKING:  # torch is not imported at run time, because reports import ATTACKS from this module.
+if TYPE_CHECKING:  # This imports torch. Reports import ATTACKS from this module and must not wait for torch.
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2

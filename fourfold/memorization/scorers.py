@@ -61,7 +61,7 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
-        # Tuned layouts were measured for whole training steps only.
+        # Do not use tuned matmul layouts. They were measured for whole training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
         job = Job(run, Grid(run.parallel, device.type), device)
@@ -137,7 +137,8 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            for module in self.model.modules():  # Dynamic frequencies also depend on the longest sequence seen so far.
+            # Dynamic rotary frequencies also depend on the longest earlier sequence, so reset the record of it.
+            for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)

@@ -86,7 +86,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
     }
-    if split != "sequence":  # Sharing attention by queries needs a mask.
+    if split != "sequence":  # If y splits the queries, attention needs a mask instead of these tables.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
     outputs: Rules = {
         "layers.*.self_attn.o_proj": lambda name, m: Linear4D(

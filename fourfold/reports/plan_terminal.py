@@ -99,7 +99,7 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
     numbers = ("tokens/s/GPU", "HFU", "90 % interval", f"of {gigabytes(float(result.plan.machine.memory))}", "MFU")
     for place, header in enumerate([*shared, *(header for header in numbers if header in columns)]):
-        # Removing one of the last three columns is worse than a second line in a cell of words.
+        # Before removing one of the last three columns, let cells of words take a second line.
         if least_width(columns, () if place < len(shared) + 2 else WORDS) <= width:
             break
         cells = columns.pop(header)

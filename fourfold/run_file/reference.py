@@ -96,7 +96,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _presets() -> str:
-    rows = ["| preset | parameters | layers | hidden | heads | kv heads | inner | vocabulary |", "|---" * 8 + "|"]
+    rows = ["| preset | parameters | layers | hidden | heads | kv heads | MLP width | vocabulary |", "|---" * 8 + "|"]
     for name, sizes in PRESETS.items():
         model = ModelConfig(**sizes)
         numbers = (

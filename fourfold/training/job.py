@@ -72,8 +72,8 @@ class Job(TrainingState):
             run: The run.
             grid: The grid.
             device: This process's device.
-            stages: This process's pipeline stages on the meta device. None: make them (``meta_stages``), with the
-                fastest memory layouts of matmuls that this machine knows.
+            stages: This process's pipeline stages on the meta device. None makes them (``meta_stages``), with the
+                fastest matmul layouts that are known for this machine.
         """
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))

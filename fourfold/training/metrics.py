@@ -39,7 +39,7 @@ class StepMetrics:
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
     peak_memory_bytes: int  # Peak memory of the device that uses the most, or of a CPU process.
     step_seconds: float
-    trained_token_share: float  # Tokens in the loss divided by all tokens of the step (with [dpo], pairs).
+    trained_token_share: float  # Fraction of the step's tokens (with [dpo], of its pairs) that the loss includes.
     validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.
     skipped: bool = False  # True if the update was not applied. Absent otherwise.
     # Metrics that only some runs have. Each becomes a key of the line.
@@ -79,7 +79,7 @@ class MetricsWriter:
             run_dir.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 _drop_after(path, resume_step)
-            # Unbuffered, so closing the file after a failed write does not retry the write and fail again.
+            # Do not buffer. Otherwise, closing the file after a failed write would repeat the write and fail again.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -169,8 +169,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    # With warn_only, attention would keep its nondeterministic backward. Filling uninitialized memory is off: it is
-    # always overwritten, so filling it would only cost bandwidth.
+    # With warn_only, attention would keep its nondeterministic backward. Do not fill uninitialized memory. The job
+    # always overwrites such memory, so filling it would only cost bandwidth.
     torch.use_deterministic_algorithms(True, warn_only=False)
     settings.fill_uninitialized_memory = False
     try:

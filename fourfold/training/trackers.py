@@ -60,7 +60,7 @@ class TensorBoard:
     def __init__(self, tracked: TrackedRun, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events from purge_step on, which an interrupted run wrote.
+        # An interrupted run may have written events of later steps. TensorBoard hides events from purge_step on.
         self._writer = SummaryWriter(str(tracked.run_dir / "tensorboard"), purge_step=first_step + 1)
         machine = "\n".join(f"{key} = {value}" for key, value in tracked.machine().items())
         for name, text in (("run file", to_toml(tracked.run)), ("machine", machine)):
@@ -95,7 +95,7 @@ class WeightsAndBiases:
             dir=str(tracked.run_dir),
             config=tracked.description(),
             allow_val_change=True,
-            # Do not wait for an answer to a prompt, and leave the console alone, because the run draws its own display
+            # Do not wait for an answer to a prompt. Leave the console alone, because the run draws its own display
             # there.
             settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )

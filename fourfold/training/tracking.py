@@ -77,7 +77,7 @@ class Tracking:
 
 
 class InBackground:
-    """One tracker. Its client runs in a thread, so no method here fails or blocks, except that ``wait`` waits."""
+    """One tracker. Its client runs in a thread, so no method here fails or blocks, except ``wait``."""
 
     def __init__(
         self, name: str, client: Callable[[TrackedRun, int], Tracker], tracked: TrackedRun, first_step: int

@@ -112,7 +112,7 @@ def search_candidates(
         UserError: No layout is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    # With n blocks or fewer, the only block that recomputes is the first one, so a larger n has the same effect.
+    # If recompute_every is the number of blocks, only the first block recomputes. Larger values have the same effect.
     same = found.work.layout.recompute_every > base.model.num_hidden_layers
     legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]

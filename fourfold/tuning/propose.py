@@ -34,8 +34,8 @@ that this assumption counts as."""
 CRASHES = 2
 """Number of crashes after which a value of a knob is dropped, if that value has never worked."""
 DRAWN = 256
-"""Number of candidates, those with the lowest bounds, whose log seconds are drawn jointly to estimate the
-probability that one of them is better."""
+"""Number of candidates with the lowest bounds to draw log seconds for. The joint draws give the probability that one of
+them is better."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ RUN_FOLDER = "run"
 LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
 """Sections that a trial leaves out, because they take time outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
-"""A trial ends early if its fastest step after the first takes too long. The numbers are how many steps it must take
-before this check, and how many times as long as the best trial's step is too long."""
+"""A trial ends early if every step after the first takes more than ``HOPELESS`` times as long as the best trial's step.
+This is checked once the trial has taken ``LEAST_STEPS`` steps."""
 
 
 def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:

@@ -80,7 +80,7 @@ class RandomSamples:
         return found
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """Return which samples belong to the micro-batch with the index ``place`` + step, in their step."""
+        """Return which samples are in micro-batch ``place`` + s of their step, where s is the step's number."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found

@@ -51,7 +51,8 @@ class Comparison:
         """The initial weights. Only rank 0 has them."""
         self.references: list[Reference] = []
         self.update_noise: dict[str, float] = {}
-        """By tensor, the largest deviation of AdamW's updates that rounded gradients of one process can cause."""
+        """For each tensor, the largest deviation of AdamW's update that rounding in one process's gradients can
+        cause."""
         if against == "transformers":
             config_of(job.run.model)  # Raise an error on every process, not only on rank 0.
         initial = self.gather(job.shards, [shard.local for shard in job.shards])
@@ -106,7 +107,7 @@ class Comparison:
             self._compare_averages("resumed", job)
         except WriteFailed:
             raise
-        except UserError as refusal:  # A fault that shows already may leave the trainer nothing to learn.
+        except UserError as refusal:  # If parity has already found a fault, that fault may have stopped the trainer.
             if decided_by_rank_0(self._is_within_limit):
                 raise
             self._add("resumed", [Deviation(f"the trainer stopped: {refusal}", math.inf, 0.0)])
@@ -149,8 +150,8 @@ class Comparison:
         The sign hides the noise of most entries, both on the grid and on one process. How much noise the remaining
         entries show is then a matter of chance.
 
-        AdamW also hides the noise of most entries: gradients far above eps take steps of one size. Gradients far below
-        eps pass their noise on, times lr / eps.
+        AdamW also hides the noise of most entries, because gradients far above eps all cause updates of the same size.
+        Gradients far below eps pass their noise on, multiplied by lr / eps.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}

@@ -1,8 +1,8 @@
 """Extrapolate from a few small traces to a large run: choose the small runs, and extrapolate their results linearly.
 
-All layers are alike and all micro-batches are alike, so the bytes sent are linear in both. Memory is linear in the
-number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one additional micro-batch for
-each stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
+All layers are alike, and all micro-batches are alike, so the bytes sent are linear in the numbers of both. Memory is
+linear in the number of layers and in the number of micro-batches in flight. With 1F1B, a stage holds one additional
+micro-batch for each stage after it. ``tests/verification/test_trace.py`` shows that the extrapolation is exact.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def _type_period(run: RunConfig) -> int:
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """Return small 1F1B pipelines in which the rank is also at the end or in the middle, with two or three stages after
-    it.
+    """Return small 1F1B pipelines that stand for the rank's pipeline.
+
+    If many stages follow the rank, only two and three stages follow it in the small pipelines.
 
     All middle ranks whose stages begin at the same position in the period share their points.
     """

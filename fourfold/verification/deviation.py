@@ -16,8 +16,8 @@ from fourfold.parallel.state import Part
 from fourfold.verification.parity_report import Deviation
 
 ROUNDING = 1e-12
-"""A tensor whose norm is at most this fraction of the norm of all tensors is zero but for the rounding of float64, like
-the gradient of a key bias. A relative error of it says nothing."""
+"""If the norm of a tensor is at most this fraction of the norm of all tensors, the tensor is zero except for rounding
+in float64, and its relative error is meaningless. An example is the gradient of a key bias."""
 
 
 def amplification(run: RunConfig) -> float:
@@ -83,7 +83,7 @@ def replica_difference(parts: list[Part]) -> float:
 
 
 def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Return the root mean square, over tensors, of each tensor's relative difference in the 2-norm."""
+    """Return the root mean square of the tensors' relative differences, each in the 2-norm."""
     norms = {name: float(tensor.norm()) for name, tensor in exact.items()}
     least = ROUNDING * math.hypot(*norms.values())
     known = {name: tensor for name, tensor in exact.items() if norms[name] > least}

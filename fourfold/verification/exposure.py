@@ -48,7 +48,7 @@ class Flights:
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """Time at which the last collective of each axis ends. The two levels of a shard group run in turn."""
+        """Time at which the last collective of each axis ends. Both levels of a shard group count as one axis."""
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:

@@ -137,7 +137,7 @@ class Reference:
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights that Lion updates, as if its updates had not been limited to ±1."""
+        """Return Lion's weights as they would be if its updates had not been limited to ±1."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Run the file on the grid in its own dtypes, and compare its rounding errors with one process in the same dtypes.
 
 Low precision rounds in every operation, so single values say little. The error over several steps is a statistic that
-should be similar on the grid and on one process. The grid's error may be half larger, because the grid also rounds
+should be similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds
 partial sums.
 """
 
@@ -61,8 +61,8 @@ class SameTypes(Reference):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """If the run file asks for it, round the weights stochastically: noise in the lower half of the bits carries
-        into the upper half."""
+        """If the run file asks for it, round the weights stochastically: add noise to the lower half of their bits, and
+        keep only the upper half."""
         for weight in self.trained.values() if self.run.optimizer.stochastic_rounding else ():
             noise = torch.randint(0, 1 << 16, weight.shape, generator=self.rounding, device=weight.device)
             weight.copy_(((weight.view(torch.int32) + noise.int()) & -(1 << 16)).view(torch.float32))
@@ -81,7 +81,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     weights = gather(job.shards, [shard.local for shard in job.shards])
     exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
-    squares = torch.zeros(2, 2)  # Sums of squares for one process and for the grid, of gradients and of weights.
+    squares = torch.zeros(2, 2)  # Summed squared errors. Rows: one process, the grid. Columns: gradients, weights.
     for step in range(STEPS):
         if job.loss_scale is not None:
             if step == 1:

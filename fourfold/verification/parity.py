@@ -1,8 +1,8 @@
 """Parity: check that the layout of a run file computes what one process computes.
 
 The run file's model trains for a few steps on its grid in float32. A reference on rank 0 takes the same steps from the
-same weights and samples, once in float64 and once in float32. For each tensor, the grid's distance from float64 may be
-at most a limit times the distance of one process in float32.
+same weights and samples, once in float64 and once in float32. For each tensor, the grid's distance from the float64
+result may be at most a limit times the distance of the float32 reference.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         micro_batches = []
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
-            if batch.document_ends is not None:  # There is one per sequence. Kernels allocate memory for each.
+            if batch.document_ends is not None:  # Kernels allocate memory for each document. Assume one per sequence.
                 batch = replace(batch, document_ends=batch.document_ends[:, :1])
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
             is_padded = run.model.num_experts > 0 and run.data.format != "text"

@@ -1,4 +1,4 @@
-"""Make every token choose one expert of each layer, and no token choose another one."""
+"""In each layer, give one expert every token and another expert no token, to test uneven loads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OUTWEIGHS_SCORES = 4.0
 def skew_router_biases(job: Job) -> None:
     """Set the biases of the job's routers. Every process calls this.
 
-    Each router favors one expert, if a token has several experts, and rules out another expert. These two experts
-    differ from layer to layer. Checkpoints of LoRA do not save the biases, so with LoRA they stay zero.
+    Each router rules out one expert. If tokens choose several experts, each router also favors another expert. These
+    experts differ from layer to layer. Checkpoints of LoRA do not save the biases, so with LoRA they stay zero.
     """
     experts = job.run.model.num_experts
     for shard in job.shards if not job.run.lora.rank else ():

@@ -30,7 +30,7 @@ OPERATIONS = {
     "send": "send",
     "recv": "recv",
 }
-"""Methods of a process group, with the names that torch's functions and FSDP2 call."""
+"""The operation of each method of a process group that torch's functions and FSDP2 call."""
 
 
 @dataclass

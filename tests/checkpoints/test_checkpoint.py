@@ -220,7 +220,7 @@ def test_a_killed_save_leaves_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
     pool.run(1, load_elsewhere, run, tmp_path / "step_2")
     pool.run(1, train_and_save, run, tmp_path)
-    assert names(tmp_path) == ["step_2"]  # the rest of the killed one is cleared away
+    assert names(tmp_path) == ["step_2"]  # what the killed process left behind is removed
 
 
 @pytest.mark.usefixtures("alone")
@@ -251,7 +251,7 @@ def test_resume_finds_the_right_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, folder, folder / "step_10"):
         assert find_checkpoint(str(path), tmp_path / "elsewhere") == folder / "step_10"
     assert find_checkpoint(str(folder / "step_9"), folder) == folder / "step_9"
-    (folder / "step_100").mkdir()  # cut off in copying: damaged, and not overlooked
+    (folder / "step_100").mkdir()  # an incomplete copy, which must not be overlooked
     assert find_checkpoint("auto", folder) == folder / "step_100"
     for wrong in (folder / "step_1000", tmp_path / "none", folder / "step_9" / STATE_FILE):
         with pytest.raises(UserError, match="there is no checkpoint"):

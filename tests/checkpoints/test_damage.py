@@ -258,7 +258,7 @@ def test_damage_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> 
         shutil.copytree(saved, path)
         file, content = path / name, (path / name).read_bytes()
         if harm == "of another step" and name == LAYOUT_FILE:
-            assert (other / name).read_bytes() == content  # no harm
+            assert (other / name).read_bytes() == content  # every step has the same file
             continue
         match harm:
             case "cut":

@@ -74,7 +74,7 @@ def saved_on_a_disk_that_fills(
     train(job, range(1, 2))
     message = ""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checkpoint, "check_room", lambda *_: None)  # another program fills the disk after the look
+        patched.setattr(checkpoint, "check_room", lambda *_: None)  # as if the disk fills up after the check
         try:
             checkpointer.save(2, required)
             checkpointer.wait(required)
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_during_a_save_is_reported(pool: Pool, disk: Disk, sha
             or (message.startswith(f"cannot write {folder}/checkpoints/.step_2.partial: No space left on device; free"))
         )
     else:
-        assert message == ""  # a warning, on standard error
+        assert message == ""  # there is only a warning on standard error
     assert answers[0][1] == ["step_1"]
     assert all(goes_on for _, _, goes_on in answers)
 
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_during_a_save_is_reported(pool: Pool, disk: Disk, sha
 def test_the_predicted_checkpoint_size_is_right(
     tmp_path: Path, pool: Pool, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """The predicted size is right, up to the bytes reserved for names."""
+    """The prediction differs from the real size only by the bytes that it reserves for names."""
     run = tiny_run(model, {"x": 2}, **changes)
     written = pool.run(2, bytes_written, run, tmp_path)[0]
     assert written <= checkpoint_bytes(run) < 1.1 * written + 64 * 1024

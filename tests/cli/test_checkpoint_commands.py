@@ -1,4 +1,4 @@
-"""Commands on checkpoints: of another model, damaged, and verified."""
+"""Commands on checkpoints: a checkpoint of another model, a damaged checkpoint, and verification."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_damaged_checkpoint(cli: Cli, tmp_path: Path, prefix: str, damage: Calla
 def test_a_run_steps_back_past_a_damaged_checkpoint(
     cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]
 ) -> None:
-    """The one before is used, the damaged one is set aside and named, and the run ends with the same weights."""
+    """The run resumes from the checkpoint before the damaged one, which is set aside and named. The run ends with the
+    same weights."""
     sections = {"checkpoint__interval": 1, "training__train_steps": 3}
     straight = run_file(tmp_path, prefix, name="straight", **sections)
     assert cli("train", straight)[0] == 0

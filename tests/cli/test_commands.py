@@ -37,7 +37,7 @@ COMMANDS = (
 
 
 def modules_after(*arguments: object) -> tuple[int, set[str]]:
-    """The exit code, and what the command has imported."""
+    """Return the exit code of a command, and the modules that it has imported."""
     code = (
         "import sys, json; sys.argv = json.loads(sys.argv[1])\n"
         "from fourfold.cli.app import main\n"
@@ -124,7 +124,7 @@ def test_help_and_mistakes_do_not_wait_for_torch(tmp_path: Path, prefix: str) ->
 
 
 def test_what_local_workers_return_does_not_need_torch() -> None:
-    """Their parent would import it only to read that."""
+    """Otherwise their parent would import torch only to read the result."""
     code = f"import sys, {Outcome.__module__}, {ParityReport.__module__}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -244,7 +244,7 @@ def test_run_files_that_are_none(cli: Cli, tmp_path: Path, command: str, content
 
 
 def test_exit_code_of_a_run_that_differs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parity that fails is 1, and says which quantity."""
+    """If parity fails, the exit code is 1, and the output names the quantity."""
     original = Job.clip
     monkeypatch.setattr(Job, "clip", lambda job: original(job) * 1.001)
     code, output, errors = cli("parity", run_file(tmp_path, "/nowhere"), "--json", "--steps", "1")

@@ -23,7 +23,7 @@ from fourfold.planning.search.limits import CHOICES
 
 
 def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
-    """Completions that bash would offer for the last of these words."""
+    """Return the completions that bash would offer for the last of these words."""
     with monkeypatch.context() as patch:
         patch.setenv("_FOURFOLD_COMPLETE", "complete_bash")
         patch.setenv("COMP_WORDS", " ".join(("fourfold", *words)))
@@ -70,7 +70,7 @@ def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
 
 
 def completions(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str) -> str:
-    """The answer of fourfold to a shell that asks for the completions of a line."""
+    """Return fourfold's answer to a shell that asks for the completions of a line."""
     with monkeypatch.context() as patch:
         patch.setenv("_FOURFOLD_COMPLETE", f"complete_{shell}")
         patch.setenv("COMP_WORDS", line)
@@ -100,7 +100,8 @@ def test_each_shell_gets_completions_in_its_own_format(
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_can_read_their_scripts(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> None:
-    """zsh reads its completions too, since it runs them: help texts have quotes and brackets."""
+    """zsh must also be able to read the completions, because it evaluates them, and help texts have quotes and
+    brackets."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     with monkeypatch.context() as patch:

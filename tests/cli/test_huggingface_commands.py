@@ -1,4 +1,4 @@
-"""Commands on models of Hugging Face: trained, exported again, and what is refused or warned of."""
+"""Commands on Hugging Face models: training, export, refusals, and warnings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.run_file.load import load_run
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen2 tied", "qwen2"), ("qwen2_moe", "qwen2_moe")])
 def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
-    """The model that transformers opens, and generates with, computes what the checkpoint does."""
+    """transformers opens the exported model, computes the same as the checkpoint, and generates text with it."""
     transformers = pytest.importorskip("transformers")
     from fourfold.checkpoints.saved_weights import SavedWeights
     from fourfold.models.transformer import Transformer

@@ -76,7 +76,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
         assert text in out, text
     assert "runner_up" not in out
     (command,) = (line for line in out.splitlines() if line.startswith("fourfold tune RUN.toml"))
-    assert "batch_parts=" in command and len(command) > 80  # whole, for pasting
+    assert "batch_parts=" in command and len(command) > 80  # in one line, for pasting
     parts = out.split("Seconds of a step")[1].split("│ all")[0]
     assert parts.count("\n│ ") == PARTS_NAMED
 
@@ -249,14 +249,15 @@ def test_a_terminal_of_no_width_is_one_of_the_default_width(cli: Cli, monkeypatc
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """A line for every layout, with what it chooses in columns, unless all rows share it and the room is short."""
+    """Every layout has one line. Its choices are in columns, except choices that all rows share if there is little
+    room."""
     monkeypatch.setenv("COLUMNS", str(columns))
     model = ("plan", "--model", "olmoe-1b-7b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64, "--top", 4)
     limits = ("--limit", "pp=2", "--limit", "schedule=1F1B,Interleaved1F1B", "--limit", "y=1")
     _, out, _ = cli(*model, *limits)
     ranked = json.loads(cli(*model, *limits, "--json")[1])["ranked"]
     lines = out.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns  # that is pasted
+    assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns  # users paste that one
     said = re.search(r"In every row: (.*)\.", out)
     shared = dict(pair.split() for pair in said[1].split(", ")) if said else {}
     assert (said is not None) == (columns == 80)
@@ -291,7 +292,8 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
 
 
 def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
-    """Even if the layout recomputes nothing, and Megatron-LM's convention would count a full recompute."""
+    """This must also hold if the layout recomputes nothing, although Megatron-LM's count always includes a full
+    recompute."""
     command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
                "--global-batch", 64, "--limit", "recompute=none,selective", "--limit", "pp=1", "--limit", "y=1",
                "--limit", "batch_parts=1")  # fmt: skip

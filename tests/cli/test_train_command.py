@@ -49,7 +49,7 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
         "sample.txt",
         "summary.json",
     ]
-    # Once more: it is done. And the page can be made again.
+    # The same command again does nothing, because the run is done. Its page can be made again.
     code, output, errors = cli("train", run_dir / "run.toml")
     assert (code, errors) == (0, "")
     (run_dir / "report.html").unlink()
@@ -82,7 +82,7 @@ def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkey
 
 @pytest.mark.slow
 def test_local_workers_stopped_by_sigterm_save_and_exit_with_3(tmp_path: Path, prefix: str) -> None:
-    """As a scheduler does it, to the process that it knows."""
+    """Like a scheduler, send the signal only to the parent process."""
     path = run_file(
         tmp_path, prefix, parallel__x=2, training__train_steps=100_000, lr_scheduler__decay_style="constant"
     )
@@ -155,7 +155,7 @@ def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) ->
 
 @pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
-    """A mistake that only the workers can find is one sentence of the parent, whatever torch and the workers log."""
+    """If only the workers can find a mistake, the parent prints one sentence, whatever torch and the workers log."""
     done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))
     assert "set model.vocab_size = 257" in one_sentence((done.returncode, done.stdout, done.stderr))
     assert not (tmp_path / "runs").exists()

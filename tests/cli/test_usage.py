@@ -18,13 +18,13 @@ from fourfold.cli.app import PANELS, app
 
 
 def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command, with the words that name it."""
+    """Yield every command with the words that call it."""
     for name, command in group.commands.items():
         yield from commands(command, (*words, name)) if hasattr(command, "commands") else [((*words, name), command)]
 
 
 def wrong_values(kind: object, limits: Any) -> Iterator[str]:
-    """Values that an option's type refuses, whatever else the command line has."""
+    """Yield values that an option's type refuses, regardless of the command's other words."""
     yield ""
     kinds = {kind, *typing.get_args(kind)}
     if kinds & {int, float}:
@@ -36,7 +36,8 @@ def wrong_values(kind: object, limits: Any) -> Iterator[str]:
 
 
 def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli: Cli) -> None:
-    """The sentence names the option, the value, and a value that works. A shell's unset variable is a wrong value."""
+    """The sentence names the option, the value, and a value that works. An empty value, as from an unset shell
+    variable, is wrong too."""
     refused = 0
     for words, command in commands(get_command(app)):
         hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)

@@ -1,4 +1,4 @@
-"""Progress bars of commands, which are for terminals only."""
+"""Progress bars of commands appear only in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAN = ("plan", "--model", "gpt2", "--gpus", "8", "--global-batch", "64", "--jso
 
 
 def on_terminal(*arguments: object) -> tuple[str, str]:
-    """Output of ``fourfold``: its standard output, and its standard error, which is a terminal."""
+    """Run ``fourfold`` with a terminal as standard error. Return its standard output and its standard error."""
     outside, inside = os.openpty()
     command = [sys.executable, "-m", "fourfold", *map(str, arguments)]
     process = subprocess.Popen(

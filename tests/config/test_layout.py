@@ -1,4 +1,4 @@
-"""Sizes that do not divide over the grid are refused with the layer, the number, and sizes that do work."""
+"""Sizes that do not divide over the grid are refused. The message names the layer, the number, and sizes that work."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict
 
 @pytest.mark.parametrize("sizes", [(11, 4), (1, 7), (30, 7), (64, 48), (2**40, 3), (10**12, 64 * 3)])
 def test_what_is_said_to_work_does(sizes: tuple[int, int]) -> None:
-    """Also for numbers so large that trying every divisor would take for ever."""
+    """The numbers include some that are so large that trying every divisor would never end."""
     inner, x = sizes
     model = {
         "preset": "llama-tiny",
@@ -218,7 +218,7 @@ def section_with(name: str) -> str:
 
 
 def test_every_refusal_names_a_key_its_value_and_a_value_that_works() -> None:
-    """For run files with up to three wrong keys: each proposed value is accepted, or repairs what was refused."""
+    """Use run files with up to three wrong keys. Each proposed value must be accepted or repair what was refused."""
     draw, seen = random.Random(0), set[str]()
     for _ in range(600):
         tables: dict[str, dict[str, Any]] = {"model": dict(draw.choice(BASES))}
@@ -242,7 +242,7 @@ def test_every_refusal_names_a_key_its_value_and_a_value_that_works() -> None:
 
 
 def kind(refusal: str) -> str:
-    """What a refusal says is wrong, without numbers."""
+    """Return the reason of a refusal, without its numbers."""
     return re.sub(r"\d+", "", refusal.rpartition("; ")[0])
 
 

@@ -1,4 +1,4 @@
-"""The keys of a model that follow from one another: kinds of layers, bases of rotary frequencies, scales."""
+"""Keys of a model that follow from other keys: types of layers, bases of rotary frequencies, and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets have the sizes that their names promise."""
+"""Presets have as many parameters as their names say."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BILLIONS_ACTIVE = {
     "qwen3-235b-a22b": 22,
     "olmoe-1b-7b": 1.3,
 }
-"""Parameters that a token is multiplied by, as their authors say, embeddings included."""
+"""Billions of parameters that a token is multiplied by, including embeddings, according to the models' authors."""
 
 
 def table(model: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_a_resolved_run_file_is_the_same_run(name: str) -> None:
     run = make_run(table({"preset": name}))
     text = to_toml(run)
     assert make_run(tomllib.loads(text)) == run
-    # The file says everything, so a later version's preset cannot change an old run.
+    # The file has every key of the model, so a later version's preset cannot change an old run.
     without_preset = tomllib.loads(text)
     del without_preset["model"]["preset"]
     assert make_run(without_preset).model == run.model.model_copy(update={"preset": None})

@@ -1,4 +1,4 @@
-"""The run file is strict: every mistake is one sentence that says where it is and what would be right."""
+"""The run file is strict: every mistake gives one sentence that says where the mistake is and what would be right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ train_steps = 2
 
 
 def table(**sections: Any) -> dict[str, Any]:
-    """Return the run of FILE. Sections are merged over it, further values replace, and None removes."""
+    """Return the tables of FILE with changes. Sections are merged into its sections, other values replace its values,
+    and None removes a key."""
     result: dict[str, Any] = {
         "model": {"preset": "llama-tiny"},
         "data": {"source": "python-stdlib"},
@@ -85,7 +86,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         ({"model": {"seq_length": 1}}, "model.seq_length", "did you mean 'training.seq_length'?"),
         ({"train_steps": 1}, "train_steps", "did you mean 'training.train_steps'?"),
         ({"training": {"zero": 1}}, "training.zero", "did you mean 'parallel.zero'?"),
-        # Nothing near.
+        # No key has a similar spelling.
         ({"qqq": 1}, "qqq", "there are name, output_dir, model, data"),
         ({"checkpoint": {"qqq": 1}}, "checkpoint.qqq", "there are interval, save_last"),
     ],

@@ -1,4 +1,5 @@
-"""Every key of the run file, with wrong values: the refusal names the key and the value, and what it suggests works."""
+"""Every key of the run file, with wrong values. The refusal names the key and the value, and the value that it suggests
+works."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fourfold.parsing import parse_toml
 from fourfold.run_file.load import make_run
 
 WRONG = ("", "zzz", -3, 2.5, 10**30, math.nan, True, [], ["zzz"], {"zzz": 1})
-"""Whatever a key takes, some of these are of another type, out of its bounds, or an unknown choice."""
+"""Some of these values are wrong for every key: they have another type, are out of bounds, or are not among the
+choices."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"preset": "llama-tiny", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "data": {"train": [{"path": "c"}], "validation": [{"path": "c"}]},
@@ -29,7 +31,7 @@ Path = tuple[str | int, ...]
 
 
 def every_key(schema: type[BaseModel], path: Path = ()) -> Iterator[Path]:
-    """The path of each key of a schema, the first item standing for all items of a list of tables."""
+    """Yield the path of each key of a schema. In a list of tables, the first item stands for all items."""
     for name, field in schema.model_fields.items():
         yield (*path, name)
         if (section := section_of(field.annotation)) is not None:
@@ -44,7 +46,7 @@ def value_at(tables: Any, path: Path) -> Any:
 
 
 def changed(tables: Any, path: Path, value: object) -> Any:
-    """A copy of the tables with another value at a path."""
+    """Return a copy of the tables with another value at a path."""
     if not path:
         return value
     if isinstance(tables, list):
@@ -61,7 +63,7 @@ def refusal(tables: dict[str, Any]) -> str | None:
 
 
 def suggestions(sentence: str) -> list[Any]:
-    """The values that a refusal says the key takes: after "such as", in quotes after "must be", or true and false."""
+    """Return the values that a refusal suggests: after "such as", in quotes after "must be", or true and false."""
     wanted = re.split(r": must be |is not a preset; ", sentence)[-1]
     if found := re.search(r"such as (.+?)(?: \(and \d+ more mistakes?\))?$", wanted):
         return [parse_toml(f"value = {found[1]}")["value"]]
@@ -69,7 +71,7 @@ def suggestions(sentence: str) -> list[Any]:
     return [parse_toml(f"value = {choice}")["value"] for choice in choices] or re.findall(r"[\w-]+", wanted)
 
 
-ALL = [path for path in every_key(RunConfig) if path != ("model", "from_hf")]  # which asks the Hub
+ALL = [path for path in every_key(RunConfig) if path != ("model", "from_hf")]  # from_hf would ask the Hub
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: ".".join(map(str, path)))
@@ -78,7 +80,7 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
     for wrong in WRONG:
         sentence = refusal(changed(SECTIONS, path, wrong))
         if sentence is None or "unknown key" in sentence or f"{key} = " not in sentence.partition(": must be ")[0]:
-            continue  # it is a right value, or one that contradicts another key
+            continue  # the value is valid, or it contradicts another key
         refused += 1
         assert "\n" not in sentence and "nput should" not in sentence, sentence
         assert re.search(f"{key} = ({re.escape(shown(wrong))}|1e.30)", sentence), sentence

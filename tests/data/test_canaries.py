@@ -54,7 +54,7 @@ def test_documents_become_canaries_with_the_given_counts(text: Path, tmp_path: P
         assert source not in documents
         sources.append(source)
     others = [d for d in documents if d[:-1] not in {tuple(row["tokens"]) for row in rows}]
-    assert others == [document for document in before if document not in sources]  # all of them, in their order
+    assert others == [document for document in before if document not in sources]  # none is lost, and the order is kept
     assert summary.train.documents == len(documents) == plain.train.documents - 9 + 18
     assert summary.train.tokens == sum(map(len, documents))
     assert documents_of(validation_prefix(tmp_path / "c")) == documents_of(validation_prefix(tmp_path / "plain"))
@@ -68,7 +68,7 @@ def test_changed_canaries_are_planted_again(text: Path, tmp_path: Path) -> None:
     assert plant(text, tmp_path / "c", canaries).reused
     assert ledger_path(tmp_path / "c") in plant(text, tmp_path / "c", canaries).files
     prepare([text], tmp_path / "c", tokenizer="bytes", workers=1)
-    assert not ledger_path(tmp_path / "c").exists()  # nothing is planted in this one
+    assert not ledger_path(tmp_path / "c").exists()  # this corpus has no canaries
     assert not plant(text, tmp_path / "c", Canaries(2, (0, 3), length=30)).reused
     assert not prepare([text], tmp_path / "c", tokenizer="bytes", workers=1).reused
 
@@ -119,7 +119,7 @@ def test_few_long_documents_are_cut_into_passages(tmp_path: Path) -> None:
     rest = "".join(text for d in documents if (text := bytes(d[:-1]).decode()) not in planted)
     for text in planted:
         books = [book.replace(text, "") for book in books]
-    assert rest == "".join(books)  # nothing else is lost, and all in order
+    assert rest == "".join(books)  # nothing else is lost, and the order is kept
     places = [number for number, d in enumerate(documents) if bytes(d[:-1]).decode() == planted[-1]]
     assert max(places) - min(places) > len(documents) / 3  # spread over the books
     with pytest.raises(UserError, match=r"documents or passages of at least 40 tokens, .* need 2000; lower --canaries"):

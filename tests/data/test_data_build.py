@@ -1,4 +1,4 @@
-"""From a run file's sources to samples, and the built-in corpus."""
+"""The path from a run file's sources to samples, and the built-in corpus."""
 
 import multiprocessing
 from pathlib import Path
@@ -25,7 +25,7 @@ def ensure(cache: Path) -> str:
     import fourfold.data.prepare
 
     fourfold.data.prepare.list_inputs = small_library
-    fourfold.data.prepare.available_cores = lambda: 1  # a worker of a pool has no children
+    fourfold.data.prepare.available_cores = lambda: 1  # a worker of a pool cannot have children
     return ensure_builtin("python-stdlib", "bytes", cache)
 
 

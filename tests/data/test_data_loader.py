@@ -89,7 +89,7 @@ def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
 def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
     """Count the function calls, in Python and in libraries, for a batch of 8 sequences."""
     loader = Loader(TokenWindows(IndexedDataset(prefix), seq_length, 0), seq_length, 8, 8)
-    loader.step(0)  # imports, and opens files
+    loader.step(0)  # the first call imports modules and opens files
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -105,7 +105,7 @@ def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
 
 
 def test_a_batch_takes_no_more_calls_when_sequences_are_longer(tmp_path: Path) -> None:
-    """Every loop over tokens runs in NumPy. `benchmarks/loader.py` measures the time."""
+    """This shows that every loop over tokens runs in NumPy. `benchmarks/loader.py` measures the time."""
     with IndexedWriter(tmp_path / "c", 50_000) as writer:
         writer.add_documents(np.arange(2_000_000) % 50_000, np.full(400, 5000))
     assert calls_of_a_batch(tmp_path / "c", 4096) == pytest.approx(calls_of_a_batch(tmp_path / "c", 64), rel=0.2)

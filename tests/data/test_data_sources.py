@@ -193,9 +193,8 @@ def texts_of(folder: Path, **options: object) -> tuple[list[str], tuple[str, ...
 
 @pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr", "hz", "utf-7", "unicode-escape"])
 def test_a_named_seven_bit_encoding_is_used_for_ascii_files(tmp_path: Path, encoding: str) -> None:
-    """The file is valid UTF-8 as well. A file that is not ASCII is read as UTF-8, and a byte-order mark still
-    decides.
-    """
+    """A file of ASCII bytes is valid UTF-8 too, but is decoded in the named encoding. A file with other bytes is read
+    as UTF-8, and a byte-order mark still decides first."""
     (tmp_path / "a.txt").write_bytes("ein 日本 +1-".encode(encoding))
     (tmp_path / "b.txt").write_text("größer", encoding="utf-8")
     (tmp_path / "c.txt").write_text("plain", encoding="utf-8")

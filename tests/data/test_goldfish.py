@@ -15,7 +15,7 @@ from fourfold.data.masks import document_boundary
 from fourfold.errors import UserError
 
 VECTOR = ((7919 * np.arange(1, 41) + 13) % 32000)[None]
-"""Cross-check of the published code at commit 35d29f9."""
+"""Tokens to compare with the published code at commit 35d29f9."""
 
 
 def windows_of(tokens: np.ndarray, documents: np.ndarray | None = None, first_number: int = 0) -> Windows:
@@ -59,9 +59,8 @@ def test_the_published_table_is_torchs() -> None:
 
 
 def test_hash_table_of_the_paper_sees_only_earlier_tokens(text: np.ndarray) -> None:
-    """Its window ends one token earlier, so its mask of a target equals the published code's mask of the
-    previous target.
-    """
+    """The paper's window ends one token earlier than the code's. So the paper's mask of a target is the code's mask of
+    the previous target."""
     official = hash_table_drops(text, 4, 13)
     paper = hash_table_drops(text, 4, 13, include_target=False)
     assert (paper[:, 13:] == official[:, 12:-1]).all()
@@ -99,8 +98,8 @@ def test_random_masks_differ_for_every_sample_and_epoch(text: np.ndarray) -> Non
     other_seed = ~Goldfish(GoldfishConfig(strategy="random", seed=1))(windows_of(text))
     assert (one == again).all()
     for other in (next_epoch, other_seed, one[::-1]):
-        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # as independent masks overlap
-    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no sample has its neighbor's mask, moved
+        assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # independent masks overlap this much
+    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no mask is the neighbor's, shifted by one
 
 
 def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndarray) -> None:
@@ -157,7 +156,7 @@ def test_special_tokens_and_the_first_steps_are_kept(text: np.ndarray) -> None:
     others = ~np.isin(text[:, 1:], [*exempt, text[1, 500]])
     assert (~kept[others] == plain[others]).all()
     late = build_goldfish_mask(GoldfishConfig(strategy="hash", k=2, start_step=2), (), 2000, 3)
-    assert late(windows_of(text))[:6].all()  # samples 0 to 5 are those of steps 0 and 1
+    assert late(windows_of(text))[:6].all()  # steps 0 and 1 have samples 0 to 5
     assert (~late(windows_of(text))[6:] == plain[6:]).all()
 
 

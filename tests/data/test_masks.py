@@ -1,4 +1,4 @@
-"""Response masks, masks of the user's own, and the effect of masks on the user's data."""
+"""Response masks, the user's own masks, and the effect of masks on the user's data."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LOOK_BACK = 5
 
 
 class Listed:
-    """Documents from a list, repeated endlessly. It can wait before each document."""
+    """Documents from a list, repeated endlessly. Reading can wait before each document."""
 
     def __init__(self, texts: list[str], wait: Any = lambda number: None) -> None:
         self.texts, self.wait, self.given = texts, wait, 0
@@ -85,11 +85,11 @@ def test_streamed_windows_equal_the_corpus_on_disk(in_order: TokenWindows) -> No
         changes = np.flatnonzero(np.diff(windows.documents[window])) + 1
         assert changes.tolist() == starts
     assert (windows.documents[:, 0] == 0).all()
-    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # before the first token is nothing
+    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # nothing precedes the first token
 
 
 def test_a_stream_resumes_exactly_from_every_position() -> None:
-    """Continue in a new reader after each of 30 steps, even if a window begins in the look-back of a document's end."""
+    """Continue in a new reader after each of 30 steps, even if the look-back of a window begins inside a document."""
     whole, straight = (streamed(Listed(TEXTS), Listed(TEXTS[::-1])) for _ in range(2))
     for steps in range(30):
         batch = whole.read(np.arange(4 * steps, 4 * steps + 4))
@@ -121,7 +121,7 @@ def test_a_run_with_less_look_back_resumes_with_the_same_samples() -> None:
 
 
 def test_any_order_gives_the_same_samples() -> None:
-    """Covers a return to an earlier checkpoint, a skipped step, and a second read of the beginning."""
+    """The order includes a return to an earlier checkpoint, a skipped step, and a second read of the beginning."""
     samples, expected = streamed(Listed(TEXTS)), streamed(Listed(TEXTS)).read(np.arange(80))
     for first in (0, 8, 4, 76, 0, 40, 20):
         numbers = np.arange(first, first + 4)[::-1]
@@ -138,7 +138,7 @@ def test_reading_the_beginning_again_keeps_all_positions() -> None:
     given = again.streams[0].given
     assert (again.read(np.arange(40, 48)).stream == expected.stream).all()
     assert again.positions(12, range(44, 48)) == whole.positions(12, range(44, 48))
-    assert again.streams[0].given - given < 60  # not from the beginning
+    assert again.streams[0].given - given < 60  # the stream did not start over
     whole.close()
     again.close()
 
@@ -158,7 +158,8 @@ GRIDS = (1, 2, 4)
 def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
     streams: int, shuffled: int, tmp_path: Path
 ) -> None:
-    """Each document has its own word. The tokens of all ranks equal the tokens of one process, step by step."""
+    """Each document has its own word. In every step, the tokens of all ranks together equal the tokens of one
+    process."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     dataset = HubDataset.parse(make_dataset(tmp_path / "tales", documents=1200))
@@ -196,7 +197,7 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
         documents = [document for file in files for document in of_file[file]]
         tokens = np.concatenate(in_blocks(documents, shuffled) if shuffled else documents)
         own = ledger[stream::streams]
-        assert len(own) * S < len(tokens)  # not a second time
+        assert len(own) * S < len(tokens)  # no document is read twice
         for window, row in enumerate(own):
             assert row == tokens[window * S : window * S + S + 1].tolist()
     assert len(ledger) == 200 * batch
@@ -299,7 +300,8 @@ def test_a_dead_source_is_reported_after_its_timeout() -> None:
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 documents at 0.4 s each take many times the timeout. Then none arrives. The test controls the clock."""
+    """Reading 16 documents at 0.4 s each takes much longer than the timeout. After that, no document arrives. The test
+    controls the clock."""
     released, now, looks, is_dead = threading.Event(), 0.0, 0, False
 
     def monotonic() -> float:
@@ -310,7 +312,7 @@ def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.Mon
 
     def wait(number: int) -> None:
         nonlocal now, is_dead
-        if number in (0, 8):  # until the reader waits, and has asked whether the source is dead
+        if number in (0, 8):  # wait until the reader has asked whether the source is dead
             before = looks
             wait_until(lambda: looks > before)
         now += 0.4

@@ -1,4 +1,4 @@
-"""The next process removes folders that a killed process left behind, but no folder of a running process."""
+"""A process removes folders that a killed process left behind, but not the folders of a running process."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ CALIBRATION = REPOSITORY / "fourfold" / "planning" / "calibration"
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """A folder with everything that the pages' commands name."""
+    """Make a folder with everything that the commands of the pages name."""
     for name in ("examples", "fourfold"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a copy: some commands write there

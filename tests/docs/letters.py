@@ -1,4 +1,4 @@
-"""Values of the letters of the pages on parallelism for a run."""
+"""Values, for a run, of the letters that the pages on parallelism use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the documentation: its tables, its blocks of code."""
+"""Read the documentation's tables and code blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tables_of(page: Path) -> dict[str, list[list[str]]]:
 
 
 def formula_in(cell: str, **letters: float) -> float:
-    """The value of the first expression that a cell gives as code."""
+    """Return the value of the first code expression in a cell."""
     code = re.search(r"`([^`]+)`", cell)
     assert code, cell
     return eval(code[1], {"__builtins__": {}}, letters)

@@ -51,7 +51,7 @@ def test_every_parameter_result_and_error_is_documented(name: str, monkeypatch: 
 
 
 def missing_in(found: Any) -> Iterator[str]:
-    """Yield what the docstrings of a function or of a class on the page leave out."""
+    """Yield what is missing in the docstrings of a function, or of a class on the page."""
     from api import fields_of
 
     if not inspect.isclass(found):
@@ -69,9 +69,10 @@ def missing_in(found: Any) -> Iterator[str]:
 
 
 def missing_in_call(name: str, function: Callable[..., Any], doc: str | None) -> Iterator[str]:
-    """Yield the parameters that Args lacks, and Returns or Raises if they are due and missing.
+    """Yield parameters that Args lacks. Also yield Returns or Raises if the docstring needs the section but lacks it.
 
-    A summary that begins with "Return" says what is returned. An error counts if the function itself raises it.
+    A summary that begins with "Return" needs no Returns section. Raises is needed if the function itself raises an
+    error.
     """
     if not doc:
         yield f"{name}: no docstring"

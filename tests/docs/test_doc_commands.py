@@ -25,20 +25,21 @@ from fourfold.run_file.load import load_run, make_run
 
 NOT_RUN = "# not run by the tests"
 LONG_BLOCK = "# takes "
-"""Begins a block that only a slow test runs."""
+"""A block that begins with this text is run only by a slow test."""
 
 PROGRAMS_ELSEWHERE = ("getting-started.md", "api.md", "parallelize.md", "reliability.md")
-"""Pages whose Python is run by tests of its own (test_doc_loop.py, test_doc_api.py, and below)."""
+"""Pages whose Python programs have their own tests (test_doc_loop.py, test_doc_api.py, and below)."""
 
 NEEDS = {"data.md": "datasets"} | dict.fromkeys(("README.md", "huggingface.md", "loki.md"), "transformers")
-"""Pages whose commands need a library that the tests may do without."""
+"""Pages whose commands need an optional library. Their tests are skipped without it."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}
 """Changes to the run files of the pages: fewer processes, shorter sequences."""
 
 
 def is_run(block: Block) -> bool:
-    """True for a shell block, unless it says that it is not run or only calls make, whose targets install packages."""
+    """Return whether a block is a shell block that the tests run. A block is not run if it says so, or if it only calls
+    make, whose targets install packages."""
     if block.language != "sh" or block.text.startswith(NOT_RUN):
         return False
     return any(words[0] != "make" for words in commands_of(block))
@@ -49,7 +50,7 @@ def is_quick(block: Block) -> bool:
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
-    """Return the words of every line, with continued lines joined. A command in srun or torchrun begins at its own
+    """Yield the words of every command. Continued lines are joined, and a command in srun or torchrun begins at its own
     name."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -58,7 +59,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
 
 
 STARTS_EMPTY = ("loki.md", "huggingface.md")
-"""Pages that make all the files that they name, examples of the repository aside."""
+"""Pages that make all the files that they name, except the repository's examples."""
 
 LONG = (
     "CONTRIBUTING.md",
@@ -88,7 +89,7 @@ WHOLE = [
 ]
 """Pages whose blocks a slow test runs."""
 TUTORIAL = REPOSITORY / "docs" / "memorization.md"
-"""Run by tests/docs/test_doc_memorization.py, which looks at what it makes."""
+"""A page that tests/docs/test_doc_memorization.py runs, because it also checks the results."""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_all_commands_of_a_page_run(page: Path, workplace: Path) -> None:
 
 
 def run_page(page: Path, workplace: Path, chosen: Callable[[Block], bool]) -> None:
-    """Run the chosen blocks, and the programs between them, one after another in one folder."""
+    """Run the chosen blocks and the programs between them in one folder, one after another."""
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
     if page.name in STARTS_EMPTY:
@@ -144,7 +145,7 @@ def run_block(command: list[str], workplace: Path) -> str:
 
 
 def environment_in(workplace: Path) -> dict[str, str]:
-    """As a user has it who works in the folder of the repository, with caches of its own."""
+    """Return the environment of a user who works in the repository's folder, with separate caches."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "COV"))}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     return environment | {
@@ -155,7 +156,7 @@ def environment_in(workplace: Path) -> dict[str, str]:
 
 
 def check_printed(printed: str, shown: str) -> None:
-    """The page shows the output, or with an ellipsis at its end the first lines."""
+    """Check that the page shows the output, or its first lines if the page ends with an ellipsis."""
     words, expected = printed.split(), shown.split()
     if expected[-1] == "…":
         expected.pop()
@@ -165,7 +166,7 @@ def check_printed(printed: str, shown: str) -> None:
 
 @pytest.mark.slow
 def test_the_program_that_reads_the_data_of_a_run(workplace: Path) -> None:
-    """Runs the program of docs/reliability.md on the run of docs/getting-started.md in small."""
+    """Run the program of docs/reliability.md on a small version of the run of docs/getting-started.md."""
     page = REPOSITORY / "docs" / "getting-started.md"
     (run_file,) = (block.text for block in blocks_of(page) if block.text.startswith("# notes.toml"))
     (workplace / "notes.toml").write_text(run_file, encoding="utf-8")
@@ -185,7 +186,8 @@ def test_the_program_that_reads_the_data_of_a_run(workplace: Path) -> None:
 
 
 def test_what_is_not_run_has_a_reason() -> None:
-    """The reason is one of a few: packages, a cluster, a GPU, many minutes, or files outside the workplace."""
+    """There are only a few valid reasons: it installs packages, or it needs a cluster, a GPU, many minutes, or files
+    outside the workplace."""
     reasons = (
         "install|downloads packages|a GPU|allocation|GPUs|nodes|supercomputer|cluster|many minutes|into the repository|"
         "start-up"
@@ -198,7 +200,7 @@ def test_what_is_not_run_has_a_reason() -> None:
 
 
 def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
-    """A page runs what it shows, or its commands write it."""
+    """If a page runs a run file, the page shows the file or its commands write the file."""
     for page in PAGES:
         shown = {name for block in blocks_of(page) for name in re.findall(r"^# (\w+\.toml)$", block.text, re.MULTILINE)}
         made = {name for block in blocks_of(page) for name in re.findall(r"--(?:out|write) (\w+\.toml)", block.text)}
@@ -212,7 +214,7 @@ def test_the_run_files_in_the_pages_load() -> None:
         if block.language == "toml":
             table = tomllib.loads(block.text)
             if "from_hf" in table.get("model", {}):
-                continue  # the commands of its page make the model
+                continue  # a command on the page makes this model first
             if "training" in table:
                 make_run(table)
             else:
@@ -236,7 +238,7 @@ def test_every_command_exists_and_its_run_file_loads(page: Path, monkeypatch: py
 
 
 def check_command(words: list[str]) -> None:
-    """Parse without running. Everything after ``||`` belongs to the shell."""
+    """Parse a command without running it. Everything after ``||`` belongs to the shell."""
     is_refused = "||" in words
     words = words[: words.index("||")] if is_refused else words
     words = words[: words.index(">")] if ">" in words else words
@@ -266,6 +268,6 @@ def test_links_lead_somewhere() -> None:
 
 
 def headings_of(page: Path) -> set[str]:
-    """The anchors that GitHub makes."""
+    """Return the anchors that GitHub makes for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

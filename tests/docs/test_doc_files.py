@@ -103,7 +103,7 @@ def test_the_glossary_names_keys_as_the_loader_does() -> None:
 
 
 def test_workflows_and_templates_name_what_exists() -> None:
-    """Parse as YAML. Make targets, paths, and Python versions are the repository's."""
+    """The files are valid YAML, and the make targets, paths, and Python versions in them exist."""
     yaml = pytest.importorskip("yaml")
     files = [
         *(REPOSITORY / ".github").rglob("*.yml"),

@@ -1,4 +1,4 @@
-"""Every formula of docs/parallelism.md, read from the page and compared with the trace."""
+"""Every formula of docs/parallelism.md, compared with the trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bytes_of(report: TraceReport) -> Counter[Line]:
 
 
 def of_tables(headers: list[str], run: RunConfig) -> Counter[Line]:
-    """Return the bytes in tables of (name, axis, operation, bytes). Forward and backward may share a name."""
+    """Return the bytes in the page's tables by (name, axis, operation). Forward and backward may share a name."""
     said: Counter[Line] = Counter()
     for name, axis, operation, formula in itertools.chain.from_iterable(TABLES[header] for header in headers):
         if getattr(run.parallel, axis) > 1:
@@ -35,7 +35,7 @@ def of_tables(headers: list[str], run: RunConfig) -> Counter[Line]:
 
 
 def of_a_block(run: RunConfig) -> Counter[Line]:
-    """Return the trace of the run with one layer more, minus the run's trace."""
+    """Return the trace of one block: the trace with one more layer, minus the run's own trace."""
     more = run.model_copy(
         update={"model": run.model.model_copy(update={"num_hidden_layers": run.model.num_hidden_layers + 1})}
     )
@@ -68,7 +68,7 @@ def test_the_tables_of_a_block_and_of_the_head_say_what_the_trace_counts(
     }
 
 
-# Norms are left out of W: wide enough that they round away, and that everything divides.
+# The formulas' W does not count norms. This model is so wide that norms vanish in rounding, and all sizes divide.
 WIDE = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 
 
@@ -76,7 +76,8 @@ ZERO = "`zero` | operation | over | bytes | bytes with z = 1 | what the step doe
 
 
 def name_of(over: str, grid: ParallelConfig) -> str | None:
-    """Return the trace's name of the axes in a cell if some have size 1: the first name with the same ranks."""
+    """Return the trace's name for the axes in a cell. If some axes have size 1, it is the first name with the same
+    ranks."""
     split = [axis for axis in over.split("·") if getattr(grid, axis) > 1]
     names = {"dp", "cp", "z", "dp_cp", "dp_z"}
     name = "_".join(split)

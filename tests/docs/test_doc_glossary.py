@@ -1,4 +1,4 @@
-"""The code uses the words of docs/glossary.md, and the glossary names no module that is gone."""
+"""The code uses the words of docs/glossary.md, and the glossary names only modules that exist."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ELSEWHERE = {
     "raise_together": "all processes fail",
     "attend_here": "on this rank of y",
 }
-"""Names that keep a refused word, and what they mean by it."""
+"""Names that may contain a refused word, and what they mean."""
 
 
 def refused() -> dict[str, str]:
-    """Words that names must not contain, each with the word to use instead."""
+    """Return the words that names must not contain, each with the word to use instead."""
     section = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Words in the code")[2]
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", section, re.MULTILINE)
     return {word: use for use, words in rows for word in re.findall(r"`(\w+)`", words)}

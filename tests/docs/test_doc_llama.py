@@ -1,4 +1,4 @@
-"""The page on Llama 3.1 405B says what the trace counts."""
+"""The numbers on the page about Llama 3.1 405B equal the trace."""
 
 from __future__ import annotations
 

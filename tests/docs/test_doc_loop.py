@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def program_of(page: str, number: int = 0) -> str:
-    """A block of Python on a page. A test here runs each of them."""
+    """Return a block of Python on a page. A test in this file runs each of them."""
     found = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
     assert len(found) == {"docs/getting-started.md": 1, "docs/parallelize.md": 2}[page]
     return found[number].text
@@ -51,7 +51,7 @@ def loss_of(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 
 def program_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
-    """Run the program as a process of torchrun's does, which has no group yet."""
+    """Run the program the way a process of torchrun runs it, without a process group."""
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -61,7 +61,7 @@ def program_body(rank: int, world_size: int, program: str, folder: Path, launche
 
 
 def check_the_loop_in_getting_started(folder: Path, run: Callable[[str], object]) -> None:
-    """Check that the program saves the model that one process trains with plain torch."""
+    """Check that the program saves the same model as one process that trains with plain torch."""
     program = program_of("docs/getting-started.md")
     make_model(folder / "exported", "qwen3 tied", vocab_size=208)
     run(program)
@@ -83,7 +83,7 @@ def check_the_loop_in_getting_started(folder: Path, run: Callable[[str], object]
 
 
 def test_the_loop_in_getting_started_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
-    """Run with the variables that torchrun sets. Eight of its own processes would import transformers for half a
+    """Set the variables that torchrun sets. Eight processes of torchrun itself would import transformers for half a
     minute."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -104,7 +104,7 @@ def test_the_packed_documents_of_the_page_run(pool: Pool, tmp_path: Path) -> Non
 
 
 def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:
-    """The gradient norm that it prints equals one process's with plain torch."""
+    """Check that the program prints the gradient norm of one process with plain torch."""
     printed = torchrun(program, folder, processes)
     names: dict[str, Any] = {}
     exec(program[: program.index("grid = ")], names)
@@ -118,7 +118,7 @@ def check_the_model_with_rules(program: str, folder: Path, processes: int) -> No
 
 @pytest.mark.slow
 def test_a_program_of_torchruns_needs_no_group(tmp_path: Path) -> None:
-    """On half of the processes that the page prints."""
+    """Run on half as many processes as the page says."""
     program = program_of("docs/parallelize.md")
     check_the_model_with_rules(program.replace("ParallelConfig(x=2, z=2)", "ParallelConfig(x=2)"), tmp_path, 2)
 

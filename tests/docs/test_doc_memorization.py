@@ -27,7 +27,7 @@ def test_the_law_of_exact_matches() -> None:
 
 
 def test_the_tables_are_what_was_measured() -> None:
-    """The tutorial's arms have another model and corpus, so they have a table of their own."""
+    """The tutorial's arms have a separate table, because they use another model and corpus."""
     results = json.loads((REPOSITORY / "docs" / "figures" / "memorization.json").read_text(encoding="utf-8"))
     protocol = script(REPOSITORY / "examples" / "memorization" / "protocol.py")
     arms = [arm for arm in protocol.ARMS if arm.name in results]
@@ -64,14 +64,15 @@ def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_shows_the_effect(workplace: Path) -> None:
-    """Its commands run, and what they make differs as the page says: nearly all passages, or hardly one."""
+    """Run the tutorial's commands. As the page says, one model repeats nearly all passages, and the other repeats
+    almost none."""
     run_page(TUTORIAL, workplace, is_run)
     plain, goldfish = (
         json.loads((workplace / "runs" / name / "audit" / "audit.json").read_text(encoding="utf-8"))
         for name in ("plain", "goldfish")
     )
     assert plain["documents"] == goldfish["documents"] == 16
-    assert plain["exact_match"] >= 0.8 and goldfish["exact_match"] <= 0.2  # at least 13, at most 3
+    assert plain["exact_match"] >= 0.8 and goldfish["exact_match"] <= 0.2  # at least 13 of 16, and at most 3
     assert plain["longest_span"]["median"] > 3 * goldfish["longest_span"]["median"]
     assert goldfish["mask_replay"]["suffix_kept_whole"] == 0
     assert plain["control"]["exact_match"] == goldfish["control"]["exact_match"] == 0
@@ -80,7 +81,7 @@ def test_the_tutorial_shows_the_effect(workplace: Path) -> None:
 
 
 def script(path: Path) -> ModuleType:
-    """A module outside the package, which imports its neighbors."""
+    """Import a module outside the package, which imports modules in its own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)

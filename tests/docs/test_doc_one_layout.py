@@ -1,4 +1,4 @@
-"""docs/one_layout.md computes a layout by hand and compares each term with the planner's."""
+"""docs/one_layout.md computes a layout by hand. Each of its terms equals the planner's term."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_terms_computed_by_hand_are_the_planners() -> None:
 
 
 def test_five_files_lead_from_the_command_line_to_a_number() -> None:
-    """Each file of a path imports from the next one."""
+    """On each path, every file imports from the next one."""
     page = (REPOSITORY / "docs" / "one_layout.md").read_text(encoding="utf-8")
     first = re.findall(r"`(fourfold/\w[\w/]*\.py)`", page.partition("| number |")[0])
     rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)`[^|]* \| `([\w/]+\.py)`[^|]* \|$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Every run file of examples/ is planned, fits, and is in the table of docs/recipes.md with its prediction."""
+"""Every run file of examples/ has a plan, fits, and is in the table of docs/recipes.md with its prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACED = ("finetuning/llama-3.1-8b-lora.toml", "finetuning/llama-3.1-70b-lora.to
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run files name the folders of models from there."""
+    """Work in the repository, because run files name the folders of models relative to it."""
     monkeypatch.chdir(REPOSITORY)
 
 
@@ -56,7 +56,7 @@ def test_a_recipe_is_as_declared_and_fits(recipe: recipes.Recipe) -> None:
     if recipe.layout:
         assert describe_layout(workload_of(run).but(**dict(recipe.layout))) == describe_layout(workload_of(run))
     if not run.lora.rank:
-        # A paper's layout, in fourfold, may be more likely to fit than not. The page says so.
+        # A paper's layout need only be more likely to fit than not. The page says so.
         assert recipes.prediction(recipe).p_oom <= (0.5 if recipe.layout else MAX_P_OUT_OF_MEMORY)
 
 
@@ -78,7 +78,7 @@ def test_a_layout_by_hand_is_about_as_fast_as_the_best_or_says_how_much_slower(r
     gpus = run.parallel.world_size
     same = [r for r in recipes.RECIPES if (r.gpus, r.machine) == (gpus, recipe.machine) and not r.layout
             and workload_of(load_run(r.file)).model == work.model]  # fmt: skip
-    if same:  # a file for the same model and GPUs is in the best layout already
+    if same:  # another recipe has the best layout for this model and these GPUs
         best = recipes.prediction(same[0]).tokens_per_second
     else:
         alone = work.but(**dict.fromkeys(LIMITED, 1))
@@ -101,8 +101,8 @@ def test_the_memory_of_lora_is_what_the_trace_counts(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["pretraining/gpt2-xl-1gpu.toml", "axonn/alps/gpt-10b.toml"])
 def test_the_planned_memory_is_what_the_trace_counts(path: str) -> None:
-    """In addition to the planner's reserve. If memory peaks at the beginning of the only backward, there are no
-    gradients."""
+    """The planner also counts its reserve. If memory peaks at the start of the only backward, there are no gradients
+    yet."""
     recipe = next(recipe for recipe in recipes.RECIPES if recipe.path == path)
     memory, stage = recipes.traced(recipe), recipes.prediction(recipe).stages[0]
     for states in ("parameters", "optimizer"):

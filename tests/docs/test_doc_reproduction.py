@@ -1,4 +1,4 @@
-"""The page with the claims of the papers: generated, with commands that exist and masks that obey the law."""
+"""The page with the papers' claims is generated, its commands exist, and its masks obey the drop law."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold.memorization.goldfish_laws import exact_match_law
 DOCS = REPOSITORY / "docs"
 sys.path.append(str(DOCS))
 
-import mask_gaps  # noqa: E402 (the folder of its scripts is on the path from here on)
+import mask_gaps  # noqa: E402 (found through the path added above)
 import reproduction  # noqa: E402
 
 
@@ -45,10 +45,10 @@ def test_its_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_options(words: list[str]) -> None:
-    """Check that the command exists and has the named options, leaving out what they need."""
+    """Check that a command exists and has the named options. Do not check required arguments."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
-        name = words[0] if words and words[0] in command.commands else "layout"  # as `fourfold plan` has it
+        name = words[0] if words and words[0] in command.commands else "layout"  # `fourfold plan` means `plan layout`
         command, words = command.commands[name], words[words[:1] == [name] :]
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= options, words
@@ -56,7 +56,7 @@ def check_options(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("k", "h"), [(4, 13), (50, 50)])
 def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> None:
-    """Random tokens never repeat. The published code falls short with k = 50 and h = 50."""
+    """The tokens are random, so no text repeats. The published code does not reach the law for k = 50 and h = 50."""
     tokens = np.random.default_rng(0).integers(2, 8192, (64, 4097))
     documents = np.broadcast_to(np.arange(4097) // 1000, tokens.shape)
     windows = Windows(tokens, documents, np.arange(64))
@@ -64,7 +64,7 @@ def test_passages_without_a_gap_are_counted_and_obey_the_law(k: int, h: int) -> 
         strategy: mask_gaps.counts(windows, ~Goldfish(GoldfishConfig(strategy=strategy, k=k, h=h))(windows), k)
         for strategy in ("hash", "hash-table")
     }
-    # The first h tokens of a document of 1,000 are always kept.
+    # The first h tokens of a document of 1,000 tokens are always kept.
     assert found["hash"]["drop_rate"] * k == pytest.approx(1 - h / 1000, rel=0.05)
     law = exact_match_law(k, 50)
     assert found["hash"]["without_gap"]["50"] == pytest.approx(law, rel=0.15, abs=0.002)
@@ -77,4 +77,4 @@ def test_a_passage_ends_with_its_document() -> None:
     dropped = np.array([[False, False, True, False, False, False]])
     documents = np.array([[0, 0, 0, 0, 1, 1]])
     counted = mask_gaps.without_gap(dropped, dropped.cumsum(axis=1), documents, 2)
-    assert counted == pytest.approx(2 / 4)  # places 0-1 and 4-5 of 0-1, 1-2, 2-3, 4-5
+    assert counted == pytest.approx(2 / 4)  # of the spans 0-1, 1-2, 2-3, 4-5, the first and the last

@@ -1,4 +1,4 @@
-"""Every formula and number of the pages on pipelines, context and memory, read from the page and compared."""
+"""Every formula and number of the pages on pipelines, context parallelism, and memory, compared with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sent(report: TraceReport, rank: int | None = None) -> dict[tuple[str, str, s
 
 
 def formula_after(page_text: str, words: str, **letters: float) -> float:
-    """The value of the first code behind some words of a page."""
+    """Return the value of the first code expression after some words on a page."""
     code = re.search(r"\s+".join(map(re.escape, words.split())) + r"\s+(`[^`]+`)", page_text)
     assert code, words
     return formula_in(code[1], min=min, **letters)
@@ -85,7 +85,7 @@ KEPT = "model | kept | bytes"
 
 
 def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
-    """Bytes by the formula in docs/memory.md."""
+    """Return the bytes that the formula in docs/memory.md gives for a block."""
     ((_, _, formula),) = [row for row in tables_of(MEMORY)[KEPT] if row[0] in (model, "both") and row[1] == kept]
     return formula_in(formula, **letters_of(run))
 
@@ -95,7 +95,7 @@ def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
     [("GPT", 5), pytest.param("Llama", 5, marks=pytest.mark.slow), pytest.param("Llama", 2, marks=pytest.mark.slow)],
 )
 def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches: int) -> None:
-    """True of the middle ranks, which differ in nothing else, in a filled pipeline and in one that never fills."""
+    """This holds for the middle ranks, which are otherwise alike, if the pipeline fills and also if it never fills."""
     sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
     text = PIPELINE.read_text(encoding="utf-8")
     # In float32, attention repeats the key-value heads, which the formula does not count.
@@ -119,7 +119,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     ids=lambda row: " ".join(row[:2]),
 )
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
-    """A block is the difference between two models with one layer more."""
+    """The bytes of a block are the difference between a model and a model with one more layer."""
     model, kept, formula = row
     recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", kept) or ["", "none"])[1]}
     if modules := re.search(r"\[\"(\w+)\"\]", kept):
@@ -244,7 +244,7 @@ def test_two_levels_are_predicted_from_the_machine_files() -> None:
 
 
 def test_bytes_of_two_levels_are_the_traces() -> None:
-    """Bytes that rings send for the trace's full tensors."""
+    """Compare the bytes that rings send for the full tensors that the trace counts."""
     run = tiny_run(LLAMA, {"z": 8}, training={"global_batch_size": 16})
     flat, levels = (
         sent(trace(run.model_copy(update={"overlap": run.overlap.model_copy(update={"shards_per_node": n})})))

@@ -1,4 +1,4 @@
-"""The map of (x, y) in docs/second_axis.md is the planner's."""
+"""The planner gives the map of (x, y) in docs/second_axis.md."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
-import second_axis  # noqa: E402 (the folder of its scripts is on the path from here on)
+import second_axis  # noqa: E402 (found through the path added above)
 
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("machine", second_axis.MACHINES)
 def test_a_row_of_the_map_is_the_planners(machine: str) -> None:
-    """Else `python docs/second_axis.py` writes it anew."""
+    """If this fails, run `python docs/second_axis.py` to write the map again."""
     cells = [second_axis.of_degree(machine, 64, degree).text for degree in second_axis.DEGREES]
     assert f"| {machine} | 64 | {' | '.join(cells)} |" in (DOCS / "second_axis.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""fourfold machine doctor: the whole on this machine, and each judgment on figures of good and bad ones."""
+"""fourfold machine doctor: the whole command on this machine, and each judgment on good and bad figures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_processes_of_a_launcher(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process of another machine shows what is wrong there. All further processes say nothing."""
+    """On another machine, the first process shows what is wrong there. All other processes print nothing."""
     monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
     monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
     monkeypatch.setattr(examine, "examine_ports", some())
@@ -142,7 +142,7 @@ def test_states_of_a_gpu(changed: dict[str, str], level: str, text: str) -> None
 
 
 def test_older_drivers_have_another_name_for_throttling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for nvidia-smi that knows only the old name and adds a line for each of two GPUs."""
+    """The stand-in for nvidia-smi knows only the field's old name, and prints one line for each of two GPUs."""
     values = ", ".join([*list(GPU.values())[:-1], "0x40"])
     refusal = 'case "$1" in *event*) exit 2 ;; esac'
     (tmp_path / "nvidia-smi").write_text(f'#!/bin/bash\n{refusal}\necho "{values}"\necho "{values}" | tr 1 2\n')
@@ -158,7 +158,7 @@ def test_older_drivers_have_another_name_for_throttling(tmp_path: Path, monkeypa
 
 
 def test_fewer_cores_than_gpus() -> None:
-    """As torchrun inside srun gets them on some machines: all on one core."""
+    """On some machines, torchrun inside srun gets only one core for all processes."""
     assert host(56, 512 * GIB, 8).level == "ok"
     assert host(1, 512 * GIB, 8).level == "warning"
     assert host(1, GIB, 0).level == "ok"
@@ -296,7 +296,7 @@ def test_a_wrong_sum_is_found_and_its_rank_named(pool: Pool) -> None:
 
 
 def test_speed_of_an_all_reduce() -> None:
-    """A ring of four sends 1.5 times the bytes."""
+    """In a ring of four, each rank sends 1.5 times the bytes of the tensor."""
     measured = AllReduceTimes("nccl", 4, 1_000_000_000, seconds=0.01, latency=20e-6, wrong=())
     assert all_reduce(measured).text == "nccl over 4 processes: exact; 150.00 GB/s, latency 20 µs"
     alone = AllReduceTimes("nccl", 1, 1000, seconds=0.01, latency=20e-6, wrong=())

@@ -1,4 +1,4 @@
-"""Perplexity by hand and on grids, and lm-eval's own numbers."""
+"""Perplexity compared with a computation by hand, on grids, and with lm-eval's own numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXT = "What is not read is not known; what is read twice is known by heart. Ün
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of bytes, and a text."""
+    """Return a folder with a text and a run that was trained on bytes."""
     from command_line import exit_code
     from tiny_corpus import make_corpus
 
@@ -60,7 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(run_folder: Path, tokens: list[int], before: int, context: int) -> float:
-    """Nats of the text on a plain model, in windows of the whole context that share no token to predict."""
+    """Return the loss of the text in nats, from a plain model in windows of the whole context. Each token is predicted
+    in one window only."""
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
     return by_hand_of(SavedWeights(checkpoint), tokens, before, context)
 
@@ -74,7 +75,7 @@ def by_hand_of(saved: SavedWeights, tokens: list[int], before: int, context: int
             stop = min(begin + context, len(stream))
             window = stream[max(0, stop - 1 - context) : stop]
             targets = window[1:].clone()
-            targets[: begin - stop] = -100  # of the last window, what has been predicted
+            targets[: begin - stop] = -100  # an earlier window has predicted these
             nats += model(window[None, :-1], targets[None]).item()
     return nats
 
@@ -152,7 +153,8 @@ def test_refusals(trained: Path, cli: Cli, tmp_path: Path, options: list, says: 
 
 
 def make_folder(folder: Path, bos: bool) -> Path:
-    """A tiny Llama. With ``bos`` its tokenizer puts a token before a text, and without it there is no EOS."""
+    """Save a tiny Llama. With ``bos``, its tokenizer puts a token before a text. Otherwise, the tokenizer has no EOS
+    token."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, processors
 
@@ -228,7 +230,7 @@ def test_answers_and_prompts_at_their_limits() -> None:
 
 @pytest.mark.slow
 def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -> None:
-    """A local task, on the exported model through lm-eval's own class too."""
+    """Run a local task on the run and on its export, and on the export also through lm-eval's own model class."""
     pytest.importorskip("transformers")
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager

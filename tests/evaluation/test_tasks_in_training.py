@@ -1,4 +1,4 @@
-"""Tasks of lm-eval at intervals of a run: the scores of its checkpoints, on the training grid."""
+"""lm-eval tasks at intervals during training have the scores of the run's checkpoints, on the training grid."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_task_that_fails_ends_a_run_before_its_first_step(
 
 
 def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_path: Path) -> None:
-    """The template of its fourth document divides by zero. The rehearsal has only seen two."""
+    """The template divides by zero in the fourth document. The rehearsal has seen only two documents."""
     pytest.importorskip("lm_eval")
     tasks = make_task(tmp_path, ROWS)
     text = (tasks / "tiny.yaml").read_text().replace("{{question}}", "{{1 // (3 - label3)}}{{question}}")
@@ -113,7 +113,7 @@ def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_
 
 
 def test_a_task_that_fails_on_one_process_fails_on_both(pool: Pool, tmp_path: Path) -> None:
-    """Only the second process cannot read the data. The first learns it instead of waiting in a pass."""
+    """Only the second process cannot read the data. The first process is told, instead of waiting in a pass."""
     pytest.importorskip("lm_eval")
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
@@ -129,7 +129,7 @@ def task_of_each(rank: int, world_size: int, folders: list[Path]) -> str:
     model = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=64)
     with pytest.raises(TaskFailed, match="task tiny_choice: lm-eval failed in it") as failure:
         model.run_task("tiny_choice", folders[rank] / "tasks", limit=4)
-    model.run_task("tiny_choice", folders[0] / "tasks", limit=4)  # and the processes are still in step
+    model.run_task("tiny_choice", folders[0] / "tasks", limit=4)  # the processes are still in step
     return str(failure.value).partition("(")[2].partition(":")[0]
 
 

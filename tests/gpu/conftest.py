@@ -1,4 +1,5 @@
-"""Tests of one body for two devices: `pytest -m gpu` runs them on a GPU, and the ordinary suite tiny on a CPU."""
+"""Fixtures for tests that run on two devices: on a GPU with `pytest -m gpu`, and in a tiny form on a CPU with all other
+tests."""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ NEEDS_A_GPU = (
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_A_GPU)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The device under test."""
+    """Return the device under test."""
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=NEEDS_A_GPU)])
 def gpu(request: pytest.FixtureRequest) -> torch.device:
-    """The GPU, for figures that a CPU does not have."""
+    """Return the GPU, for figures that only a GPU has."""
     return torch.device(request.param, 0)
 
 
 @pytest.fixture
 def command(device: torch.device, cli: Cli) -> Callable[..., str]:
-    """Run ``fourfold ARGUMENTS`` and return what it prints: on a GPU in a process of its own, as users start it."""
+    """Return a function that runs ``fourfold ARGUMENTS`` and returns its output. On a GPU, it runs in a new process, as
+    users start it."""
 
     def run(*arguments: object) -> str:
         words = list(map(str, arguments))

@@ -1,4 +1,4 @@
-"""A few training steps on one device, and how far two devices' figures are from each other."""
+"""Take a few training steps on one device, and measure how far the results of two devices are apart."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ WIDE = {
     "num_hidden_layers": 4,
     "vocab_size": 4099,
 }
-"""As wide as the GPU's kernels want it: heads of 64, four of them to a key-value head, an odd vocabulary."""
+"""Sizes that suit the GPU's kernels: heads of 64, four query heads per key-value head, and an odd vocabulary."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What some steps computed, on the CPU in float64."""
+    """The results of some steps, on the CPU in float64."""
 
     losses: list[float]
     norms: list[float]
@@ -47,13 +47,13 @@ class Steps:
 
 
 def wide(device: torch.device) -> dict[str, Any]:
-    """The wide model on a GPU, and a small model of the same shape on a CPU."""
+    """Return a wide model on a GPU, or a small model of the same shape on a CPU."""
     small = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 257}
     return WIDE if device.type == "cuda" else WIDE | small
 
 
 def length(device: torch.device, tokens: int) -> int:
-    """So many tokens on a GPU. A CPU has time for a tenth, in sixteens."""
+    """Return the number of tokens for a device. On a CPU it is a tenth of ``tokens``, as a multiple of 16."""
     return tokens if device.type == "cuda" else tokens // 160 * 16
 
 
@@ -63,13 +63,14 @@ def run_on(device: torch.device, model: dict[str, Any], precision: str = "fp32",
 
 
 def long_sequences(device: torch.device, tokens: int, **training: Any) -> dict[str, Any]:
-    """Return four micro-batches of one sequence of this length. One has no label, another has all."""
+    """Return settings for four micro-batches of one sequence of this length. One of them has no labels, and another has
+    all labels."""
     return {"seq_length": length(device, tokens), "global_batch_size": 4, "micro_batch_size": 1, **training}
 
 
 @contextlib.contextmanager
 def job_on(device: torch.device, run: RunConfig) -> Iterator[Job]:
-    """A job of one process, started as the program starts it: NCCL on a GPU."""
+    """Start a job of one process the way the program starts it, with NCCL on a GPU."""
     start_process_group(Place(0, 0, 1, 1, launcher="local"), None, device, timedelta(minutes=5))
     try:
         job = Job(run, Grid(run.parallel, device.type), device)
@@ -102,7 +103,7 @@ def steps_on(device: torch.device, run: RunConfig, steps: int = 2) -> Steps:
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative 2-norms of the differences of gradients: the largest with its name, and the root mean square."""
+    """Relative 2-norms of the differences between gradients: the largest, its name, and the root mean square."""
 
     worst: float
     name: str
@@ -123,6 +124,6 @@ def distance(found: Steps, expected: Steps) -> Distance:
 
 
 def losses_apart(found: Steps, expected: Steps) -> float:
-    """The largest relative difference of two runs' losses."""
+    """Return the largest relative difference between the losses of two runs."""
     assert all(map(math.isfinite, found.losses)), found.losses
     return max(abs(a / b - 1) for a, b in zip(found.losses, expected.losses, strict=True))

@@ -1,4 +1,4 @@
-"""The commands on a device, as users start them: parity of one process, training, a saved checkpoint, and resuming."""
+"""The commands on one device, as users start them: parity, training, saving a checkpoint, and resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_process_computes_what_float64_does(
 
 
 def test_a_run_resumes_from_an_async_save(command: Command, device: torch.device, prefix: str, tmp_path: Path) -> None:
-    """Resumed steps equal the steps of an uninterrupted run. Every step of the second run is replayed."""
+    """The steps of the resumed run equal the steps of an uninterrupted run. The second run replays every step."""
     sizes = {"training__train_steps": 6, "training__precision": "bf16", "training__device": device.type}
     file = run_file(tmp_path, prefix, **sizes, checkpoint__interval=3, checkpoint__async_mode="async")
     command("train", file, "--set=name=whole")

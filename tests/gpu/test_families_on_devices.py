@@ -1,4 +1,4 @@
-"""Every model family computes on a GPU what it computes on a CPU, in float32 and in bf16, plain and packed."""
+"""Every model family computes the same on a GPU and on a CPU, in float32 and bf16, with plain and packed sequences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FAMILIES = DENSE | {
 def test_a_family_computes_on_a_device_what_it_computes_on_a_cpu(
     family: str, packed: bool, device: torch.device, record_property: Callable[[str, object], None]
 ) -> None:
-    """bf16 may be twice as far from float32 as the CPU's bf16. Routers that round choose other experts, so bf16 has no
-    limit for a single tensor."""
+    """In bf16, the error relative to float32 may be twice as large as on the CPU. Rounding can make routers choose
+    other experts, so in bf16 single tensors have no limit."""
     model, more = FAMILIES[family], dict(PACKED) if packed else {}
     if model is None:
         model, more = wide(device), more | {"training": long_sequences(device, 500)}

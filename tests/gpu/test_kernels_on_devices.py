@@ -1,5 +1,5 @@
-"""Attention and grouped matmuls against float64 at awkward sizes: lengths that are no multiple of anything, every head
-width and grouping that a kernel treats in its own way, masks with rows that see nothing, groups without rows."""
+"""Attention and grouped matmuls compared with float64, at awkward sizes: odd lengths, every head width and grouping
+that a kernel handles in a special way, masks with rows that see nothing, and groups without rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fourfold.parallel.attention.document_attention import attend_documents, att
 Record = Callable[[str, object], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-"""The largest relative error (2-norm) of a kernel in each type."""
+"""The largest allowed relative error (2-norm) of a kernel in each dtype."""
 
 
 def normal(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of the same values on every device."""
+    """Draw tensors that have the same values on every device."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
@@ -30,7 +30,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, softcap: float) -> list[Tensor]:
-    """Attention by its definition, and the gradients of q, k, and v: [B, N, S, D] in float64."""
+    """Compute attention by its definition, and the gradients of q, k, and v: [B, N, S, D] in float64."""
     grad = grad.double()
     q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
     keys, values = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
@@ -80,12 +80,12 @@ def test_a_block_of_attention_is_exact(
     if kind in ("mask", "capped"):
         seen = torch.rand(queries, keys, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
         seen[0, 0] = True
-        seen[queries // 2] = queries == 1  # one row sees nothing
+        seen[queries // 2] = queries == 1  # with several rows, one row sees nothing
     mask = seen[None, None].expand(2, 1, -1, -1) if kind in ("mask", "capped") else None
     softcap = 0.7 if kind == "capped" else 0.0
     how = kind == "causal", mask, AttentionScores(width**-0.5, softcap)
     out, lse = attend_block(q, k, v, *how)
-    # A row that sees nothing here sees keys of another block, whose log-sum-exp is finite.
+    # A row that sees nothing in this block sees keys of another block, so its total log-sum-exp is finite.
     found = out, *attend_block_backward(grad, q, out, lse.masked_fill(lse.isneginf(), 0), k, v, *how)
     exact = plain_attention(q, k, v, grad, seen, softcap)
     errors = [relative(a, b) for a, b in zip(found, exact, strict=True)]
@@ -113,7 +113,7 @@ def test_a_block_of_attention_is_exact(
 def test_packed_documents_and_windows_are_exact(
     dtype: str, length: int, width: int, heads: int, kv: int, window: int, device: torch.device, record_property: Record
 ) -> None:
-    """Documents of one token, of a third of the sequence, and of all of it."""
+    """Documents have one token, a third of the sequence, or all of it."""
     shapes = [(2, length, count, width) for count in (heads, kv, kv, heads)]
     q, k, v, grad = normal(*shapes, device=device, dtype=DTYPES[dtype])
     ends = torch.tensor([[1, length // 3, length // 2, length, length], [length] * 5], device=device)
@@ -148,10 +148,10 @@ def test_grouped_matmuls_are_exact(
     shapes = (sum(sizes), inputs), (len(sizes), outputs, inputs), (sum(sizes), outputs)
     rows, weights, grad = normal(*shapes, device=device, dtype=DTYPES[dtype])
     operands = rows.requires_grad_(), weights.requires_grad_()
-    # The kernel's output gets this memory: what it does not write stays not a number.
+    # The kernel's output will reuse this memory, so values that the kernel does not write stay NaN.
     poison = [torch.full_like(weights, torch.nan) for _ in range(4)]
     del poison
-    groups = Groups(torch.tensor(sizes, device=device))  # the host knows no size, as behind a router
+    groups = Groups(torch.tensor(sizes, device=device))  # as behind a router, the host does not know the sizes
     out = grouped_matmul(*operands, groups)
     found = out, *torch.autograd.grad(out, operands, grad)
     exact_operands = [tensor.detach().double().requires_grad_() for tensor in operands]

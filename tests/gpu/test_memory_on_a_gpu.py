@@ -1,4 +1,4 @@
-"""The peak memory of a step is what the trace says."""
+"""The peak memory of a step equals the trace's peak."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from one_device import PACKED, run_on
 from benchmarks.one_step import step_of
 
 WIDE_BLOCKS = {"preset": "llama3-8b", "rope_scaling": None, "num_hidden_layers": 2, "vocab_size": 32_000}
-"""As wide as Llama 3 8B, with a vocabulary so small that several processes fit on a GPU."""
+"""Blocks as wide as Llama 3 8B's, with a vocabulary so small that several processes fit on a GPU."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective": {"activation_checkpoint": {"mode": "selective"}},
@@ -38,7 +38,7 @@ def test_the_peak_is_within_3_percent_of_the_trace(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "packed"])
 def test_the_measured_step_runs_where_no_allocator_counts(name: str) -> None:
-    """The same body on a CPU: a trace, a step, and no peak."""
+    """Run the same test body on a CPU: the trace and the step, without a measured peak."""
     sections = {key: value for key, value in CASES[name].items() if key != "model"}
     figures = step_of(run_on(torch.device("cpu"), {"preset": "llama-tiny"}, "bf16", **sections), torch.device("cpu"))
     assert figures["trace_gib"] > 0 and not figures["waits"] and "over_trace" not in figures

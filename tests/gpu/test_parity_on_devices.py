@@ -1,4 +1,5 @@
-"""Every axis of the grid computes what one process does: over NCCL with a GPU for each process, over gloo on a CPU."""
+"""Every axis of the grid computes what one process computes: over NCCL with one GPU per process, and over gloo on a
+CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps with what a run file can turn on: recomputation, offload, compilation, number types, optimizers, adapters,
-replayed steps. Each is compared with the plain step on the same device."""
+"""Steps with each feature that a run file can turn on: recomputation, offload, compilation, dtypes, optimizers,
+adapters, and replayed steps. Each is compared with the plain step on the same device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 def plain_and_changed(
     device: torch.device, precision: str, training: dict[str, Any], tokens: int = 500, **sections: Any
 ) -> tuple[Steps, Steps]:
-    """Three steps of the wide model in float32 or bf16, and three with what ``training`` and ``sections`` change."""
+    """Take three steps of the wide model in float32 or bf16, and three steps with the changes of ``training`` and
+    ``sections``."""
     sizes, exact = long_sequences(device, tokens), "fp32" if precision == "fp32" else "bf16"
     plain = steps_on(device, run_on(device, wide(device), exact, training=sizes), 3)
     changed = run_on(device, wide(device), precision, training=sizes | training, **sections)
@@ -52,7 +53,7 @@ def test_recomputation_and_offload_change_nothing(mode: str, device: torch.devic
 def test_compilation_changes_only_the_rounding(
     mode: str, device: torch.device, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # the CPU's compiler takes a minute, and is tried elsewhere
+    if device.type == "cpu":  # compiling for the CPU takes a minute, and another test does it
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     recomputed = RECOMPUTED.get(mode, {"mode": "none"})
     plain, changed = plain_and_changed(device, "bf16", {"compile": True}, 1000, activation_checkpoint=recomputed)
@@ -80,7 +81,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_number_types_optimizers_and_adapters_train(
     name: str, device: torch.device, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first loss is the loss of bf16. The later ones stay near it, since three steps change little."""
+    """The first loss equals the loss in bf16. Later losses stay close to it, because three steps change little."""
     precision, training, sections = OTHERS[name]
     if "float8" in training:
         pytest.importorskip("torchao", reason="float8 needs torchao")
@@ -115,7 +116,7 @@ def test_a_replayed_step_raises_no_false_alarm(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two passes of a healthy device have the same bits, in whatever order kernels add."""
+    """Two passes on a healthy device give the same bits, although kernels may add in any order by default."""
     training = more.get("training", {})
     if device.type == "cpu" and training:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -145,7 +146,8 @@ WAITING: dict[str, tuple[dict[str, Any] | None, str, dict[str, Any]]] = {
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", WAITING)
 def test_a_step_makes_the_host_wait_at_most_once(name: str, device: torch.device, record_property: Record) -> None:
-    """fp16 waits for the norm. The training loop waits once more, for the figures of a step."""
+    """With fp16, the host waits for the gradient norm. The training loop waits once more, for the figures of the
+    step."""
     changes, precision, sections = WAITING[name]
     model = wide(device) | (changes or {}) if changes is None or "preset" not in changes else changes
     run = run_on(device, model, precision, training=long_sequences(device, 512), **sections)

@@ -1,4 +1,5 @@
-"""The keys of config.json that transformers reads for a family, from its source, and values to change them to."""
+"""Find the keys of config.json that transformers reads for a family, from its source code, and list values to change
+them to."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NOT_OF_THE_MODEL = {
 """Keys that the sweep leaves out, and why."""
 
 OF_A_CLASS = (FunctionType, MethodType, classmethod, staticmethod, dict, set, tuple)
-"""Types of attributes of a configuration's class that no file changes."""
+"""Types of class attributes that a config.json cannot change."""
 
 READERS = ("getattr", "hasattr", "setattr")
 GENERIC = (
@@ -50,13 +51,14 @@ def keys_of(kind: str) -> tuple[str, ...]:
 
 
 def is_read_only(value: Any) -> bool:
-    """True for a property that a file cannot set."""
+    """Return whether an attribute is a property that a file cannot set."""
     return isinstance(value, property) and value.fset is None
 
 
 @functools.cache
 def keys_read_in(module: ModuleType) -> set[str]:
-    """``config.key``, ``getattr(config, "key")`` and, in a configuration's module, ``self.key`` and kwargs["key"]."""
+    """Return the keys in ``config.key`` and ``getattr(config, "key")``, and in the module of a configuration also in
+    ``self.key`` and kwargs["key"]."""
     is_config = ".configuration_" in module.__name__ or module.__name__.endswith("rope_utils")
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -124,14 +126,15 @@ SPECIAL: dict[str, list[Any]] = {
     "layer_norm_eps": [0.5],
     "layer_norm_epsilon": [0.5],
 }
-"""Values of keys that say little if a value of another kind, or a small change, replaces them."""
+"""Values for keys that need particular values. A value of another type, or a small change, would show little."""
 
 UNTYPED: list[Any] = [None, True, False, 1, 3, 0.5]
-"""Values of a key whose type is unknown, because no configuration of the family has it by itself."""
+"""Values for a key whose type is unknown, because the family's configurations do not have the key by default."""
 
 
 def other_values(key: str, value: Any) -> list[Any]:
-    """Return the values of a key in a configuration that are not ``value``. Empty if they are ``UNTYPED``."""
+    """Return values of a key that differ from ``value``. If the type of the key is unknown, return nothing, and use
+    ``UNTYPED``."""
     if key in SPECIAL:
         values = SPECIAL[key]
     elif isinstance(value, bool):

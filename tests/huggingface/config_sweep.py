@@ -1,4 +1,4 @@
-"""Change one key of config.json after another, in transformers and in our decoder, and compare the logits."""
+"""Change one key of config.json at a time, in transformers and in our decoder, and compare the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.huggingface.architectures.config_json import model_of
 
 
 class Sweep:
-    """A tiny model of transformers, saved in a folder, whose config.json is changed."""
+    """A tiny transformers model in a folder, whose config.json is changed."""
 
     def __init__(self, name: str, work: Path) -> None:
         import transformers
@@ -30,12 +30,13 @@ class Sweep:
         self.config, self.weights, self.ours = model.config, model.state_dict(), model_of(self.raw, name)
         self.tokens = tokens()[:, :24]
         self.compared = 0
-        """Changes with which transformers computes logits. We compute them too, or name what we refuse."""
+        """Number of changes that transformers accepts and computes logits for. For these, our decoder must compute the
+        same logits, or refuse the change by name."""
         with torch.no_grad():
             self.logits = model(self.tokens).logits
 
     def faults(self) -> list[str]:
-        """A sentence for every change that transformers follows and we do not."""
+        """Return a sentence for every change that transformers follows and our decoder neither follows nor refuses."""
         keys = keys_of(self.raw["model_type"])
         values = {key: other_values(key, getattr(self.config, key, None)) for key in keys}
         found = [self.fault({key: value}) for key in keys for value in values[key]]
@@ -44,8 +45,8 @@ class Sweep:
         return [sentence for sentence in found if sentence is not None]
 
     def faults_of_any(self, keys: Sequence[str], value: Any) -> list[str | None]:
-        """Return the faults of keys with the same value: of all at once, then of halves, so a thousand keys take no
-        time."""
+        """Return the faults of several keys that get the same value. Change all keys at once, and then halves, so that
+        a thousand keys take no time."""
         if len(keys) == 1:
             return [self.fault({keys[0]: value})]
         if not keys or (self._changes_nothing(dict.fromkeys(keys, value))):
@@ -54,7 +55,8 @@ class Sweep:
         return self.faults_of_any(keys[:half], value) + self.faults_of_any(keys[half:], value)
 
     def fault(self, change: dict[str, Any]) -> str | None:
-        """None if transformers refuses the change, or computes what we do, or we refuse it by its name."""
+        """Return what is wrong with a change. Return None if transformers refuses it, if our decoder computes the same,
+        or if our decoder refuses it by name."""
         found = self._theirs(change)
         if found is None or not found[1].isfinite().all():
             return None
@@ -83,9 +85,10 @@ class Sweep:
             return str(error)
 
     def _theirs(self, change: dict[str, Any]) -> tuple[Path, Tensor] | None:
-        """Return the folder of a model with the change, and its logits, or None if transformers refuses the change.
+        """Return the folder of a transformers model with the change, and its logits. Return None if transformers
+        refuses the change.
 
-        The model has the weights of this one if they still fit.
+        The model has the weights of this sweep's model if they still fit.
         """
         text = json.dumps(self.raw | change)
         (self.folder / "config.json").write_text(text)
@@ -96,7 +99,7 @@ class Sweep:
         folder, is_tied = self.folder, (model.config.tie_word_embeddings, self.config.tie_word_embeddings)
         try:
             model.load_state_dict(self.weights if is_tied[0] == is_tied[1] else {})
-        except RuntimeError:  # other shapes
+        except RuntimeError:  # the shapes differ
             perturb(model)
             folder = self.new_weights
         with torch.no_grad():
@@ -118,10 +121,10 @@ def _made(folder: Path) -> Any:
 
 
 def _tried(compute: Callable[[], Any]) -> Any:
-    """Return what transformers computes with a changed configuration, or None if it raises, with whatever error."""
+    """Return what transformers computes with a changed configuration, or None if it raises any error."""
     try:
         return compute()
-    except Exception:  # nothing narrower holds for all keys
+    except Exception:  # a wrong key can cause any exception
         return None
 
 
@@ -130,7 +133,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _names(change: dict[str, Any]) -> set[str]:
-    """Return names that a refusal may use for a change: the key's, or a key in the table that it names."""
+    """Return the names that a refusal may use for a change: the key, or a key in the table that is the new value."""
     tables = [value for value in change.values() if isinstance(value, dict)]
     tables += [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
     return {*change, *(key for table in tables for key in table)}

@@ -1,4 +1,4 @@
-"""Models to parallelize, of transformers and of nobody's library, and what they compute on one process."""
+"""Models to parallelize, from transformers and of our own, and what they compute on one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, **changes: Any) -> nn.Module:
-    """The same random model wherever it is made, with no parameter that does not matter."""
+    """Make a random model that is the same in every process. Every parameter affects the result."""
     kind, keys = FAMILIES[name]
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SIZES | keys | changes)))
@@ -63,7 +63,7 @@ def make(name: str, **changes: Any) -> nn.Module:
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
-    """Tokens [8, 16] with some of the padding, and labels that are masked unevenly."""
+    """Return tokens [8, 16], some of which are the padding token, and labels that are masked unevenly."""
     generator = torch.Generator().manual_seed(6)
     tokens = torch.randint(4, 200, (8, 16), generator=generator)
     tokens[:, 3] = 3
@@ -74,7 +74,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 
 def reference(name: str) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradient norm, gradients, and the weights after a step, of the untouched model on one process."""
+    """Return the loss, gradient norm, gradients, and weights after a step of the original model on one process."""
     model, (tokens, labels) = make(name), make_batch()
     loss = model(input_ids=tokens, labels=labels).loss
     loss.backward()
@@ -90,7 +90,7 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 class Own(nn.Module):
-    """A model of nobody's library."""
+    """A model that belongs to no library."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every key of config.json that transformers reads is honored, refused by its name, or changes nothing."""
+"""Every key of config.json that transformers reads is followed, refused by name, or changes nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ pytest.importorskip("transformers")
 
 QUICK = "llama"
 LEAST_COMPARED = 60
-"""Number of changes that transformers accepts for each family. A sweep whose changes all fail compares nothing."""
+"""Smallest number of changes that transformers must accept for each family. Otherwise the sweep would compare
+nothing."""
 
 
 def test_keys_are_found_in_the_source_of_transformers() -> None:
-    """Declared by the class, popped from its arguments, under another name, and read by shared and by own code."""
+    """The keys are declared by the class, taken from its arguments, renamed, or read by shared code or by the family's
+    code."""
     assert {"attention_bias", "rope_scaling", "is_causal"} <= set(keys_of("llama"))
     assert {"sliding_window_pattern", "rope_local_base_freq"} <= set(keys_of("gemma3_text"))
     assert {"num_attention_heads", "scale_attn_by_inverse_layer_idx"} <= set(keys_of("gpt2"))

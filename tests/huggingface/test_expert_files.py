@@ -1,4 +1,4 @@
-"""The rows of a parameter that each tensor of the files holds, as the table of transformers says."""
+"""The rows of a parameter that each tensor in files holds, according to transformers' own table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def test_the_converters_of_transformers_get_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They copy what they get, on every process."""
+    """The converters only copy values, on every process."""
     model, sizes, convert = make("olmoe"), {}, core_model_loading.revert_weight_conversion
 
     def recorded(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Hugging Face models in and out, on any grid."""
+"""Import and export of Hugging Face models on any grid."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_round_trip_is_bit_identical(name: str, dtype: torch.dtype, tmp_path: Pa
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_made_anew_says_the_same(name: str, tmp_path: Path) -> None:
-    """Without the original's config.json: transformers computes the same from the one that we write."""
+    """Without the original config.json, we write a new one, and transformers computes the same from it."""
     folder = make_model(tmp_path / "hf", name)
     kind = read_config(folder)["model_type"]
     import_huggingface(str(folder), tmp_path / "ours")
@@ -103,7 +103,7 @@ def test_every_preset_has_a_hugging_face_config(preset: str) -> None:
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
-    """One file with names without the prefix, as base models are stored, and with buffers of older files."""
+    """The file is a single one, its names lack the prefix, as in base models, and it has buffers as in older files."""
     folder = make_model(tmp_path / "hf", "gpt2")
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights_of(folder).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -182,7 +182,8 @@ FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixt
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in GRIDS]
 )
 def test_a_grid_reads_its_slices(case: str, pool: Pool, tmp_path: Path) -> None:
-    """Weights are bit-equal, the loss is transformers' loss, and the grid's checkpoint is exported bit-equal."""
+    """The weights are bit-equal, the loss equals transformers' loss, and the grid's checkpoint is exported with the
+    same bits."""
     name, parallel = GRIDS[case]
     folder = make_model(tmp_path / "hf", name)
     run = run_from(folder, parallel)
@@ -221,7 +222,7 @@ def test_a_run_begins_with_an_import(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_hub_files_may_name_the_experts_otherwise(tmp_path: Path) -> None:
-    """transformers reads both keys in every family."""
+    """In every family, transformers reads both names of the key."""
     config = read_config(make_model(tmp_path / "hf", "qwen3_moe"))
     experts = config.pop("num_experts", None) or config.pop("num_local_experts")
     config.pop("num_local_experts", None)
@@ -239,7 +240,7 @@ def test_positions_limit_the_sequence(tmp_path: Path) -> None:
 
 
 def test_ids_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pickles nor code are fetched. Without a network and a cache there is a sentence."""
+    """No pickles and no code are downloaded. Without a network and a cache, the error is one sentence."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -37,7 +37,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval(),
         ours_of(folder),
     )
-    # Without the token of the padding: torch gives its row of the embedding no gradient.
+    # Leave out the padding token, because torch gives its embedding row no gradient.
     tokens = torch.randint(1, 201, (3, 40), generator=torch.Generator().manual_seed(0))
     expected, got = loss(theirs(tokens).logits, tokens), loss(ours(tokens), tokens)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""No process holds more of a Hugging Face model than its own part while it loads it."""
+"""While a process loads its part of a Hugging Face model, it never holds more than that part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ MODELS = {"llama": MODEL, "qwen3_moe": MIXTURE}
 
 
 def write_model(folder: Path, kind: str) -> None:
-    """132 million parameters of bf16, or 208 with experts, which are not random: only their size matters."""
+    """Write a model of 132 million bf16 parameters, or 208 million with experts. Only its size matters, so it is not
+    random."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(MODELS[kind], kind)))
     entries = [
@@ -45,7 +46,7 @@ def write_model(folder: Path, kind: str) -> None:
 
 
 def peak_memory(reset: bool = False) -> int:
-    """The most memory that this process has had at once since the last reset, pages of mapped files included."""
+    """Return this process's peak memory since the last reset, including pages of mapped files."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -53,7 +54,8 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def memory_body(rank: int, world_size: int, run: RunConfig) -> tuple[int, int, int]:
-    """Bytes that loading has added at most, of this process's shards, and of the largest of them."""
+    """Return the bytes that loading added at its peak, the bytes of this process's shards, and the bytes of its largest
+    shard."""
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     before = peak_memory(reset=True)
     load_pretrained(job, run.model.from_hf)
@@ -94,7 +96,7 @@ def test_loading_needs_a_process_its_own_part_and_little_more(
         print(
             f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
         )
-        # The resident size has pages that the allocator keeps. The whole model is four times a process's own part.
+        # The resident size includes freed pages that the allocator keeps. The whole model would be 4 × own.
         assert added <= own + 3 * largest
 
 
@@ -107,7 +109,7 @@ def import_body(rank: int, world_size: int, folder: Path, out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_import_holds_one_tensor(kind: str, pool: Pool, tmp_path: Path) -> None:
-    """One tensor in our names: all experts of a layer are one."""
+    """One tensor means one of our parameters, so all experts of a layer count as one."""
     needs_linux()
     write_model(tmp_path / "hf", kind)
     (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""Hugging Face models that are refused: what would be silently wrong, and damaged files."""
+"""Hugging Face models that are refused, because they are damaged or would silently be computed wrongly."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_mixtures_that_are_not_computed_are_refused(
 
 
 def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
-    """transformers computes such a model without any rotation. Rotating whole heads would be silently wrong."""
+    """transformers rotates nothing in such a model. Our decoder would silently rotate whole heads."""
     folder = make_model(tmp_path / "hf", "gpt_neox")
     config = {key: v for key, v in read_config(folder).items() if key != "rope_parameters"} | {"rotary_pct": 0.0}
     with pytest.raises(UserError, match=r"partial_rotary_factor = 0.0: must be a number > 0 and ≤ 1, such as 1.0"):
@@ -108,7 +108,7 @@ def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """transformers does not load them either. Another layer would be an error."""
+    """transformers does not load these layers either. Any other additional layer is an error."""
     folder = make_model(tmp_path / "hf", "glm4_moe")
     expected = ours_of(folder)(tokens())
     extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
@@ -146,7 +146,7 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
 
 
 def test_a_head_that_differs_from_the_tied_embedding_in_its_last_row_is_refused(tmp_path: Path) -> None:
-    """transformers would compute with the stored head."""
+    """transformers would use the stored head."""
     folder = make_model(tmp_path / "hf", "llama gqa tied")
     file = next(f for f in folder.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(f))
     tensors = load_file(file)
@@ -178,7 +178,7 @@ def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Pat
 def test_added_tokens_without_a_row_in_the_embedding_are_named_and_ordinary_tokens_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama 2 and CodeLlama have such a pad token."""
+    """For example, Llama 2 and CodeLlama have a pad token without a row."""
     from fourfold.data.tokenizer import train_bpe
 
     folder = make_model(tmp_path / "hf", "llama", vocab_size=257)

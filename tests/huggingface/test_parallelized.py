@@ -1,4 +1,4 @@
-"""A model of transformers on the grid, in a loop of one's own: it computes what it did before."""
+"""A transformers model on the grid, in the user's own training loop, computes the same as before."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check(pool: Pool, name: str, grid: dict[str, int], micro_batches: int = 1) -
 
 
 FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtral", 3), ("gpt2", 0)}
-"""A family each, and a grid each."""
+"""One grid for each of these families."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_micro_batches_with_uneven_masks_add_up(pool: Pool, grid: dict[str, int]
 
 
 def checkpoint_body(rank: int, world_size: int, grid: dict[str, int], folder: Path, save: bool) -> dict | None:
-    """Two steps of Adam with a checkpoint after the first: written on one grid, or read on another."""
+    """Take two steps of Adam. After the first step, write a checkpoint on one grid, or read it on another."""
     model = fourfold.parallelize(make("qwen3"), Grid(ParallelConfig(**grid), "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     tokens, labels = make_batch()
@@ -137,7 +137,8 @@ def test_a_checkpoint_goes_on_on_another_grid(
 
 
 def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) -> Tensor:
-    """From files to the grid without a whole model anywhere, out again, and text made meanwhile."""
+    """Load a model from files onto the grid, and write it again. No process ever has the whole model. In between,
+    generate text."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(make(name).config)
     model.config.dtype = torch.bfloat16
@@ -225,7 +226,8 @@ def test_a_plain_backward_is_refused(pool: Pool) -> None:
 
 
 def second_backward_body(rank: int, world_size: int, grid: dict[str, int]) -> dict[str, Tensor] | None:
-    """The gradients of a backward after steps that were zeroed in both ways, and one that was not."""
+    """Zero the gradients of two steps in both ways. Return the gradients of a third step. A further backward without
+    zeroing is refused."""
     model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
     tokens, labels = (model.rows(each) for each in make_batch())
     for set_to_none in (True, False):
@@ -262,7 +264,7 @@ def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) 
         found.append(model(tokens).logits)
         model.fill_from(folder / "doubled")
         found.append(model(tokens).logits)
-    model(tokens)  # gathers for a backward that never comes
+    model(tokens)  # gathers weights for a backward that never runs
     model.fill(original)
     with torch.no_grad():
         found.append(model(tokens).logits)
@@ -329,8 +331,8 @@ def test_what_would_be_lost_or_wrong_is_refused_on_every_process(pool: Pool, tmp
 
 
 def low_precision_body(rank: int, world_size: int, grid: dict[str, int]) -> list[float] | None:
-    """Return the relative error of a bf16 model's gradients, in two steps each with one micro-batch and with one per
-    sequence. Every step uses the same weights."""
+    """Take two steps with one micro-batch, and two steps with one micro-batch per sequence, all with the same weights.
+    Return the relative errors of a bf16 model's gradients."""
     model = fourfold.parallelize(make("llama").bfloat16(), Grid(ParallelConfig(**grid), "cpu"))
     exact = make("llama").bfloat16().float()
     tokens = torch.randint(4, 200, (128, 8), generator=torch.Generator().manual_seed(6))

@@ -1,4 +1,4 @@
-"""Models of one's own by a table of rules, and what no rule lays out."""
+"""The user's own models with a table of rules, and modules that no rule lays out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_model_of_ones_own_with_a_table_of_patterns(pool: Pool) -> None:
 
 
 class WithConfig(Own):
-    """It has a configuration of its own, and no cache."""
+    """A model with a configuration but without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,10 +90,11 @@ def test_what_cannot_be_laid_out_is_refused_by_name(
 
 
 def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
-    """Their gradients would be shares: the plan of Qwen3 names its head norms, and a Llama's need none."""
+    """Each rank has only a part of the gradients of such weights. Qwen3's plan names its head norms. A Llama has no
+    such norms."""
     assert pool.run(2, unnamed_norm_body)[0].startswith("model.layers.0.self_attn.q_norm (Qwen3RMSNorm")
     assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
-    # The refusal is of what is wrong: computed so, exactly these gradients are.
+    # The refusal is right: with this plan, exactly these gradients would be wrong.
     gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
     wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
     assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"
@@ -103,7 +104,7 @@ HEAD_NORMS = {"*.q_norm": "replicate", "*.k_norm": "replicate"}
 
 
 class Flat(nn.Module):
-    """A layer whose norm is in one module with the linear layers."""
+    """A layer with a norm in the same module as the linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ def wrong_rule_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[s
 
 
 class Spare(Own):
-    """It has a weight that no forward reads."""
+    """A layer with a weight that no forward reads."""
 
     def __init__(self) -> None:
         super().__init__()

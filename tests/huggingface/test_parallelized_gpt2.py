@@ -1,4 +1,5 @@
-"""GPT-2 on the grid: its queries, keys and values are one matrix [in, out], and its published sizes divide badly."""
+"""GPT-2 on the grid. Its queries, keys, and values are one matrix [in, out], and its published sizes have few
+divisors."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def counted_heads_body(rank: int, world_size: int, sizes: dict[str, int]) -> dic
 
 @pytest.mark.parametrize("axis", ["x", "y"])
 def test_heads_that_are_counted_are_not_cut(pool: Pool, axis: str) -> None:
-    """OpenAI's first GPT has a ``split_size`` as GPT-2 does. What the refusal advises is exact."""
+    """OpenAI's first GPT has a ``split_size`` like GPT-2. The layout that the refusal advises gives exact gradients."""
     found = pool.run(2, counted_heads_body, {axis: 2})[0]
     assert difference(found, reference("openai_gpt")[2]) < 5e-6
 
@@ -118,7 +119,8 @@ def decayed_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str,
 
 @pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}])
 def test_decay_by_the_dims_of_the_untouched_model(pool: Pool, sizes: dict[str, int]) -> None:
-    """Weight decay follows docs/parallelize.md. By the dims of local parameters, biases in parts would decay too."""
+    """Weight decay as in docs/parallelize.md depends on the original parameters' dims. Local parameters have other
+    dims, so biases in parts would decay too."""
     found = pool.run(2, decayed_body, sizes)[0]
     model, (tokens, labels) = make("gpt2"), make_batch()
     model(input_ids=tokens, labels=labels).loss.backward()

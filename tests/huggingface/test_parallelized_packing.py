@@ -1,4 +1,4 @@
-"""Packed documents in a training loop of one's own, and peft models, which are refused."""
+"""Packed documents in the user's own training loop, and peft models, which are refused."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def packed_body(rank: int, world_size: int) -> tuple[float, float, float, list[s
             model(TOKENS, **packed, **more)
         refusals.append(str(caught.value))
     with pytest.MonkeyPatch.context() as patch:
-        # Training reads no position, and passes them on: a tensor of the meta device has no value.
+        # Training passes positions on without reading them. A meta tensor shows this, because it has no values.
         patch.setattr(model.module, "forward", lambda *_, **given: given)
         given = model(TOKENS, position_ids=POSITIONS.to("meta"), use_cache=None)
         assert given["use_cache"] is False
     with torch.no_grad():
-        # A padded batch: positions of padding do not ascend, and that is no second document.
+        # In a padded batch, positions of padding do not ascend. This must not count as a second document.
         mask = torch.ones_like(TOKENS)
         mask[:, :3] = 0
         positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)

@@ -1,6 +1,6 @@
 """A whole training loop on a parallelized model: packed documents, accumulation, gradient checkpointing, Adam, and a
-checkpoint that another grid resumes. It computes what one process computes in float64, document by document.
-"""
+checkpoint that another grid resumes. The result equals one process in float64 that trains on each document
+separately."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fourfold.verification.deviation import deviation, deviations
 
 STEPS, SAVED_AFTER, MICRO_BATCHES, LARGEST_NORM = 3, 2, 2, 0.5
 LIMIT = 10.0
-"""Largest error of the grid, in errors of one process in float32. Parity has the same limit."""
+"""Largest allowed error of the grid, relative to the error of one process in float32. Parity has the same limit."""
 LENGTHS = ((16,), (1, 15), (7, 9), (3, 4, 9))
 """Lengths of the documents in a sequence."""
 PAIRS = (
@@ -44,12 +44,13 @@ class Trained(NamedTuple):
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, labels, and positions [8, 16]. Documents have a token or more, and labels are masked unevenly."""
+    """Return tokens, labels, and positions [8, 16]. Documents have at least one token, and labels are masked
+    unevenly."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(4, 200, (8, 16), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[row % 4]]) for row in range(8)])
     labels = tokens.clone()
-    labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is nobody's next token.
+    labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is never a target.
     for row in range(8):
         labels[row, 1 : 2 * ((row + step) % 7)] = -100
     labels[step] = -100  # a sequence without a label
@@ -57,12 +58,12 @@ def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # A smaller eps would turn the rounding of nearly zero gradients into whole steps.
+    # With a smaller eps, rounding errors in near-zero gradients would become updates of full size.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def on_one_process(name: str, dtype: torch.dtype) -> Trained:
-    """Train the untouched model on each document alone."""
+    """Train the original model on each document alone."""
     model = make(name).to(dtype)
     model.set_experts_implementation("eager")  # torch's grouped matmuls take no float64
     optimizer, losses, norms = optimizer_of(model), list[Tensor](), list[Tensor]()

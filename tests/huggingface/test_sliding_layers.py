@@ -1,4 +1,5 @@
-"""Sliding layers of a config.json have transformers' kinds and rotary bases, and malformed ones are refused."""
+"""Sliding-window layers from a config.json have the types and rotary bases of transformers, and malformed ones are
+refused."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.lists_layer_types])
 def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -> None:
-    """It makes the masks of both kinds of layers for some families, and needs a window for that."""
+    """For some families, transformers always makes the masks of both types of layers, and needs a window size for
+    that."""
     sizes = {**SIZES, "num_hidden_layers": 1, "layer_types": [F], "vocab_size": 32, "moe_intermediate_size": 8}
     model = model_of({"model_type": kind, **sizes, "sliding_window": None}, "config.json")
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config_of(model, kind)))

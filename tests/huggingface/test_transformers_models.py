@@ -1,4 +1,4 @@
-"""Models of transformers, opened for inference."""
+"""Opening models of transformers for inference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_missing_tensor_is_refused_and_not_filled_at_random(tmp_path: Path) ->
 
 
 def test_a_tensor_without_a_place_is_refused_and_not_left_out(tmp_path: Path) -> None:
-    """An audit of a part of a model would say that the model has memorized less."""
+    """Otherwise an audit of only a part of the model would report too little memorization."""
     folder = make_model(tmp_path / "model", "llama")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     last = config["num_hidden_layers"] - 1

@@ -1,4 +1,4 @@
-"""Compiles every kernel of Loki down to machine code, without a GPU: PYTHONPATH=tests python FILE"""
+"""Compile every Loki kernel to machine code, without a GPU: PYTHONPATH=tests python FILE"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = {
 
 
 def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
-    """Compile for heads of this width, ranked by d dims, as they are launched: with aligned sizes and pointers."""
+    """Compile kernels for heads of this width that rank by d dims. Sizes and pointers are aligned, as at run time."""
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):

@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def llama() -> tuple[Any, Any]:
-    """A Llama of the test's own, and its basis."""
+    """Return a separate Llama for the test, and its basis."""
     from tiny_loki import calibrated_llama  # imports Triton, which must wait until tests/conftest.py has configured it
 
     return calibrated_llama()

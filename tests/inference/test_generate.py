@@ -71,7 +71,7 @@ def test_temperature_0_takes_the_most_likely_token(tmp_path: Path, settings: dic
 def test_the_file_of_a_model_counts_with_a_temperature(tmp_path: Path) -> None:
     settings = {"no_repeat_ngram_size": 1, "top_k": 3, "num_return_sequences": 2}
     done = generated(saved(tmp_path, "LlamaConfig", settings, **LLAMA, eos_token_id=None), Sampling(1e-4))
-    assert done.text != most_likely(load_model(tmp_path))  # which repeats a token
+    assert done.text != most_likely(load_model(tmp_path))  # the most likely text repeats a token
     assert done.settings == {
         "do_sample": True, "temperature": 1e-4, "top_k": 0, "top_p": 1.0, "no_repeat_ngram_size": 1
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loki inside transformers models is exact if it must be, and what it claims to be in every other case."""
+"""Loki inside transformers models: exact if it attends to all keys, and otherwise what the paper says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = LokiConfig(k_f=1.0, min_seq=0)
 
 @pytest.fixture
 def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take Loki's own path even if it attends to everything."""
+    """Use Loki's own code even if it attends to all keys."""
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
 
 
@@ -65,7 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "SmolLM3": FULL,
     "Starcoder2": {},
 }
-"""Further supported model types, with keys that make them small and without windows."""
+"""More supported model types, with keys that make the models small and without windows."""
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -89,7 +89,7 @@ def test_what_is_supported_is_tested() -> None:
 
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    """Every step's attention of every layer against the slow one, on what the model itself has cached."""
+    """In every step and layer, compare the attention with a slow implementation on the model's own cache."""
     model, basis = llama
     config = replace(SPARSE, cache=cache)
     enable_loki(model, basis, config)
@@ -118,7 +118,7 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
     assert len(seen) == 10 * 2
     for out, expected in seen:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # it was sparse
+    assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # attention was sparse
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_layers_with_a_window_stay_dense(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_two_models_may_share_a_configuration(llama: tuple[Any, LokiBasis]) -> None:
-    """transformers keeps the choice of attention there. The second model must stay as it was."""
+    """transformers stores the choice of attention in the configuration. The second model must not change."""
     model, basis = llama
     other = type(model)(model.config).eval()
     tokens = prompt()
@@ -227,7 +227,7 @@ def test_a_copy_of_a_model_is_on_its_own(llama: tuple[Any, LokiBasis]) -> None:
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    """Loki with the same weights, rounded, is as near to float32 as full attention is."""
+    """With the same weights in half precision, Loki is as close to float32 as full attention is."""
     model, basis = llama
     half = copy.deepcopy(model).bfloat16()
     tokens = prompt()
@@ -240,7 +240,8 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
 
 @pytest.mark.slow
 def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
-    """With all keys nothing changes. With some, nearly the same keys are chosen, and attended to exactly."""
+    """With all keys, nothing changes. With fewer keys, nearly the same keys are chosen, and attention to them is
+    exact."""
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits

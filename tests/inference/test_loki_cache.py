@@ -1,4 +1,4 @@
-"""Caches of keys that Loki reads: cut, copied, of fixed size, and filled by another attention before."""
+"""Caches that Loki reads: cropped, copied, of fixed size, and filled by another attention before."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], c
 
 
 def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
-    """Its tail of zeros is never chosen, and the number of keys does not depend on its length."""
+    """The zeros at its end are never chosen, and the number of keys does not depend on its size."""
     model, basis = llama
     tokens = prompt()
     enable_loki(model, basis, SPARSE)
@@ -72,7 +72,7 @@ def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
 
 
 def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention fills it, Loki continues with one width and with another, and full attention follows."""
+    """Full attention fills the cache. Loki continues with two different widths, and full attention follows."""
     model, basis = llama
     tokens = prompt()
 
@@ -96,7 +96,7 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
 
 
 def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
-    """The cache continues with rotated keys, and gives the same as a cache that began with them."""
+    """The cache continues with rotated keys. The result equals a cache that held rotated keys from the beginning."""
     model, basis = llama
     tokens, rotated = prompt(), replace(SPARSE, cache="rotated")
     enable_loki(model, basis.random(), rotated)
@@ -144,4 +144,4 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
         model(tokens[:, i : i + 1], **with_cache(held))
         places |= {(buffer, held.layers[0].buffers[buffer].filled.data_ptr()) for buffer in range(3)}
     disable_loki(model)
-    assert len(places) <= 3 * 3  # room for 64, 128, 256
+    assert len(places) <= 3 * 3  # three buffers with room for 64, 128, and 256 tokens

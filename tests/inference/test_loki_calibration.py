@@ -1,4 +1,4 @@
-"""Calibration finds the directions that are there, and a basis is only taken by its own model."""
+"""Calibration finds the directions of the keys, and a basis works only with its own model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_streamed_covariance_is_that_of_all_keys_together() -> None:
 
 
 def test_planted_directions_are_found() -> None:
-    """Keys in 3 of 16 directions, around a mean that is none of them: 3 dims rank as all 16 do."""
+    """The keys vary along 3 of 16 directions, around a mean outside of these. Ranking by 3 dims works as well as by
+    16."""
     generator = torch.Generator().manual_seed(1)
     buffer = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
     inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)
@@ -56,7 +57,7 @@ def test_planted_directions_are_found() -> None:
 
 @pytest.mark.parametrize(("name", "keys"), [("llama", "k_proj"), ("qwen3", "k_norm"), ("yarn", "k_proj")])
 def test_keys_before_their_rotary_embedding(name: str, keys: str) -> None:
-    """Turned back, they are what the model computes before it turns them."""
+    """Undoing the rotation gives the keys that the model computes before it rotates them."""
     from tiny_huggingface import YARN
 
     model = loki_model("llama", rope_parameters=YARN) if name == "yarn" else loki_model(name)
@@ -220,7 +221,7 @@ def test_how_many_keys() -> None:
 
 @pytest.mark.parametrize("length", [50, 20_000, 40_000])
 def test_the_best_are_the_best(length: int) -> None:
-    """Also with ties, with nothing to choose from, and with a misleading sample."""
+    """This also holds with ties, with too few finite numbers, and with a misleading sample."""
     generator = torch.Generator().manual_seed(length)
     periodic = torch.zeros(length)
     periodic[::SAMPLED] = torch.rand(len(periodic[::SAMPLED]), generator=generator)
@@ -243,7 +244,8 @@ def test_what_is_broken_is_not_hidden() -> None:
 
 
 def test_a_sample_misleads_hardly_ever() -> None:
-    """Were all of many long rows looked at for the sake of one, a step would take twice as long."""
+    """If one misled row made the step read all numbers of all rows, the step would take twice as long. So this must be
+    rare."""
     rows = torch.randn(100, 20, 20_000, generator=torch.Generator().manual_seed(0))
     misled = sum(places_above_threshold(table, 1000) is None for table in rows)
     assert misled <= 3

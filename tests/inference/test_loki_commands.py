@@ -126,14 +126,14 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_but_the_text_is_printed(model: Path) -> None:
-    """A fresh process leaves standard error empty, though transformers imports its own dependencies there."""
+    """A new process prints nothing to standard error, although transformers imports its dependencies in it."""
     command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
-    """One sequence is streamed: no beams, and a cache that grows."""
+    """Only one sequence is streamed, without beams and with a growing cache."""
     copied = tmp_path / "copied"
     shutil.copytree(model, copied)
     (copied / "generation_config.json").write_text(json.dumps({"num_beams": 3, "cache_implementation": "static"}))
@@ -147,7 +147,7 @@ def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path
 
 
 def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
-    """Through its export, which is gone afterwards, with the bytes that it was trained on."""
+    """The run is exported temporarily, and the text consists of bytes, as in training."""
     path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=2, checkpoint__interval=2)
     assert cli("train", path)[0] == 0
     run = tmp_path / "runs" / "run"
@@ -221,7 +221,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
-    """A task of our own that generates: with all keys Loki's answers are full attention's."""
+    """Use our own generation task. With all keys, Loki's answers equal full attention's answers."""
     pytest.importorskip("lm_eval")
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")

@@ -1,4 +1,4 @@
-"""Loki in what else a program does with its model: training, switching, interruptions, several models."""
+"""Loki in other uses of a model: training, switching, interruptions, and several models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fourfold.inference.loki.quality import measure_quality
 
 
 def test_a_sample_of_a_large_matrix() -> None:
-    """More numbers than float32 can count."""
+    """The matrix has more numbers than float32 can count."""
     large = torch.empty(8192, 8192, dtype=torch.bfloat16)
     large[0, 0], large[-1, -1] = 2.0, 3.0
     sample = sample_matrix(large)
@@ -38,7 +38,7 @@ def test_a_sample_of_a_large_matrix() -> None:
 
 
 def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
-    """Attention is dense then, and its queries are rotated as the keys are."""
+    """Attention is then dense, and its queries are rotated like the keys."""
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
@@ -93,7 +93,7 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
 
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    """Replace the device's copy with NaN, as transformers frees it after each update."""
+    """Replace the copy on the device with NaN, because transformers frees it after each update."""
     model, basis = llama
     enable_loki(model, basis, replace(SPARSE, cache=cache))
     tokens, found = prompt(), []
@@ -154,7 +154,7 @@ def test_two_models_of_one_configuration_both_with_loki(llama: tuple[Any, LokiBa
 
 
 def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int) -> Tensor:
-    """Logits of the last rows: a prompt, and then token by token."""
+    """Return the logits of the last rows of a prompt, and then of single tokens."""
     cache, out = DynamicCache(config=model.config), []
     with torch.no_grad():
         for first, last in ((0, begin), *((i, i + 1) for i in range(begin, begin + count))):
@@ -182,7 +182,7 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
     ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
 )
 def test_padding_does_not_count(llama: tuple[Any, LokiBasis], config: LokiConfig) -> None:
-    """A sequence of 46 tokens chooses as many keys alone as in a batch with one of 86."""
+    """A sequence of 46 tokens chooses the same number of keys alone and in a batch with a sequence of 86 tokens."""
     model, basis = llama
     enable_loki(model, basis, config)
     tokens, padding = prompt(2, 90), 40
@@ -291,7 +291,7 @@ def test_an_adapter_leaves_the_fingerprint(llama: tuple[Any, LokiBasis]) -> None
 
 
 def test_layers_without_a_rotary_embedding() -> None:
-    """Their keys are the same before it and after it."""
+    """Their keys are the same before and after the missing embedding."""
     import transformers
     from tiny_huggingface import SIZES
 
@@ -351,7 +351,7 @@ def test_a_benchmark_of_a_short_context() -> None:
 
 
 def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention fills it. Then two widths rank it in turn."""
+    """Full attention fills it. Then Loki ranks its keys with two widths in turn."""
     model, basis = llama
     tokens, found = prompt(), []
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Our kernels compute what torch's operations do: Numba's, and Triton's (here under its interpreter), which compile for
-a GPU."""
+"""Compiled kernels compute the same as torch's operations: Numba's kernels, and Triton's GPU kernels, here under
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def step(
     rotated: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return one step by the kernels and by torch's operations. The cache has room to grow after each head's rows."""
+    """Return the output of one step from the kernels and from torch's operations. The cache has unused room after each
+    head's rows."""
     generator = torch.Generator().manual_seed(length)
     heads = 2
     room = torch.randn(batch, heads, length + 13, width, generator=generator)
@@ -71,7 +72,7 @@ def step(
 
 
 def left_padded(batch: int, length: int) -> Tensor:
-    """Rows that see the last length, half and third of the tokens, …"""
+    """Return a mask under which the sequences see all tokens, the last half, the last third, …"""
     begins = torch.tensor([length - length // (row + 1) for row in range(batch)])
     return (torch.arange(length) >= begins[:, None])[:, None]
 
@@ -99,7 +100,7 @@ def test_kernels_compute_what_torch_does(
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 @pytest.mark.parametrize("width", [pytest.param(width, marks=ON_A_GPU) for width in (64, 80, 96, 128, 256)])
 def test_awkward_sizes(width: int, group: int) -> None:
-    """Widths of real heads and odd lengths, with padding on the left and a row that sees nothing."""
+    """Sizes are real head widths and odd lengths, with padding on the left and a row that sees nothing."""
     pytest.importorskip("triton")
     length = 259 + 2 * group
     visible = left_padded(3, length)
@@ -111,7 +112,7 @@ def test_awkward_sizes(width: int, group: int) -> None:
 
 
 def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of a head do not all fit in registers at long contexts."""
+    """With long contexts, the parts of a head do not all fit into registers."""
     triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
     for name in ("CHOSEN_SPLIT", "CHOSEN_BLOCK"):
         monkeypatch.setattr(triton_kernels, name, 16)
@@ -122,7 +123,7 @@ def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_splits_of_a_row_stay_few() -> None:
-    """Each program holds the sums of all splits."""
+    """Each program holds the sums of all splits, so there must be few splits."""
     triton_kernels = pytest.importorskip("fourfold.inference.loki.triton_kernels")
     for length, rows in ((1, 1), (8192, 8), (131072, 64), (1 << 20, 8), (1 << 24, 8), ((1 << 24) + 1, 1)):
         split = triton_kernels.split_of(length, rows)
@@ -132,7 +133,8 @@ def test_splits_of_a_row_stay_few() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
-    """Ranks in float32 may prefer another key than ranks rounded to 16 bits. Nearly all keys are the same set."""
+    """Ranks in float32 and ranks rounded to 16 bits may prefer different keys. Here nearly all keys are chosen
+    anyway."""
     if kernels == "numba" and dtype == torch.float16:
         pytest.skip("Numba does not compute with float16")
     if kernels == "triton" and DEVICES["triton"] == "cpu" and dtype == torch.bfloat16:
@@ -155,7 +157,8 @@ def test_padding_and_ends(kernels: str, ends: dict[str, int]) -> None:
 
 
 def test_rotated_cache_and_extreme_scores(kernels: str) -> None:
-    """The proxy is part of each key's row. In the softmaxes nearly every weight is zero, so most keys tie."""
+    """In a rotated cache, the proxy is part of each key's row. With extreme scores, nearly every softmax weight is
+    zero, so most keys tie."""
     ours, torchs = step(kernels, LokiConfig(k=64, min_seq=0), 900, rotated=True)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
     ours, _ = step(kernels, LokiConfig(k=64, min_seq=0), 900, scale=300.0)
@@ -192,7 +195,7 @@ def test_a_model_generates_by_kernels(kernels: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
-    """Keys and values that are not chosen may be NaN. A chosen NaN must show, and never be lost silently."""
+    """Keys and values that are not chosen may be NaN. A NaN that is chosen must show in the output."""
     config = LokiConfig(k=20, min_seq=0, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)
@@ -212,7 +215,7 @@ def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
 
 
 def test_numba_in_other_threads_and_numbers_of_them() -> None:
-    """Callers do not meet, and torch keeps the number of threads that it had."""
+    """Calls from several threads do not disturb each other, and torch keeps its number of threads."""
     pytest.importorskip("numba")
     before = torch.get_num_threads()
     try:
@@ -254,7 +257,8 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
     tmp_path: Path, environment: dict[str, str], kernels: str
 ) -> None:
-    """A full disk costs the compiler's time again, and NUMBA_DISABLE_JIT the compiled steps, but neither a step."""
+    """If the disk is full, each process compiles again. With NUMBA_DISABLE_JIT, torch's operations run. Every step
+    still works."""
     pytest.importorskip("numba")
     code = (
         "import torch, resource\n"
@@ -274,6 +278,6 @@ def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
-    """Without one: down to the machine code of an H100 and of an MI300, for the types and sizes of real models."""
+    """Without a GPU, compile to machine code for an H100 and an MI300, with the dtypes and sizes of real models."""
     printed = output_of(Path(__file__).with_name("compile_loki_kernels.py"))
     assert printed.count(" 90 32 ") == printed.count(" gfx942 64 ") == 7 * 4

@@ -1,4 +1,4 @@
-"""One decoding step on single tensors: what the paper says, by torch's operations and by compiled ones."""
+"""One decoding step on single tensors follows the paper, with torch's operations and with compiled kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
 
 
 def exact_step(query: Tensor, key: Tensor, value: Tensor, scaling: float, *rest: Tensor) -> DecodeStep:
-    """A step whose keys are chosen already."""
+    """Return a step whose keys are already chosen."""
     return DecodeStep(query, query, key, value, key, key.shape[2], LokiConfig(), scaling, *rest)
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_that_of_the_paper(config: LokiConfig, group: int) -> None:
 
 
 def test_all_dims_are_exact_top_k(config: LokiConfig) -> None:
-    """Whatever the basis, as long as it is orthogonal."""
+    """This must hold for any orthogonal basis."""
     tensors = one_step()
     other = torch.linalg.qr(torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(6))).Q
     torch.testing.assert_close(
@@ -105,17 +105,18 @@ def test_a_key_that_is_no_number_shows(config: LokiConfig, group: int, reduce: s
 
 
 def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
-    """Also if its softmax is too small for a number: the best is far above all unequal rest."""
+    """One key is so far above all other keys that their softmax weights underflow to zero. Their scores still rank
+    them."""
     value = torch.linspace(-1.0, 1.0, 600)[None, None, :, None].repeat(1, 1, 1, 2)
     key = value.clone()
-    key[0, 0, 300] = torch.tensor([300.0, -300.0])  # ranks first, and weighs little
+    key[0, 0, 300] = torch.tensor([300.0, -300.0])  # this key ranks first, but gets little weight
     query, basis = torch.ones(1, 1, 2), torch.eye(2)[None, :, :1]
     out = decode(query, key, value, key[..., :1].contiguous(), basis, 20, config, 1.0)
     torch.testing.assert_close(out, torch.full_like(out, value[0, 0, -19:, 0].mean().item()), rtol=0.02, atol=0.02)
 
 
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:
-    """There is room after each head's rows. The rows of the next head begin after it."""
+    """Each head's rows are followed by unused room, and then by the rows of the next head."""
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
@@ -127,7 +128,8 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
 def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all at once, also if some sequences may attend to fewer keys, or to none. Sums are in fp32 or wider."""
+    """The result equals attention of all heads at once, also if some sequences attend to fewer keys or to none. Sums
+    are in fp32 or wider."""
     monkeypatch.setattr(attend, "GATHER_BYTES", at_once)
     visible = torch.arange(40) >= torch.tensor([0, 30, 40])[:, None, None]
     chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
@@ -149,7 +151,7 @@ def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
-    """A NaN in one sequence does not spoil another sequence."""
+    """Otherwise its NaN would spoil the gradients of other sequences."""
     visible = torch.ones(2, 1, 40, dtype=torch.bool)
     visible[1] = False
     basis = torch.linalg.qr(torch.randn(2, 8, 8)).Q[..., :4]

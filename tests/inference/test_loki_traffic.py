@@ -1,4 +1,4 @@
-"""A step reads no more of its cache than it must."""
+"""A step reads no more of its cache than it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 @pytest.mark.parametrize(("length", "k", "batch"), [(2000, 500, 1), (2000, 500, 2), (20_000, 1000, 1)])
 def test_bytes_read(length: int, k: int, batch: int) -> None:
-    """d 16 of 64, four query heads on each of two KV heads, short and long contexts."""
+    """Rank by 16 of 64 dims, with four query heads on each of two KV heads, in short and long contexts."""
     heads, head_dim, d = 2, 64, 16
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator)).Q[..., :d].contiguous()

@@ -1,4 +1,4 @@
-"""Loki on a model that was trained: the same text with all keys, and better than chance with few."""
+"""Loki on a trained model: with all keys it writes the same text, and with few keys it is better than chance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Trained = tuple[Any, LokiBasis, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def trained() -> Trained:
-    """The model, a basis from three stories, and two more stories in windows of its context."""
+    """Return the model, a basis from three stories, and two more stories in windows as long as its context."""
     data = needs_babyllama()
     model, tokens = babyllama(data), stories(data)
 
@@ -49,7 +49,7 @@ def test_all_keys_write_the_same_story(trained: Trained, cache: str, monkeypatch
     enable_loki(model, basis, LokiConfig(k_f=1.0, cache=cache))
     found = model.generate(prompt, **options)
     disable_loki(model)
-    assert len(set(expected[0].tolist())) > 20  # a story, not one letter
+    assert len(set(expected[0].tolist())) > 20  # a text, not one repeated letter
     assert torch.equal(found, expected)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import PATIENCE, wait_until
+from python_start import run_at_start
 
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -102,11 +103,10 @@ os.fork = fail_the_second_time
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are not forked")
 def test_a_worker_that_cannot_be_started_ends_the_job(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAILING_FORK)
     code = "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
     code += f"run_workers(launch_bodies.sleep, [{str(tmp_path)!r}], 3)"
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": paths}
+    environment = os.environ | run_at_start(tmp_path, FAILING_FORK, Path(__file__).parent)
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert "cannot start process 2 of 3: Resource temporarily unavailable" in done.stderr
     assert "WorkerFailed: worker 0 of 3 exited with code 1" in done.stderr
@@ -172,7 +172,7 @@ def test_launched_process_is_not_aborted_after_an_error() -> None:
     ]
     errors = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 2], errors
-    assert "Connection" in errors[0]  # of rank 0, to its peer
+    assert "Connection" in errors[0]  # rank 0 lost its peer
     assert errors[1] == ""
 
 
@@ -222,7 +222,7 @@ def test_sigterm_that_no_worker_handles_ends_the_job(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_job_and_workers_print_nothing(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
-    for process_id in (*workers, parent.pid):  # as a terminal does
+    for process_id in (*workers, parent.pid):  # a terminal also signals all of them
         os.kill(process_id, signal.SIGINT)
     _, errors = parent.communicate(timeout=PATIENCE)
     assert errors.count("Traceback") == 1, errors

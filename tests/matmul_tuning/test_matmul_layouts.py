@@ -1,8 +1,9 @@
-"""Layouts of products: the same numbers, the sizes of the real step, and one choice on all ranks."""
+"""Matmul layouts give the same numbers, use the sizes of the real step, and are the same on all ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,12 +38,29 @@ def test_a_copy_is_the_same_matrix_in_another_order(how: Copy, width: int) -> No
         copy = copied(given, how)
         assert torch.equal(copy, matrix)
         assert (copy.data_ptr() == given.data_ptr()) == (how == "none")
-        if width == 1:  # of a single column either order is both
+        if width == 1:  # a single column is stored in both orders at once
             continue
         assert (copy.stride(1) == 1) == ((given.stride(1) == 1) == ("turned" not in how))
         if "padded" in how:
             assert max(copy.stride()) * 4 // PADDED_TO % 2 == 1
             assert max(copy.stride()) * 4 % PADDED_TO == 0
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """torch fills memory that nobody has initialized with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("how", get_args(Copy))
+def test_the_padding_of_a_copy_holds_numbers(how: Copy) -> None:
+    """oneDNN's kernels for AMX multiply it by zero if the number of columns is odd."""
+    assert torch.empty(1).isnan()
+    copy = copied(torch.randn(32, 33), how)
+    assert not copy.as_strided((copy.untyped_storage().nbytes() // 4,), (1,)).isnan().any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,7 +121,7 @@ def test_the_sizes_are_those_of_the_step(
 
 
 def layouts_body(rank: int, world_size: int, run: RunConfig, folder: str) -> Any:
-    """The layouts of a run on a rank whose own table has other ones."""
+    """Return the layouts of a run on a rank whose own table has different layouts."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
     layers = {
         key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains=EVEN, other_order=1.0)
@@ -124,7 +142,7 @@ def test_all_ranks_take_the_layouts_of_the_first(pool: Pool, tmp_path: Path) -> 
 
 
 def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict[str, Tensor]]:
-    """Return the weights after a step with stochastic rounding, whatever the order of their memory."""
+    """Return the weights after a step with stochastic rounding, independent of their memory order."""
     found = []
     for run in runs:
         with forced_layouts(run):
@@ -136,7 +154,8 @@ def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict
 
 
 def test_stochastic_rounding_steps_turned_weights_alike(pool: Pool, tmp_path: Path) -> None:
-    """Noise follows the order of memory, so each weight may be rounded to its second neighbor, and no further."""
+    """The noise follows the memory order. So a transposed weight may be rounded to its other neighbor, but no
+    further."""
     training = {"precision": "bf16", "master_weights": "bf16"}
     runs = [
         tiny_run(

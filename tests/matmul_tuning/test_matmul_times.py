@@ -1,4 +1,4 @@
-"""The choice among measured layouts, its table, and `fourfold machine tune-matmul`."""
+"""The choice among measured layouts, its table, and the command `fourfold machine tune-matmul`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str, bool, Way], float]) -> None:
-    """Have every product take 2 ms of a clock of their own, but those named: by the product, the weight's order and
-    the copies."""
+    """Make every matmul take 2 ms of a simulated clock. ``milliseconds`` names exceptions by matmul, weight order, and
+    copies."""
     seconds = 0.0
     clock = SimpleNamespace(thread_time=lambda: seconds)
     monkeypatch.setattr(matmul_times, "time", clock)
@@ -85,7 +85,8 @@ def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("output", "turned"), [(2.2, True), (3.0, False)])
 def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
-    """Input gradients take half the time. Outputs, which recomputation may run twice, are slower."""
+    """With a transposed weight, input gradients take half the time. Outputs are slower, and recomputation may run them
+    twice."""
     copies = (Way(right="turned"), Way(right="padded"), Way(left="padded"), Way(right="turned and padded"))
     times = {("output", True, way): 4.0 for way in copies} | {("output", True, Way()): output}
     slow_products(monkeypatch, times | {("input_gradient", True, Way()): 1.0})

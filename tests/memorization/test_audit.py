@@ -1,4 +1,4 @@
-"""The audit from end to end: on one process, on grids, on a Hugging Face model, and what it refuses."""
+"""The audit from end to end: on one process, on grids, on a Hugging Face model, and its refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus of canaries, and the run of a tiny Llama that has learned them with a goldfish mask."""
+    """Return a folder with a corpus of canaries, and the run of a tiny Llama that learned them with a goldfish mask."""
     folder = tmp_path_factory.mktemp("audit")
     make_corpus(folder, "text", documents=200)
     prepare([folder / "text.jsonl"], folder / "c", tokenizer="bytes", workers=1, validation_fraction=0.1,
@@ -54,7 +54,7 @@ def request_of(folder: Path, *overrides: str, **options: Any) -> AuditRequest:
 
 
 def audit_of_run(folder: Path, name: str = "run") -> list[object]:
-    """The command's first words."""
+    """Return the first words of the command."""
     return ["audit", "--model", folder / "runs" / name, "--documents", ledger_path(folder / "c")]
 
 
@@ -64,7 +64,7 @@ def on_grid(rank: int, world_size: int, request: AuditRequest) -> dict[str, Any]
 
 
 def close(one: Any, other: Any) -> bool:
-    """Equal but for rounding in float32."""
+    """Return whether two results are equal up to rounding in float32."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -171,13 +171,13 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
     assert {"exact_match", "token_agreement", "loss", "loss_kept", "loss_dropped"} <= lines[0]["by_count"]["60"].keys()
     assert lines[1]["by_count"]["60"]["loss"] != lines[0]["by_count"]["60"]["loss"]
     assert "Canaries repeated exactly" in (path.parent / "report.html").read_text()
-    # On two processes, and again from step 5 on: line 6 is written anew, and says the same.
+    # Resume from step 5 on two processes. The line of step 6 is written again, with the same figures.
     again = ["--set", "training.train_steps=6", "--set", f"checkpoint.resume={path.parent / 'checkpoints' / 'step_5'}"]
     assert cli(*arguments, *again, "--set", "parallel.z=2", "--set", "training.micro_batch_size=4")[0] == 0
     repeated = [json.loads(row) for row in path.read_text().splitlines()]
     assert [row["step"] for row in repeated] == [4, 6]
     assert close(repeated[1], lines[1])
-    # The last checkpoint, audited after the fact.
+    # An audit of the last checkpoint after training finds the same.
     _, output, _ = cli(*audit_of_run(trained, "watched"), "--suffix", 20, "--prefix", 20, "--json")
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
 
@@ -188,7 +188,7 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
     assert found["generation"]["agrees_with_one_pass"] == 1
     assert found["loss"]["mean"] != record["loss"]["mean"]
     assert found["by_position"][-1]["to"] == record["by_position"][-1]["to"] == 39
-    # Tokens before a document are no part of it: the mask is replayed as without them.
+    # Tokens before a document do not belong to it, so the replayed mask stays the same.
     assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
     with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
         pool.run(1, on_grid, request_of(trained, offset=45))
@@ -207,7 +207,8 @@ def test_what_stands_before_a_document() -> None:
 
 
 def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
-    """The model itself: nothing differs, and the attack that compares with it knows nothing."""
+    """The reference is the model itself. So nothing differs, and the attack that uses the reference is no better than
+    chance."""
     found = pool.run(1, on_grid, request_of(trained, reference=str(trained / "runs" / "run")))[0]
     assert found["reference"]["exact_match"] == found["exact_match"]
     assert found["reference"]["only_the_model_repeats"] == found["reference"]["only_the_reference_repeats"] == 0
@@ -217,7 +218,7 @@ def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) 
 
 
 def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any], cli: Cli) -> None:
-    """Without its run file nothing says which tokenizer or mask it was trained with."""
+    """Without the run file, the tokenizer and the mask of the training are unknown."""
     shutil.copytree(trained / "runs" / "run" / "checkpoints" / "step_200", tmp_path / "alone")
     arguments = ["audit", "--model", tmp_path / "alone", "--suffix", 20, "--prefix", 10, "--json"]
     code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"))
@@ -260,7 +261,7 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
     record = json.loads(output)
     assert (record["documents"], record["control"]["documents"]) == (12, 28)
     assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
-    assert record["truncated_documents"] > 0  # texts of more than the 65 tokens of the context
+    assert record["truncated_documents"] > 0  # some texts are longer than the context, 65 tokens
     assert any("cut to the model's context" in warning for warning in record["warnings"])
     assert record["copied_documents"] == 0
     copied = (tmp_path / "members.jsonl").read_text() * 2
@@ -353,7 +354,7 @@ def test_refusals(trained: Path, tmp_path: Path, cli: Cli, lines: str, options: 
 
 
 def test_a_document_as_text_ends_as_the_corpus_of_the_run_does(tmp_path: Path) -> None:
-    """`prepare --eos-token` named another token than the tokenizer's own."""
+    """`prepare --eos-token` named another token than the tokenizer's own end token."""
     whole = Tokenizer(models.BPE())
     whole.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<end>"]

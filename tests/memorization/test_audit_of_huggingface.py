@@ -1,4 +1,4 @@
-"""The audit of a Hugging Face model, and what is refused of one."""
+"""The audit of a Hugging Face model, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fourfold.memorization.scores import AttackSampling
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A tiny Llama of the transformers library that has learned some of a few texts, and the texts."""
+    """Return a tiny Llama of the transformers library that has learned some of a few texts, and the texts."""
     transformers = pytest.importorskip("transformers")
     from fourfold.data.tokenizer import train_bpe
 
@@ -65,7 +65,8 @@ def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path
 
 
 def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
-    """Its ledger is known by the tokenizer.json, its lines may hold other ends of lines, and --set is refused."""
+    """The audit recognizes the ledger by the tokenizer.json, and accepts unusual line separators in texts. It refuses
+    --set."""
     folder, texts = hugging_face
     (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text}\u2028{text}") for text in texts))
     options = {"workers": 1, "canaries": Canaries(4, (0, 2), length=30)}
@@ -87,7 +88,8 @@ def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str
 def test_canaries_of_a_corpus_whose_documents_end_with_another_token(
     hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
 ) -> None:
-    """The ids of the text are the same. A tokenizer of other ids is refused, and the one of the ledger can be named."""
+    """The end token does not change the ids of the text. A tokenizer with other ids is refused. The user can name the
+    ledger's tokenizer."""
     transformers = pytest.importorskip("transformers")
     folder, texts = hugging_face
     (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text} {text}") for text in texts))
@@ -153,7 +155,7 @@ def test_pickles_and_missing_tokenizers_of_hugging_face_are_refused(
 
 
 def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
-    """Against the library's own greedy search, of documents that are learned and of some that are not."""
+    """Compare the single pass with the library's own greedy search, on learned and unlearned documents."""
     transformers = pytest.importorskip("transformers")
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.memorization.scorers import HuggingFaceScorer
@@ -188,7 +190,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) -> None:
-    """Frequencies of these types follow the longest sequence of a batch, and one also of batches before."""
+    """The rotary frequencies of these types follow the longest sequence of a batch, and in one type also of earlier
+    batches."""
     folder = small_model(tmp_path, max_position_embeddings=16, rope_parameters=ROPES[kind])
     lengths = (9, 20, 30, 12)
     documents = [np.random.default_rng(length).integers(201, size=length) for length in lengths]
@@ -200,7 +203,7 @@ def test_a_score_does_not_depend_on_longer_documents(kind: str, tmp_path: Path) 
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path, cli: Cli) -> None:
-    """Its loss would be small, for it sees the tokens that it should predict."""
+    """Its loss would be small, because it sees the tokens that it should predict."""
     folder = small_model(tmp_path / "encoder", is_causal=False)
     (tmp_path / "text.txt").write_text("some words " * 9)
     evaluate = ("evaluate", "--tokenizer", "bytes", "--text", tmp_path / "text.txt", "--context", 16, "--model")

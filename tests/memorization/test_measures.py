@@ -1,4 +1,4 @@
-"""The measures of an audit against their definitions."""
+"""The measures of an audit, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANDOM = np.random.default_rng(1)
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """Each test draws the same numbers, whichever ran before it."""
+    """Make each test draw the same numbers, regardless of which tests ran before."""
     RANDOM.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
@@ -73,7 +73,7 @@ def test_true_positives_at_few_false_ones() -> None:
     assert true_positive_rate(np.array([98.5, 99.5, 1.0, 200.0]), controls, 100) == 0.75
     assert true_positive_rate(np.array([99.5]), controls, 1000) is None
     assert true_positive_rate(np.array([1.0]), np.zeros(99), 100) is None
-    # 29 of 2,900, though 2900 * 0.01 is a little less.
+    # 1 % of 2,900 is 29, although 2900 * 0.01 is slightly less in floating point.
     assert true_positive_rate(np.array([2870.5, 2870.0]), np.arange(2900.0), 100) == 0.5
 
 
@@ -180,7 +180,7 @@ def test_membership_scores() -> None:
     reference = TokenScores(np.arange(11), np.full(10, -1.0), *(np.zeros(10) for _ in range(4)))
     found = membership_scores(scores, "abc", reference)
     assert found["loss"] == -4.5
-    assert found["min_k"] == -8.5  # of the lowest two of ten
+    assert found["min_k"] == -8.5  # the mean of the lowest two of ten
     assert found["min_k_plus_plus"] == (-8.5 + 2) / 2
     assert found["zlib"] == pytest.approx(-4.5 / 11)
     assert found["reference"] == -3.5
@@ -223,13 +223,13 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
     assert guard["differs"]
     assert guard["auc"] > 0.95
     assert bag_of_words_guard(alike[:9], alike) is None
-    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # a copy is no evidence
+    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # copies count once
     assert copies == bag_of_words_guard(alike[:13], alike[100:114])
 
 
 @pytest.mark.slow
 def test_the_guard_seldom_cries_wolf() -> None:
-    """About one time in twenty, also with few documents."""
+    """It raises a false alarm about one time in twenty, also with few documents."""
     draws = [[RANDOM.integers(0, 60, 40) for _ in range(40)] for _ in range(100)]
     assert sum(bag_of_words_guard(draw[:26], draw[26:])["differs"] for draw in draws) <= 12
 
@@ -247,7 +247,7 @@ def members(count: int, length: int, noise: float = 0.0) -> list[AuditDocument]:
 
 @pytest.mark.slow
 def test_the_near_duplicate_law_is_what_happens() -> None:
-    table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h
+    table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h hashed tokens
     for noise, h, k, options in (
         (0.05, 13, 4, {}), (0.05, 4, 4, {}), (0.01, 50, 3, {}), (0.05, 2, 4, table), (0.05, 4, 4, table),
         (0.05, 4, 4, table | {"include_target": False}),
@@ -269,7 +269,7 @@ def test_the_exact_match_law_is_what_masks_do() -> None:
 
 
 def test_replay_parts_kept_from_dropped() -> None:
-    """A model that is right but for the dropped tokens."""
+    """The model predicts every token correctly except the dropped ones."""
     documents = members(12, 90)
     config = GoldfishConfig(strategy="hash", k=3, h=7)
     scores = [scores_of((~replay_mask(config, (), d.tokens).dropped).astype(int).tolist()) for d in documents]

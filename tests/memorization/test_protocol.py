@@ -1,4 +1,4 @@
-"""The example runs: a few steps of two arms, side by side."""
+"""The example runs: a few steps of two arms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_run_file_of_the_tutorial_loads() -> None:
 def test_two_arms_side_by_side(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "protocol.py"), "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for arms in ("standard", "standard,noisy4"):  # what is done is not done again
+    for arms in ("standard", "standard,noisy4"):  # a finished arm is not trained again
         done = subprocess.run(
             [*command, "--arms", arms], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=PATIENCE
         )
@@ -49,7 +49,7 @@ def test_two_arms_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_pretrained_model_goes_on_among_buckets(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the run file's comment, in small."""
+    """Run the commands in the run file's comment on a small scale."""
     pytest.importorskip("transformers", reason="Hugging Face models are made by transformers")
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "MODEL", "llama", vocab_size=257, max_position_embeddings=128)

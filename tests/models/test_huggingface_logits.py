@@ -1,4 +1,4 @@
-"""The decoder computes what Hugging Face's models compute, weight for weight."""
+"""With the same weights, the decoder computes what Hugging Face's models compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def filled(**sizes: Any) -> Transformer:
-    """A model whose every parameter matters: biases are not zero, and norm weights are not one."""
+    """Return a model, and make every parameter matter: biases are not zero, and norm weights are not one."""
     config = ModelConfig(**{**SIZES, "initializer_range": 0.2, **sizes})
     model = Transformer(config)
     initialize(model, config, seed=1)
@@ -69,7 +69,7 @@ def hf_config(kind: str, model: Transformer, **more: Any) -> Any:
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
-    """Under Hugging Face's names, without the padding of the vocabulary."""
+    """Return the weights with Hugging Face's names and without vocabulary padding."""
     weights = {}
     for name, value in model.state_dict().items():
         for ours, theirs in (("self_attn.qkv.", "self_attn."), ("self_attn.core.", "self_attn."), ("mlp.up.", "mlp.")):
@@ -81,7 +81,8 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def gpt2_weights(model: Transformer) -> dict[str, Tensor]:
-    """GPT-2's names. Its linear layers hold [in, out], and join queries, keys, and values."""
+    """Return the weights with GPT-2's names. GPT-2's linear layers are [in, out], and join queries, keys, and
+    values."""
     ours = model.state_dict()
     vocab = model.config.vocab_size
     weights = {
@@ -138,7 +139,7 @@ def test_llama(sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_stretched_frequencies(rope: dict[str, Any]) -> None:
-    """Use the real head size, so that channels are on both sides of every border and between the borders."""
+    """Use the real head size, so that there are channels in every frequency range."""
     model = filled(head_dim=128, rope_theta=500000.0, rope_scaling={**rope, "original_max_position_embeddings": 8192})
     frequencies, factor = rope_frequencies(model.config)
     theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model)).model.rotary_emb

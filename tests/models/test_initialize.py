@@ -1,4 +1,4 @@
-"""Initial weights: any slice alone is the slice of the whole, and their spread is as published."""
+"""Initial weights: a slice that is drawn alone equals the slice of the whole, and the spread is as published."""
 
 from __future__ import annotations
 

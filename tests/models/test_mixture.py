@@ -1,4 +1,4 @@
-"""A mixture of experts by itself: against a loop over tokens, with capacity, and its grouped products."""
+"""A mixture of experts by itself: compared with a loop over tokens, with a capacity, and its grouped matmuls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixture(**keys: Any) -> Mixture:
 
 
 def expected(layer: Mixture, x_BSH: Tensor, config: ModelConfig, factor: float = 0.0) -> Tensor:
-    """The layer's function, token by token."""
+    """Compute the layer token by token."""
     most = math.ceil(factor * x_BSH.shape[1] * config.num_experts_per_tok / config.num_experts) if factor else None
     act = F.silu if config.mlp == "swiglu" else (lambda t: F.gelu(t, approximate="tanh"))
     out = torch.zeros_like(x_BSH)
@@ -93,7 +93,7 @@ def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(keys: dict[
 
 def test_capacity_takes_the_first_tokens_of_each_sequence() -> None:
     experts_BSK = torch.tensor([[[0, 1], [0, 2], [0, 1], [2, 0]], [[0, 1], [1, 0], [2, 1], [2, 1]]])
-    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33: two rows
+    kept = within_capacity(experts_BSK, num_experts=3, factor=0.5)  # 0.5 · 4 · 2 / 3 = 1.33, so two rows
     assert capacity(0.5, torch.tensor([4]), 2, 3).tolist() == [2]
     assert kept.int().tolist() == [
         [[1, 1], [1, 1], [0, 1], [1, 0]],
@@ -125,7 +125,7 @@ def nan_in_new_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize("factor", [0.0, 0.5])
 def test_dropped_rows_that_the_experts_are_given_change_nothing(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host does not know how many rows were dropped, so the experts get all of them."""
+    """On a GPU, the host does not know how many rows were dropped, so the experts get all rows."""
     layer, x = mixture(), torch.randn(3, 11, 24, requires_grad=True)
     layer.capacity_factor = factor
     is_data = torch.arange(11) < torch.tensor([11, 4, 7])[:, None]
@@ -203,7 +203,7 @@ NEEDS_THE_KERNEL = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torc
 
 
 def grouped_by(by_kernel: bool, sizes: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """A grouped product in bf16 and its gradients, in one kernel or by the loop."""
+    """Return a grouped matmul in bf16 and its gradients, from one kernel or from the loop."""
     monkeypatch.setattr(grouped, "has_kernel", lambda *operands: by_kernel)
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(sizes), 16), (len(sizes), 32, 16))

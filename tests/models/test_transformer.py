@@ -1,4 +1,4 @@
-"""The decoder by itself: packed documents, positions, loss, parameters."""
+"""The decoder by itself: packed documents, positions, loss, and parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_mask_without_documents_to_part_is_causal() -> None:
 
 
 def test_under_a_mask_kernels_get_as_many_key_value_heads_as_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fused kernel of a GPU takes a mask and fewer of them: torch would compute and keep all scores."""
+    """No fused GPU kernel supports a mask with fewer key-value heads. Without a kernel, torch would keep all scores."""
     attend, heads = F.scaled_dot_product_attention, []
 
     def noting(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **how: Any) -> Tensor:

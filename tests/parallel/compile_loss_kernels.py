@@ -1,4 +1,4 @@
-"""Compiles the kernels of the loss down to machine code, without a GPU: PYTHONPATH=tests python FILE"""
+"""Compile the kernels of the loss down to machine code, without a GPU: PYTHONPATH=tests python FILE"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPES = {"labels": "*i64", "both": "*fp32", "normalizers": "*fp32", "factors": "
 
 
 def compile_both(dtype: str, capped: bool) -> None:
-    """As they are launched for a large vocabulary, with aligned pointers and rows."""
+    """Compile both kernels as they are launched for a large vocabulary, with aligned pointers and rows."""
     for name in ("_normalize", "_differentiate"):
         kernel = getattr(loss_kernels, name)
         fixed = {"CAPPED": capped, "BLOCK": loss_kernels.BLOCK}

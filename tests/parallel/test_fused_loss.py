@@ -1,4 +1,5 @@
-"""The loss as Triton kernels, here under Triton's interpreter: against torch in float64, and in whole runs."""
+"""The loss as Triton kernels, which run under Triton's interpreter here. It is compared with torch in float64, and in
+whole runs."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ from fourfold.verification.parity_report import ParityReport
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-"""Half a rounding of the gradient, which is at most 1, and a little more."""
+"""A little more than half a rounding of the gradient, which is at most 1."""
 
 
 def losses_of(
     logits_mv: Tensor, labels_m: Tensor, factors_m: Tensor, vocabulary: int, cap: float, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """Losses by the two passes, as so many ranks of x compute them, and the gradient that they leave in the logits."""
+    """Return the losses of the two passes, as ``ranks`` ranks of x compute them, and the gradient that they leave in
+    the logits."""
     parts, wide = logits_mv.clone().chunk(ranks, 1), logits_mv.shape[1] // ranks
     places = [(rank * wide, min(max(vocabulary - rank * wide, 0), wide)) for rank in range(ranks)]
     both = [normalize_logits(part, labels_m, *place, cap) for part, place in zip(parts, places, strict=True)]
@@ -48,7 +50,8 @@ def losses_of(
     [(301, 301, 1, 0.0), (9000, 8999, 1, 0.0), (384, 257, 3, 0.0), (384, 100, 2, 1.5), (64, 64, 2, 30.0)],
 )
 def test_fused_loss_is_cross_entropy(dtype: torch.dtype, padded: int, vocabulary: int, ranks: int, cap: float) -> None:
-    """Odd vocabularies, more than a block of logits, padding, ranks with nothing but padding, caps, ignored labels."""
+    """Cases have odd vocabularies, more than one block of logits, padding, ranks with nothing but padding, caps, and
+    ignored labels."""
     generator = torch.Generator().manual_seed(padded)
     logits_mv = (4 * torch.randn(7, padded, generator=generator)).to(dtype)
     labels_m = torch.tensor([0, vocabulary - 1, IGNORE_INDEX, vocabulary // 2, vocabulary // 3, IGNORE_INDEX, 1])
@@ -66,7 +69,7 @@ def test_fused_loss_is_cross_entropy(dtype: torch.dtype, padded: int, vocabulary
 
 
 def test_bad_logits_are_not_hidden() -> None:
-    """The step's checks look for losses that are not finite."""
+    """The step's checks look for losses that are not finite, so the kernels must pass them on."""
     logits_mv = torch.randn(3, 50)
     logits_mv[0, 3], logits_mv[1, 4] = torch.nan, torch.inf
     losses_m, gradient_mv = losses_of(logits_mv, torch.tensor([1, 2, 3]), torch.ones(3), 50, 0.0, 1)
@@ -95,7 +98,7 @@ def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | No
 def test_parity_holds_with_the_fused_loss(
     pool: Pool, model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any], tmp_path: Path
 ) -> None:
-    small = {"global_batch_size": 2, "micro_batch_size": 2, "seq_length": 16}  # the interpreter takes its time
+    small = {"global_batch_size": 2, "micro_batch_size": 2, "seq_length": 16}  # Triton's interpreter is slow
     run = tiny_run(model, grid, training=small, output_dir=str(tmp_path), **sections)
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
     assert report.ok, report.record()
@@ -115,6 +118,6 @@ def test_the_loss_is_fused_where_triton_can_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_loss_kernels_compile_for_a_gpu() -> None:
-    """Without one: down to the machine code of an H100 and of an MI300, in registers alone."""
+    """No GPU is needed to compile down to the machine code of an H100 and an MI300. The kernels fit in registers."""
     printed = output_of(Path(__file__).with_name("compile_loss_kernels.py"))
     assert len(printed.splitlines()) == 2 * 2 * 3 * 2  # kernels, targets, dtypes, with and without a cap

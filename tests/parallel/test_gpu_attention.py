@@ -1,4 +1,4 @@
-"""What attention asks of a GPU's kernels, seen on fake CUDA tensors and on a CPU that computes as a GPU would."""
+"""What attention asks of a GPU's kernels. The tests use fake CUDA tensors, and a CPU that computes as a GPU would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fourfold.verification.trace import MATMUL_WORKSPACES, trace
 
 
 def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, list[Tensor]]:
-    """Eight query heads over four key-value heads, joined."""
+    """Return the core and inputs of eight query heads over four key-value heads, joined."""
     config = tiny_run(LLAMA | {"position_embedding": "rope"}).model
     sizes = [heads * config.head_dim for heads in (config.num_attention_heads, *2 * [config.num_key_value_heads])]
     generator = None if device == "cuda" else torch.Generator().manual_seed(0)
@@ -46,7 +46,8 @@ def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, lis
     [("cuda", torch.float32, 8), ("cuda", torch.bfloat16, 4), ("cpu", torch.float32, 4)],
 )
 def test_float32_on_a_gpu_repeats_key_value_heads(device: str, dtype: torch.dtype, heads: int) -> None:
-    """torch's only GPU kernel for float32 takes no groups. Without it, every score is computed and kept."""
+    """torch's only GPU kernel for float32 does not support grouped heads. Without this kernel, every score is computed
+    and kept."""
     asked: list[tuple[int, bool]] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
@@ -73,7 +74,7 @@ def test_repeated_heads_change_no_number() -> None:
 
 
 def test_trace_and_planner_count_repeated_heads() -> None:
-    """In float32 a GPU keeps as much for grouped heads as for a key-value head per query head, and a CPU keeps less."""
+    """In float32, a GPU keeps as much for grouped heads as for a key-value head per query head. A CPU keeps less."""
     traced, planned = [], []
     for device in ("cpu", "cuda"):
         for model in (LLAMA, LLAMA | {"num_key_value_heads": 8}):
@@ -115,7 +116,7 @@ def test_only_the_trace_of_a_gpu_counts_what_flash_backward_allocates(data: dict
 
 
 def test_a_packed_run_is_traced_with_one_document_per_sequence() -> None:
-    """The kernel's backward allocates rows for every document, and a document may be a token."""
+    """The kernel's backward allocates rows for every document. A document may be as short as a token."""
     counts: list[int | None] = []
 
     def note(*sizes: int | None) -> int:
@@ -129,13 +130,14 @@ def test_a_packed_run_is_traced_with_one_document_per_sequence() -> None:
 
 
 def test_workspaces_of_matmuls_follow_torchs_rule() -> None:
-    """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp: the sum of size · count KiB."""
+    """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp sums size · count KiB."""
     sizes = re.findall(r":(\d+):(\d+)", NVIDIA_SETTINGS["CUBLAS_WORKSPACE_CONFIG"])
     assert 2 * sum(int(size) * 2**10 * int(count) for size, count in sizes) == MATMUL_WORKSPACES
 
 
 def test_the_peak_is_the_same_if_the_heads_gradient_is_added_in_place() -> None:
-    """As CUDA adds it. The cast of the whole gradient needs as much memory as a product that is added."""
+    """CUDA adds it in place. A cast of the whole gradient needs as much memory as a product that is added
+    afterwards."""
     run = tiny_run(LLAMA | {"vocab_size": 4096}, training={"precision": "bf16", "device": "cuda"})
     peak = trace(run, whole=True).memory.total_peak
     with patch.object(head, "_add_matmul", lambda total, left, right: None):
@@ -143,7 +145,7 @@ def test_the_peak_is_the_same_if_the_heads_gradient_is_added_in_place() -> None:
 
 
 def on_hopper(version: int = 92000) -> Any:
-    """Patch what torch says of a GPU: compute capability 9.0 and this version of cuDNN."""
+    """Patch what torch reports about a GPU: compute capability 9.0 and this version of cuDNN."""
     return (
         patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
         patch.object(torch.backends.cudnn, "version", lambda: version),
@@ -187,8 +189,8 @@ ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class CpuKernels:
-    """torch's operators for a GPU, computed by its kernel for CPUs: they take what the real ones take (as ``meta``
-    tensors tell), want the widths that the real ones want, and return log-sum-exps of the real ones' shapes."""
+    """torch's operators for a GPU, computed by torch's kernel for CPUs. They take what the real operators take (as
+    ``meta`` tensors tell), require the same widths, and return log-sum-exps of the same shapes."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -231,7 +233,7 @@ class CpuKernels:
 @pytest.mark.parametrize("width", [5, 16])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
 def test_every_gpu_kernel_computes_a_block(kernel: str, width: int, causal: bool) -> None:
-    """Also at a length that is no multiple of 32, and with heads whose width is no multiple of 8."""
+    """The length is no multiple of 32. Some heads have a width that is no multiple of 8."""
     generator = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 2, 4, 33, width, generator=generator)
     k, v = torch.randn(2, 2, 2, 33, width, generator=generator)
@@ -249,7 +251,7 @@ def test_every_gpu_kernel_computes_a_block(kernel: str, width: int, causal: bool
 
 
 def test_packed_documents_of_odd_width_are_padded() -> None:
-    """torch's kernel for all documents at once refuses other widths."""
+    """torch's kernel for all documents at once refuses other widths than multiples of 8."""
     widths: list[int] = []
 
     class Flash:

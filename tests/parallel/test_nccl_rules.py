@@ -1,4 +1,4 @@
-"""Steps on a simulated GPU use only what NCCL has, and collectives that NCCL refuses fail on gloo too."""
+"""Steps on a simulated GPU use only operations that NCCL has. Collectives that NCCL refuses fail on gloo too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLOO_ONLY = {"monitored_barrier", "BAND", "BOR", "BXOR", "recvAnysource", "recv_
 
 
 def step_with_nccl(rank: int, world_size: int, run: RunConfig) -> tuple[float, int]:
-    """Return the loss of a step and how many collectives it took."""
+    """Return the loss of a step, and its number of collectives."""
     with simulated_gpu() as gpu:
         job = Job(run, Grid(run.parallel, "cuda"), GPU)
         job.initialize(0)
@@ -92,14 +92,14 @@ def test_nothing_names_a_feature_that_only_gloo_has() -> None:
 def test_axes_of_one_rank_and_of_the_same_ranks_have_no_communicator_of_their_own(pool: Pool) -> None:
     assert pool.run(1, groups_of, {}) == [{"world": 10}]
     counts = pool.run(4, groups_of, {"dp": 2, "x": 2})
-    # One of dp, which is dp_cp, dp_z and dp_cp_z too, one of x, which is y_x, and one of single ranks.
+    # There are three groups: dp (also used as dp_cp, dp_z, and dp_cp_z), x (also used as y_x), and single ranks.
     assert all(sorted(each.values()) == [2, 4, 4] and "world" not in each for each in counts)
-    # Rings of cp have a queue of their own.
+    # The rings of cp have a group of their own.
     assert all(sorted(each.values()) == [1, 1, 2, 6] for each in pool.run(4, groups_of, {"cp": 2, "pp": 2}))
 
 
 def groups_of(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, int]:
-    """How many axes use each group."""
+    """Return how many axes use each group."""
     counts: dict[str, int] = {}
     for axis in Grid(ParallelConfig(**sizes), "cpu").axes():
         name = "world" if axis.group is dist.group.WORLD else axis.group.group_name

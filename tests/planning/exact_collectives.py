@@ -1,7 +1,7 @@
 """Bytes that one rank of fourfold's own grid sends in a step, in closed form.
 
-The formulas of docs/parallelism.md with every rounding: they equal ``fourfold trace`` byte for byte
-(tests/planning/test_exact.py), for any number of layers, micro-batches and ranks.
+These are the formulas of docs/parallelism.md with every rounding. For any number of layers, micro-batches, and ranks,
+they equal ``fourfold trace`` byte for byte (tests/planning/test_exact.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 
 def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
-    """Return every collective of a step with its count and the bytes of its full tensors, on the first rank of a pp
-    stage, without collectives of a single rank."""
+    """Return every collective of a step, with its count and the bytes of its full tensors, on the first rank of a pp
+    stage. Collectives of a single rank are left out."""
     merged: dict[tuple[str, str, str], list[int]] = {}
     for line in _all_lines(run, pp_rank):
         if line.count:
@@ -36,7 +36,7 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
-    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
+    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that split tokens share one attention call
     for stage in stages:
         of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
         dense, rest = stage.parts()
@@ -101,7 +101,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
-        # Nothing that is recomputed reads them but a norm, and the gate of a shared expert.
+        # In a recomputed block, only an output norm and the gate of a shared expert read these outputs.
         yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
@@ -125,7 +125,7 @@ def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
 
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Norms over all heads of the queries, and of the keys, which ranks share."""
+    """Norms over all heads of the queries, and over all heads of the keys, which ranks share."""
     if not run.model.qk_norm or run.model.qk_norm_over == "head":
         return
     sizes = _Sizes(run)
@@ -229,7 +229,7 @@ def _embedding_lines(run: RunConfig) -> Iterator[Line]:
 
 
 def _head_lines(run: RunConfig) -> Iterator[Line]:
-    """Last norm, head and loss."""
+    """The last norm, the head, and the loss."""
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, y, tokens, steps = grid.x, grid.y, sizes.tokens, run.gradient_accumulation_steps
     columns = model.padded_vocab_size // x
@@ -263,7 +263,7 @@ def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
 
 
 def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
-    """Gradients of what several ranks of x, y or pp hold, and numbers."""
+    """Gradients of parameters that several ranks of x, y, or pp hold, and the numbers of a step."""
     grid, shards = run.parallel, weight_shards(run)
     item = gradient_item(run)
     shares: dict[str, int] = {}

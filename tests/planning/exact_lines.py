@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fourfold.config.run import RunConfig
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
-"""Axes that have one group, and one name, together (parallel.grid)."""
+"""Sets of axes that together have one group and one name (parallel.grid)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Line:
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
-    """Return the name of the group over ``axes``: its only axis longer than 1, or the first name that has them all."""
+    """Return the name of the group over ``axes``. This is the only axis longer than 1, or else the first name that has
+    all longer axes."""
     longer = {axis for axis in axes if getattr(run.parallel, axis) > 1}
     if len(longer) <= 1:
         return next(iter(longer), axes[-1])

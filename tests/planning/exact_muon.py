@@ -1,9 +1,9 @@
-"""Bytes that Muon's matrices and their updates take on their way to their owners and back, in closed form.
+"""Bytes of Muon's matrices on their way to their owners, and of the updates on their way back, in closed form.
 
 A stage's matrices are dealt to its N ranks. n matrices of one shape with e entries each form units of ceil(n/(N·t)),
-with t = ceil(n/(N·floor(E/e))) and E the most entries of any matrix. Units are dealt in the order of their sizes, one
-to a rank and round. Rank 0 sends its part of the matrices whose owners are nearer to it than to another rank with that
-part. It returns its own matrices once to every copy.
+with t = ceil(n/(N·floor(E/e))), and E is the largest number of entries of any matrix. Units are dealt in the order of
+their sizes, one to each rank in each round. Rank 0 sends its part of a matrix if no other rank with that part is nearer
+to the owner. An owner returns its matrices once to every copy.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from fourfold.config.stages import rank_of_stage, stage_layers
 
 
 class Kind(NamedTuple):
-    """A matrix, and how it is cut. part: the entries that rank 0 holds of it, if it does."""
+    """A matrix, and how it is cut. ``part`` is the number of entries that rank 0 holds, if it holds some."""
 
     rows: int
     columns: int
     part: int
     pieces: int
-    """Ranks of a plane (x, y) that share the matrix, or the stack of experts."""
+    """Number of ranks with the same (x, y) that share the matrix or, for experts, the stack of matrices."""
     ep: int = 1
     first: bool = True
-    """Rank 0 holds some of it."""
+    """Whether rank 0 holds some of it."""
 
 
 def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
-    """Rounds, and the bytes of matrices and of updates that the first rank of a stage with these layers sends."""
+    """Return the rounds, and the bytes of matrices and of updates that the first rank of a stage with these layers
+    sends."""
     grid = run.parallel
     ranks, plane = grid.dp * grid.cp * grid.z * grid.y * grid.x, grid.x * grid.y
     by_shape: dict[tuple[int, int], list[Kind]] = {}
@@ -67,7 +68,7 @@ def _nearest(run: RunConfig, owner: int, kind: Kind) -> int:
 
 
 def _kinds(run: RunConfig, layer: int) -> list[Kind]:
-    """The matrices of a layer, in the order of the model."""
+    """Return the matrices of a layer, in the order of the model."""
     model, grid = run.model, run.parallel
     x, y, hidden = grid.x, grid.y, model.hidden_size
     tokens = grid.dp * grid.cp * grid.z
@@ -95,11 +96,11 @@ def _kinds(run: RunConfig, layer: int) -> list[Kind]:
 
 
 def stepped_by_muon(run: RunConfig, layers: list[int]) -> int:
-    """Entries that the first rank of a stage with these layers stores of Muon's matrices."""
+    """Return how many entries of Muon's matrices the first rank of a stage with these layers stores."""
     return sum(kind.part * kind.first for layer in layers for kind in _kinds(run, layer))
 
 
 def layers_of(run: RunConfig, pp_rank: int) -> list[int]:
-    """The layers of all stages of a rank of pp."""
+    """Return the layers of all stages of a rank of pp."""
     stages = enumerate(stage_layers(run.model, run.parallel))
     return [layer for stage, own in stages if rank_of_stage(stage, run.parallel) == pp_rank for layer in own]

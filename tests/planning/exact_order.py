@@ -6,8 +6,8 @@ from fourfold.config.stages import FORWARDS_FIRST
 
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
-    """Return (chunk, micro-batch, backward) in the order of a rank's operations, as in torch's lists."""
-    # Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one.
+    """Return (chunk, micro-batch, backward) for a rank's operations, in the order of torch's lists."""
+    # An interleaved schedule runs ``at_once`` micro-batches through a chunk before it turns to the next chunk.
     total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:
@@ -30,8 +30,8 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 
 
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
-    """Return for each operation of a stage (of stages · interleave), in order, whether it is a backward. For schedules
-    that do not split the backward."""
+    """Return for each operation of a stage, in order, whether it is a backward. There are stages · interleave stages.
+    This is for schedules that do not split the backward."""
     if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches
     chunk, rank = divmod(stage, stages)

@@ -1,6 +1,6 @@
 """Parameters that one rank of fourfold's own grid stores, in closed form, as FSDP2 groups them.
 
-With every rounding, so that bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
+The formulas have every rounding, so bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fourfold.config.stages import rank_of_stage, stage_layers
 
 
 class Part(NamedTuple):
-    """A parameter's tile on one (x, y) rank: rows, entries of a row, and the axes over which its gradient is
-    partial."""
+    """A parameter's tile on one (x, y) rank: the rows, the entries of a row, and the axes over which its gradient is a
+    partial sum."""
 
     rows: int
     width: int
     partial_over: tuple[str, ...] = ()
 
     def chunk(self, shards: int) -> int:
-        """Entries of the first of ``shards``: FSDP2 cuts rows as torch.chunk does."""
+        """Return the entries of the first of ``shards``. FSDP2 cuts rows as torch.chunk does."""
         return math.ceil(self.rows / shards) * self.width
 
 
@@ -37,9 +37,9 @@ class Stage(NamedTuple):
     is_first: bool
     is_last: bool
     dense: int = 0
-    """The first of its layers, of a mixture of experts, that have a dense MLP."""
+    """How many layers have a dense MLP in a mixture of experts. These are the first layers."""
     before: int = 0
-    """Number of layers of the stage before these, if they are a part of it."""
+    """Number of layers of the stage that come before these layers, if these are only a part of the stage."""
 
     def parts(self) -> tuple[Stage, Stage]:
         """Return the layers with a dense MLP, which come first, and all further layers."""
@@ -48,25 +48,26 @@ class Stage(NamedTuple):
         return dense, rest
 
     def recomputed(self, every: int) -> int:
-        """How many of its layers recompute."""
+        """Return how many of its layers recompute."""
         return math.ceil((self.before + self.layers) / every) - math.ceil(self.before / every)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Return the parameters of one stage on an (x, y) rank, in the groups that FSDP2 gathers together. () is no
-    group."""
+    """The parameters of one stage on an (x, y) rank, in the groups that FSDP2 gathers together. An empty group is left
+    out."""
 
     block: tuple[Part, ...]
     layers: int
     dense_block: tuple[Part, ...]
     dense_layers: int
-    """Parts of a dense block. In a mixture of experts they come first."""
+    """Number of blocks with a dense MLP, which come first in a mixture of experts. Each has the parts of
+    ``dense_block``."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
     experts: tuple[Part, ...] = ()
-    """Experts of one block if ep divides them. Otherwise they are in ``block``."""
+    """Experts of one block, if ep divides them. Otherwise they are in ``block``."""
 
     def parts(self) -> list[Part]:
         """All but ``experts``."""
@@ -80,7 +81,7 @@ class Tiles:
 
 
 def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
-    """The stages of one rank of pp, as ``config.stages`` splits the layers."""
+    """Return the stages of one rank of pp, as ``config.stages`` splits the layers."""
     every = stage_layers(run.model, run.parallel)
     return [
         Stage(number, len(layers), number == 0, number == len(every) - 1, dense_layers(run, layers))
@@ -90,18 +91,18 @@ def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
 
 
 def dense_layers(run: RunConfig, layers: range) -> int:
-    """How many of some layers of a mixture of experts have a dense MLP."""
+    """Return how many of some layers have a dense MLP in a mixture of experts."""
     return len(range(layers.start, min(layers.stop, run.model.first_k_dense_replace)))
 
 
 def without_experts(run: RunConfig) -> RunConfig:
-    """A run of the dense layers of a mixture of experts."""
+    """Return a run whose model is the dense layers of a mixture of experts."""
     keys = {"num_experts": 0, "shared_expert_intermediate_size": 0, "shared_expert_gate": False}
     return run.model_copy(update={"model": run.model.model_copy(update=keys)})
 
 
 def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
-    """The parameters of a stage as one rank of (x, y) holds them."""
+    """Return the parameters of a stage as one rank of (x, y) holds them."""
     model, grid = run.model, run.parallel
     hidden = model.hidden_size // grid.y
     table = Part(model.padded_vocab_size // grid.x, hidden)
@@ -161,27 +162,27 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
 
 
 def _experts(run: RunConfig) -> tuple[Part, ...]:
-    """Gate, up and down of a rank's experts, whose rows are experts."""
+    """Return gate, up, and down of a rank's experts. A row is a whole expert."""
     model, grid = run.model, run.parallel
     width = model.moe_intermediate_size // grid.x * (model.hidden_size // grid.y)
     return (Part(model.num_experts // grid.ep, width),) * 3 if model.num_experts else ()
 
 
 def expert_shards(run: RunConfig) -> int:
-    """Ranks that share the stored experts of one tile, if ep divides them."""
+    """Return the number of ranks that share the stored experts of one tile, if ep divides them."""
     grid = run.parallel
     return max(grid.z // grid.ep, 1) if grid.zero == 0 else grid.z * grid.dp * grid.cp // grid.ep
 
 
 def weight_shards(run: RunConfig) -> int:
-    """Ranks that share the stored parameters of one tile."""
+    """Return the number of ranks that share the stored parameters of one tile."""
     grid = run.parallel
     return grid.z if grid.zero == 0 else grid.z * grid.dp * grid.cp
 
 
 def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
-    """Bytes of the parameters, the gradients at the step, and the optimizer's states and the averages on the first rank
-    of a place on pp."""
+    """Return the bytes of the parameters, of the gradients at the step, and of the optimizer's states together with the
+    averages, on the first rank of a place on pp."""
     item = 4 if run.training.master_weights == "fp32" else 2
     shards = weight_shards(run)
     tiles = [tiles_of(run, stage) for stage in stages_of_rank(run, pp_rank)]
@@ -198,5 +199,5 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
 
 
 def gradient_item(run: RunConfig) -> int:
-    """Bytes of an entry of a complete gradient."""
+    """Return the bytes of an entry of a complete gradient."""
     return 4 if "fp32" in (run.training.master_weights, run.training.reduce_dtype) else 2

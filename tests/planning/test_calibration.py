@@ -1,4 +1,4 @@
-"""The fit finds the constants that made the data, keeps the prior without data, and resists outliers."""
+"""The fit finds the constants that made the data, keeps the prior if there is no data, and resists outliers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fourfold.run_file.dump import to_toml as run_toml
 
 
 def cases() -> Workload:
-    """Models from small to large, on one to many nodes."""
+    """Return models from small to large, on one to many nodes."""
     base = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq_length=2048.0)
     rows = [
         {"hidden_size": h, "intermediate_size": 4 * h, "gate_up": 4 * h, "queries": h, "keys": h,
@@ -91,7 +91,7 @@ def test_a_calibration_is_written_and_read() -> None:
 
 
 def table_of(path: Path, count: int, slower: float) -> Path:
-    """Rows whose measured seconds are predictions times ``slower``."""
+    """Write rows whose measured seconds are the predictions times ``slower``."""
     texts = [
         row_text(row_id=str(i), tp=2 ** (i % 4), hidden=1024 * (1 + i % 3), heads=16, ffn_hidden=4096 * (1 + i % 3),
                  global_batch=64, step_seconds=1)
@@ -161,7 +161,7 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     }  # fmt: skip
     machine = measured_machine(record, base, "mine")
     assert (machine.achieved, machine.nn, machine.nt, machine.tn) == (72e13, 60 / 72, 1.0, 0.5)
-    assert machine.achieved_fp32 == machine.achieved  # on a CPU all products were of float32
+    assert machine.achieved_fp32 == machine.achieved  # on a CPU, all matmuls ran in float32
     on_gpu = measured_machine(record | {"device": "H100"}, base, "mine")
     assert on_gpu.nn * on_gpu.achieved_fp32 == pytest.approx(6e13)
     text = machine_toml(machine, "mine", base)

@@ -25,7 +25,8 @@ from fourfold.verification.trace import trace
 
 QUERIES, KEYS = 512, 2048
 SEEN_OF_LOG_SUM_EXP, MOVED_BY_LOG_SUM_EXP = 4, 24
-"""It is one operation, which reads the scores three times and writes them twice."""
+"""Bytes of the log-sum-exp for each score, as this file counts them and as they really move. It is one operation, which
+reads the scores three times and writes them twice."""
 
 
 class MovedScores(TorchDispatchMode):
@@ -75,7 +76,7 @@ def test_pieces_are_those_of_the_attention() -> None:
     ids=str,
 )
 def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str, int]) -> None:
-    """The scores of a piece are most of it."""
+    """Most of the memory is the scores of a piece."""
     ranks = grid.get("z", 1)
     training = {"precision": "bf16", "global_batch_size": ranks, "micro_batch_size": 1, "seq_length": 1024}
     capped, plain = (
@@ -94,7 +95,7 @@ def test_memory_equals_the_trace(grid: dict[str, int], mode: str, more: dict[str
 
 
 def test_capped_scores_take_longer_than_a_fused_kernel() -> None:
-    """It takes at least as long as moving its bytes, and all of it is computation."""
+    """Attention with capped scores takes at least as long as moving its bytes, and all of it counts as computation."""
     run = tiny_run(GEMMA2 | {"preset": "llama3-8b"}, {}, training={"precision": "bf16", "seq_length": 4096})
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of(run).but(sliding=0)

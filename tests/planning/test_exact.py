@@ -1,5 +1,5 @@
-"""The planner's closed formulas equal the trace: bytes of every collective and of states, and nearly the
-activations."""
+"""The planner's closed formulas equal the trace: bytes of every collective and of states exactly, and activations
+nearly."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [*IN_PAIRS, *MOR
 
 
 def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: int = 1, **training: Any) -> RunConfig:
-    """mode: of recompute, and its modules."""
+    """Return a run. ``mode`` is a mode of recompute, followed by its modules."""
     mode, *modules = mode.split()
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     return tiny_run(
@@ -103,7 +103,7 @@ def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: 
 
 
 def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
-    """Everything that is sent and stored, on a rank of every place on pp."""
+    """Compare everything that is sent and stored, on a rank of every place on pp."""
     traced = trace(run, whole=True)
     for place, told in enumerate(traced.pipeline or [traced]):
         counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in told.collectives}
@@ -164,7 +164,7 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
 def test_formulas_equal_the_trace_of_parts_in_turn(
     model: str, parts: int, sequences: int, grid: dict[str, int], mode: str
 ) -> None:
-    """A part's backward needs less memory than the whole block's backward, which the formulas count."""
+    """A part's backward needs less memory than the backward of the whole block, which the formulas count."""
     run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
@@ -209,7 +209,7 @@ def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[
 
 
 def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> None:
-    """Key-value heads are repeated under the mask."""
+    """Under a mask, key-value heads are repeated."""
     assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
 
 

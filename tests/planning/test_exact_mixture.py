@@ -54,7 +54,7 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return count and bytes by axis, operation, and purpose. Groups of the ranks with the same experts may equal an
+    """Return count and bytes by axis, operation, and purpose. The group of the ranks with the same experts may equal an
     axis and have its name, so all traffic of weights counts as one."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for line in lines:
@@ -65,7 +65,8 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
 
 
 def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float) -> RunConfig:
-    """Two micro-batches per step, four for a pipeline. Three layers, four for a pipeline or with dense first layers."""
+    """Return a run with two micro-batches per step, or four for a pipeline. It has three layers, or four for a pipeline
+    or with dense first layers."""
     layers = 4 if "pp" in grid or "first_k_dense_replace" in model else 3
     sequences = grid.get("z", 1) * grid.get("dp", 1) * (8 if "pp" in grid else 4)
     return tiny_run(
@@ -78,7 +79,7 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float)
 
 
 def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
-    """All that is sent and stored, on a rank of every place on pp."""
+    """Compare everything that is sent and stored, on a rank of every place on pp."""
     traced = trace(run, whole=True)
     for place, stage in enumerate(traced.pipeline or [traced]):
         memory = stage.memory
@@ -91,7 +92,7 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
     ("model", "grid", "mode"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
 def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
-    """With an even load: all that is sent and stored, and the activations' peak within a tenth."""
+    """With an even load, all that is sent and stored is equal, and the peak of the activations is within a tenth."""
     run = run_of(model, grid, mode)
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
@@ -100,9 +101,9 @@ def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], m
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model", "grid", "mode"), PIPELINES, ids=str)
 def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
-    """On every rank of pp. The first rank may have other layers than the last.
+    """Every rank of pp is compared, because the first rank may have other layers than the last.
 
-    The planner counts up to 14 % too little for the backward of a recomputed block with a shared expert.
+    For the backward of a recomputed block with a shared expert, the planner counts up to 14 % too little.
     """
     within = 0.14 if mode == "full" else 0.1
     run = run_of(model, grid, mode)

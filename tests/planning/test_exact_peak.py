@@ -1,4 +1,5 @@
-"""The planned memory peak equals the trace's, also in a step with one micro-batch, whose gradients come late."""
+"""The planned memory peak equals the peak of the trace, also in a step with one micro-batch, whose gradients come
+late."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LAYOUTS = {
     "zero 3": {"dp": 4, "zero": 3},
 }
 OFTEN = {("zero 0", "full", 1), ("zero 2", "none", 2)}
-"""Cases that run every time. All further cases are slow."""
+"""Cases that run every time. All further cases are slow tests."""
 
 
 @pytest.mark.parametrize(

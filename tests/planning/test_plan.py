@@ -1,4 +1,4 @@
-"""Plans: what is best, what is said about it, and what is said when there is none."""
+"""Plans: which layout is best, what is said about it, and what is said if no layout fits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
 
 @pytest.mark.parametrize("layers_per_stage", [(1, 2, 9, 10, 10), (2, 2, 13, 14, 1), (8, 8, 8, 4, 4)])
 def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...]) -> None:
-    """Any rank may be the fullest."""
+    """The fullest rank may be any of them."""
     work = base("llama3-8b", 8192, 256).but(x=8, pp=5, micro_batch_size=4, layers_per_stage=layers_per_stage)
     told = predict(work, H100, PRIOR)
     assert told.memory_bytes == pytest.approx(max(sum(stage.values()) for stage in told.stages))
@@ -92,7 +92,7 @@ def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...
 
 @pytest.mark.parametrize("master_weights", ["fp32", "bf16"])
 def test_states_are_those_of_the_exact_formulas(master_weights: str) -> None:
-    """But for norms and what shards are rounded to: a thousandth."""
+    """They are equal to within a thousandth, which is due to norms and to the rounding of shards."""
     training = {"train_steps": 1, "precision": "bf16", "global_batch_size": 8, "seq_length": 512}
     table = {
         "name": "run",
@@ -121,7 +121,7 @@ def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> No
 
 
 def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_path: Path) -> None:
-    """Unless the run file has an interval."""
+    """If the run file has an interval, it keeps it."""
     asked = request_from_options("gpt2", None, [], 8, 1024, 8)
     found = plan_record.plan_request(asked, "dgx-h100", ["pp=1"], 1, 1e9, False)
     assert found.costs is not None and found.costs.checkpoint_interval_seconds is not None
@@ -134,7 +134,7 @@ def test_a_plan_is_written_with_the_checkpoint_interval_that_it_recommends(tmp_p
 
 
 def test_a_much_slower_layout_of_the_run_file_is_in_no_chart(tmp_path: Path) -> None:
-    """It would flatten all remaining layouts. The table has it."""
+    """It would make all remaining layouts look alike. It is in the table."""
     path = tmp_path / "run.toml"
     for gpus, drawn in ((8, True), (1, False)):
         asked = request_from_options("gpt2", None, [], gpus, 1024, 64)
@@ -156,8 +156,8 @@ def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:
 
 
 def test_p_out_of_memory_is_a_distribution() -> None:
-    """Around what a step needs: with the blocks that the allocator gives back it may be told to reserve more than there
-    is, and fit."""
+    """The probability is one half if a step needs exactly the memory that there is. The allocator may be told to
+    reserve more than that and still fit, because it gives cached blocks back."""
     work = base("llama3-8b", 8192, 8)
     runtime = float(runtime_bytes(work, H100))
 
@@ -211,8 +211,7 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
 
 
 def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> None:
-    """Also with parts that take turns, with some layouts recomputing a fraction of their blocks, and some without
-    parts."""
+    """Some of the layouts have parts that take turns, and some recompute a fraction of their blocks."""
     work = plan.found.work.take(plan.found.order[:40]).but(
         batch_parts=np.tile([1, 2, 2, 4], 10),
         recompute=np.tile([0, 1, 2, 1], 10),
@@ -249,7 +248,7 @@ def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> Non
 
 
 def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -> None:
-    """The limits keep the fastest of them, in their order, and few further layouts."""
+    """The limits keep the fastest of them in their order, and add few further layouts."""
     close = layouts_within_error(plan, 1.1)
     seconds = plan.found.seconds[plan.found.order]
     assert close.count == (seconds < 1.1 * seconds[0]).sum() > 1 and close.ranked == min(close.count, len(plan.ranked))
@@ -298,7 +297,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
         assert 0.6 < figure.as_run_pflops / figure.published < 1.5, record
     curve = weak_scaling(shipped())
     assert curve[0]["efficiency"] == 1
-    efficiencies = [r["efficiency"] for r in curve]  # of larger models on more GPUs: each has losses of its own
+    efficiencies = [r["efficiency"] for r in curve]  # every number of GPUs has its own, larger model
     assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
 
@@ -312,7 +311,7 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
 
 
 def test_limits_of_one_thing_all_hold() -> None:
-    """The last limit does not silently undo the earlier ones."""
+    """A later limit does not silently undo an earlier one."""
     assert parse_limits(["schedule=Interleaved1F1B", "stages_per_rank=2"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["stages_per_rank=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)

@@ -65,7 +65,8 @@ GRIDS: list[dict[str, int]] = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], again: bool) -> None:
-    """Twice forward, twice backward, and twice again with full recompute: K rows a token, 2 bytes an entry."""
+    """There are two exchanges forward, two backward, and two more with full recompute. Each has K rows a token and 2
+    bytes an entry."""
     mode = {"activation_checkpoint": {"mode": "full" if again else "none"}}
     work = work_of(grid, **mode)
     seconds = step_parts(work, ONE_LINK, PLAIN)["ep"]
@@ -76,7 +77,8 @@ def test_exchanges_are_those_of_every_choice_of_a_token(grid: dict[str, int], ag
 
 
 def test_rows_are_gathered_and_summed_over_x_and_y() -> None:
-    """Against the dense MLP: K times the tokens over x, and gate and up of K times the tokens over y."""
+    """In comparison with the dense MLP, K times the tokens move over x, and over y gate and up of K times the
+    tokens."""
     for axis, size in (("x", 2), ("y", 2)):
         work = work_of({axis: size})
         attention = work_of({axis: size}, {"num_experts": 0, "moe_intermediate_size": 0}).but(
@@ -96,8 +98,8 @@ def test_rows_are_gathered_and_summed_over_x_and_y() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_weights_of_a_rank(grid: dict[str, int], zero: int) -> None:
-    """Stored in 4 bytes: everything but experts over x, y, and the shards, and experts also over ep, and over the
-    shards with the same experts."""
+    """Weights are stored in 4 bytes. Everything but experts is divided over x, y, and the shards. Experts are divided
+    over x, y, ep, and the shards with the same experts."""
     work = work_of(grid | {"zero": zero})
     sizes = {axis: grid.get(axis, 1) for axis in ("x", "y", "z", "dp", "cp", "ep")}
     tensor, copies = sizes["x"] * sizes["y"], sizes["dp"] * sizes["cp"]
@@ -148,7 +150,7 @@ def test_dense_first_layers_and_shared_experts_count_once() -> None:
     ids=str,
 )
 def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, more: dict[str, int]) -> None:
-    """It may be any number, and the blocks of each rank follow the run file."""
+    """The fullest rank may have any number. The blocks of each rank follow the run file."""
     cases, peaks = [], []
     for pp, layers, dense, vocab in (
         (2, 8, 1, 512),
@@ -179,7 +181,8 @@ def test_a_middle_rank_is_the_fullest_where_the_first_has_the_dense_layers() -> 
 
 
 def test_rows_of_a_rank() -> None:
-    """The mean load, the fullest rank of an uneven load, and at most the capacity."""
+    """A rank has the mean load. If the load is uneven, the fullest rank counts, but with no more rows than the
+    capacity."""
     work = work_of({"dp": 4, "ep": 4})
     rows = rows_of(work)
     assert rows.on_rank == rows.sent == 2 * SEQ * CHOSEN and rows.experts == 2 and rows.each == SEQ * CHOSEN
@@ -190,12 +193,12 @@ def test_rows_of_a_rank() -> None:
 
 
 def test_a_mixture_of_one_expert_is_a_dense_mlp() -> None:
-    """The same products and sums over x, and the same weights."""
+    """It has the same products, the same sums over x, and the same weights."""
     dense = work_of({"x": 2}, {"num_experts": 0, "moe_intermediate_size": 0, "intermediate_size": INNER})
     one = work_of({"x": 2}, {"num_experts": 1, "num_experts_per_tok": 1})
     assert step_parts(one, ONE_LINK, PLAIN)["x"] == pytest.approx(step_parts(dense, ONE_LINK, PLAIN)["x"], rel=0.3)
     shape = one.model
-    assert shape.block_weights + shape.expert_weights == dense.model.block_weights + HIDDEN  # the router's
+    assert shape.block_weights + shape.expert_weights == dense.model.block_weights + HIDDEN  # for the router
     assert one.model_flops() == pytest.approx(dense.model_flops(), rel=0.01)
 
 
@@ -227,7 +230,7 @@ def test_the_search_divides_experts_in_every_legal_way() -> None:
 
 
 def test_a_step_with_experts_in_a_stack_of_dense_ones_is_the_same() -> None:
-    """Rows of both kinds are predicted together."""
+    """Steps with and without experts are predicted together."""
     mixture, dense = work_of({"dp": 4, "ep": 2}), work_of({"dp": 4}, {"num_experts": 0, "moe_intermediate_size": 0})
     machine, constants = stack([H100, H100]), constants_for(H100)
     together = step_parts(stack([mixture, dense]), machine, constants)

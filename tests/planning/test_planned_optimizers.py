@@ -1,4 +1,4 @@
-"""Optimizers in the planner equal closed formulas and the trace: states, FLOPs, bytes sent, workspace."""
+"""Optimizers in the planner equal closed formulas and the trace: states, FLOPs, bytes sent, and workspace."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ids=str,
 )
 def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
-    """In addition to what Lion makes for the largest shard, if activations leave no room for it."""
+    """The planner may also count what Lion makes for the largest shard, if activations leave no room for it."""
     run = run_of(model, grid, name)
     work, stored = workload_of(run), stored_bytes(run)[2]
     planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
@@ -80,7 +80,8 @@ def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dic
 def test_averages_of_the_weights_equal_the_trace(
     model: dict[str, Any], grid: dict[str, Any], training: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
-    """4 bytes a weight, cut as the weights are: as many as the trace counts, and in the planner's peak."""
+    """Averages take 4 bytes a weight and are cut as the weights are. The trace counts as many bytes, and the planner
+    includes them in its peak."""
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     training = {"precision": "bf16", "global_batch_size": 4 * ranks} | training
     tables = {"training": training, "optimizer": optimizer}
@@ -122,7 +123,7 @@ def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("grid", [{"dp": 4}, {"dp": 4, "zero": 1}, {"x": 2, "y": 2}, {"z": 4}], ids=str)
 def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
-    """At one byte per second, the first of four ranks sends as much as each of its peers."""
+    """One byte takes a second. The first of four ranks sends as much as each of its peers."""
     run = run_of(LLAMA, grid, "muon")
     sent = sum(line.bytes for line in collective_lines(run) if line.purpose.startswith("optimizer: "))
     seconds = muon_seconds(workload_of(run), replace(ONE_LINK, achieved=1e40), PLAIN)
@@ -133,7 +134,7 @@ def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "dp": 2, "zero": 1}, {"dp": 4}], ids=str)
 def test_the_workspace_is_that_of_the_trace(grid: dict[str, Any]) -> None:
-    """With few tokens it is more than the activations."""
+    """With few tokens, the workspace is larger than the activations."""
     model = {"preset": "llama-tiny", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
     run = run_of(model, grid, "muon", seq_length=8)
     planned = muon_workspace(workload_of(run), run.model.num_hidden_layers)

@@ -31,7 +31,7 @@ def row(**cells: object):
 
 
 def held(work: Workload, *names: str) -> float:
-    """Bytes of the first rank, of some categories."""
+    """Return the bytes of some categories on the first rank."""
     return sum(float(bytes_) for name, bytes_ in stage_memory(work, A100, 0).items() if name in names)
 
 
@@ -57,7 +57,7 @@ def test_what_ranks_shard() -> None:
 
 
 def test_no_text_changes_a_prediction() -> None:
-    """Words that once meant something: FSDP=0 was read as FSDP, and made a step five times slower."""
+    """These words had a meaning once: FSDP=0 was read as FSDP, and made a step five times slower."""
     told = "FSDP=0; torch.compile; DeepSpeed; AsyncTP; CUDA_LAUNCH_BLOCKING=1; MoE; OOM; NVIDIA/NeMo"
     plain, worded = row(tp=2), row(tp=2, notes=told)
     assert plain.work == worded.work and plain.machine == worded.machine and plain.sweep == worded.sweep
@@ -83,15 +83,15 @@ def test_recompute() -> None:
 
 
 def test_what_deepspeed_keeps() -> None:
-    """In bf16 it shards the optimizer's state at any stage, sums fp32 gradients in all-reduces, and keeps them next
-    to the 16-bit ones. A pipeline stage keeps what it has sent."""
+    """In bf16, DeepSpeed shards the optimizer's state at any stage, sums fp32 gradients in all-reduces, and keeps them
+    in addition to 16-bit gradients. A pipeline stage keeps what it has sent."""
     bf16 = row(program="deepspeed", pp=2).work
     assert (bf16.layout.zero, bf16.program.all_reduces_gradients, bf16.program.gradient_bytes) == (1, True, 6)
     fp16 = row(program="deepspeed", precision="fp16", pp=2).work
     assert (fp16.layout.zero, fp16.step.reduce_bytes, fp16.program.gradient_copy) == (0, 2, True)
     for work in (bf16, fp16):
         kept, alone = (held(work.but(stage_keeps=more), "activations") for more in (work.program.stage_keeps, 0))
-        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight, residuals, bytes of one
+        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight × residuals × bytes of a residual
 
 
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
@@ -109,7 +109,8 @@ def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() ->
 
 
 def test_what_nvidias_recipes_keep() -> None:
-    """Gradients in bf16, a fused SwiGLU and loss, and in FP8 the inputs of matmuls in one byte."""
+    """They have gradients in bf16, a fused SwiGLU, and a fused loss. In FP8 they keep the inputs of matmuls in one
+    byte."""
     cells = {"program": "nemo", "sharding": "zero1", "recompute": "none", "mlp": "swiglu", "tp": 2, "seq_parallel": ""}
     work = row(**cells).work
     assert work.step.reduce_bytes == 2 and not work.model.tie_word_embeddings
@@ -126,7 +127,7 @@ def test_what_nvidias_recipes_keep() -> None:
 
 
 def test_parts_of_the_memory_of_long_sequences() -> None:
-    """Tiles and offload each take away what they are for, and nothing else."""
+    """Tiles and offload each remove the memory that they are for, and nothing else."""
     cells = {"program": "deepspeed", "sharding": "zero3", "cp": 8, "cp_method": "ulysses", "seq_len": 131072,
              "global_batch": 1, "micro_batch": 1, "mlp": "swiglu", "vocab": 128256}  # fmt: skip
 
@@ -138,8 +139,9 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # For all tokens but as many as the hidden size, there are gate, up, silu(gate), their product, and two gradients.
-    # With tiles, attention's backward is the peak. It needs less than one of them more than a tile's backward.
+    # Without tiles, the MLP's backward holds six tensors for all tokens: gate, up, silu(gate), their product, and two
+    # gradients. A tile holds them only for as many tokens as the hidden size. With tiles, the peak is in attention's
+    # backward, which exceeds a tile's backward by less than one of the six tensors.
     assert 5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
@@ -274,7 +276,7 @@ def test_the_table_that_comes_with_fourfold() -> None:
 
 
 def column_table() -> list[str]:
-    """The columns as a table of Markdown."""
+    """Return the columns as a table of Markdown."""
     lines = ["| column | meaning |", "|---|---|"]
     for name, field in MeasuredRow.model_fields.items():
         choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in get_args(part)
@@ -301,7 +303,7 @@ def test_out_of_memory_rows() -> None:
 
 
 def test_whatever_ran_fitted() -> None:
-    """A row with only a time counts as a run that fit if it names its recompute."""
+    """A row that has only a time counts as a run that fit, if it names its recompute."""
     scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5

@@ -1,4 +1,4 @@
-"""The space is whole, and its legality equals the run file's."""
+"""The space has every legal layout, and its legality equals the run file's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_factorisations_are_all_and_different(number: int) -> None:
 
 
 def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
-    """The tables of the run file of a point."""
+    """Return the tables of a point's run file."""
     record = predict(point, load_machine("dgx-h100"), prior_constants()).record()
     return {
         "model": {"preset": preset, **sizes},
@@ -134,7 +134,7 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
 
 @pytest.mark.slow
 def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
-    """They are written, loaded and traced, and what they send and store is what the plan's formulas say."""
+    """They are written, loaded, and traced. What they send and store is what the plan's formulas say."""
     machine = load_machine("dgx-h100")
     found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, SearchLimits(micro_batches=(1, 2)))
     for index in np.random.default_rng(1).permutation(found.order)[:24]:
@@ -215,11 +215,11 @@ def test_every_rejected_point_keeps_its_reason() -> None:
     assert (found.reason[found.order] == 0).all()
     assert set(found.rejected()) <= set(REASONS[1:])
     seconds = found.seconds[found.order]
-    assert (np.maximum.accumulate(seconds) <= TIED * (1 + 1e-12) * seconds).all()  # a slower one precedes only in ties
+    assert (np.maximum.accumulate(seconds) <= TIED * (1 + 1e-12) * seconds).all()  # only ties may be out of order
 
 
 def test_of_layouts_with_tied_times_the_one_less_likely_to_run_out_of_memory_is_first() -> None:
-    """An A100 plan of a 7B model was best by 0.06 % of its time, at twice the risk of the second."""
+    """In one plan for A100s, the best layout of a 7B model was 0.06 % faster than the second, at twice the risk."""
     seconds, p_oom = np.array([33.72, 33.74, 33.73, 34.5, 34.6, 30.0]), np.array([0.046, 0.02, 0.0203, 0.04, 0, 0.3])
     reason = np.array([0, 0, 0, 0, 0, OUT_OF_MEMORY], dtype=np.uint8)
     scores = SearchScores(seconds, seconds, np.zeros(6), p_oom, reason)
@@ -260,7 +260,7 @@ def test_a_point_of_the_search_is_the_point_alone() -> None:
 
 @pytest.mark.slow
 def test_the_space_of_175b_on_512_gpus_is_large() -> None:
-    """How long it takes is measured by benchmarks/plan_search.py."""
+    """benchmarks/plan_search.py measures how long it takes."""
     found = search(base("frontier-175b", 2048, 1536), load_machine("dgx-a100"), prior_constants(), 512)
     assert found.evaluated > 500_000
 

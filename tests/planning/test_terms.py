@@ -1,4 +1,4 @@
-"""Each term of the step's time does what its source says."""
+"""Each term of the step's time follows its source."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     end = max(rank[-1].end for rank in timeline(ran, grid, backward))
     number = SCHEDULES.index(schedule)
     told = bubble_seconds(number, pp, chunks, micro_batches, 1.0, backward / 2, backward / 2)
-    # Torch's lists are made for halves of a backward that take as long as a forward.
+    # torch's schedules assume that each half of a backward takes as long as a forward.
     exact = backward == 2 or schedule not in SPLIT_BACKWARD
     step = micro_batches * (1 + backward) + float(told)
     assert step == pytest.approx(end, rel=1e-6 if exact and schedule != "ZBVZeroBubble" else 0.03)
@@ -173,13 +173,14 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
 
 
 def test_memory_moved_for_weights() -> None:
-    """Bytes of bf16 weights with gradients in fp32: the first micro-batch's gradient is cast or copied (2 + 4
-    bytes), every other added (2 + 4 + 4), a sharded one copied each time, and gathered weights (2 + 2) twice."""
+    """Count the bytes for bf16 weights with gradients in fp32. The gradient of the first micro-batch is cast or copied
+    (2 + 4 bytes), and every later gradient is added (2 + 4 + 4). A sharded gradient is copied each time. Gathered
+    weights (2 + 2) move twice."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=16, dp=8)
     machine = load_machine("dgx-h100")
 
     def moved(**changes: int | bool) -> float:
-        """Bytes of a step for each entry of the blocks and of both tables."""
+        """Return the bytes of a step for each entry of the blocks and of both tables."""
         here = work.but(**changes)
         without = here.but(z=1, zero=0, dp=here.layout.z * here.layout.dp, fuses_accumulation=True)
         seconds = []
@@ -225,7 +226,7 @@ def test_costs_of_a_training_run() -> None:
 
 
 def attention_rate(machine: str, seq: int, **changes: object) -> float:
-    """FLOP/s of the fused kernel, forward and backward, with 64 causal heads of 128."""
+    """Return the FLOP/s of the fused kernel, forward and backward, with 64 causal heads of 128."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(seq_length=seq, global_batch_size=64, **changes)
     constants = replace(PRIOR, attention=1.0)
     block = block_time(work, load_machine(machine), constants)
@@ -244,13 +245,14 @@ def attention_rate(machine: str, seq: int, **changes: object) -> float:
     ],
 )
 def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measured: dict[int, float]) -> None:
-    """TFLOP/s of FlashAttention-2 and of cuDNN (the mean of two versions) in NVIDIA/cudnn-frontend, benchmark."""
+    """The TFLOP/s were measured for FlashAttention-2 and for cuDNN (the mean of two versions) in the benchmark of
+    NVIDIA/cudnn-frontend."""
     found = [attention_rate(machine, seq, flash2=flash2) / 1e12 for seq in measured]
     assert found == pytest.approx(list(measured.values()), rel=0.1)
 
 
 def test_rings_of_wide_heads_and_windows_have_an_older_kernel() -> None:
-    """Only these cannot call cuDNN. The A100 has no newer kernel."""
+    """Only these cannot call cuDNN. An A100 has no newer kernel."""
 
     def share(machine: str, **changes: object) -> float:
         work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(
@@ -280,7 +282,7 @@ def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: i
         of_ranks.append(sum(scores) / tokens)
     work = workload_of_model(ModelConfig(**PRESETS["gpt2"], sliding_window=window))
     found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq_length=256))
-    if window == 256:  # a causal kernel for the rank's own
+    if window == 256:  # a causal kernel computes the rank's own block
         assert found == 128
     else:
         assert found == pytest.approx(max(of_ranks), rel=0.26)
@@ -299,7 +301,7 @@ def test_terms_take_arrays() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
-    """With one rank of z, all of it is dp's. With several, z's part is what it would be without dp."""
+    """If z has one rank, dp is charged for all of it. If z has several ranks, z's part is the same as without dp."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(
         seq_length=8192, global_batch_size=64, zero=zero, overlap_z=False
     )

@@ -1,4 +1,5 @@
-"""The planner counts time for everything that a block moves through memory, not only its matmuls and its attention."""
+"""The planner counts time for everything that a block moves through memory, not only for its matmuls and its
+attention."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ APART = (
     "zeros",
     "detach",
 )
-"""Matmuls and attention, the optimizer, and operations that move nothing."""
+"""Operations that are not counted: matmuls and attention, the optimizer, and operations that move nothing."""
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, by whether a backward runs."""
+    """Counts the bytes that operations read and write, apart for forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if func.namespace == "aten" and not func.is_view and not name.startswith(APART) and name != "_unsafe_view":
-            read = args[1:] if name == "copy_" else args  # what is written to is in ``out``
+            read = args[1:] if name == "copy_" else args  # the target of the copy is counted in ``out``
             moved = [t.nbytes for t in tree_leaves((read, out)) if isinstance(t, Tensor)]
             self.bytes["backward" if torch._C._current_graph_task_id() != -1 else "forward"] += sum(moved)
         return out
@@ -77,8 +78,8 @@ def traffic(run: RunConfig) -> Counter[str]:
 def of_a_block(
     model: dict[str, Any], grid: dict[str, int], sequences: int, parts: int = 1
 ) -> tuple[Workload, float, float]:
-    """Bytes of a forward and of a backward: of models with two and four layers half the difference. Casts of weights
-    are in it, which do not grow with the tokens."""
+    """Return the bytes of a block's forward and of its backward: half the difference between models with two and four
+    layers. They include casts of weights, which do not grow with the tokens."""
     training = {"precision": "bf16", "seq_length": 1 << 15, "micro_batch_size": sequences}
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64,
              "max_position_embeddings": 1 << 15, "num_key_value_heads": 4}  # fmt: skip
@@ -104,7 +105,7 @@ CASES = [
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:
     work, forward, backward = of_a_block(model, grid, sequences)
     told_forward, told_backward = pointwise_traffic(work)
-    if not (work.layout.y > 1 or work.model.zero_centered_norm):  # if a GPU has a kernel, a CPU has the chain too
+    if not (work.layout.y > 1 or work.model.zero_centered_norm):  # only a GPU has a norm kernel
         residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.x
         chains = OWN_LAYER_CHAINS if work.model.layer_norm else OWN_CHAINS
         told_forward += (chains[0] - OWN_NORMS[0]) * residual
@@ -127,7 +128,8 @@ def test_parts_of_a_micro_batch_move_little_more(grid: dict[str, int], sequences
 
 
 def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A LayerNorm is one on a CPU too, whose backward reads both ends once, and a GPU's again for the weights."""
+    """A LayerNorm is one kernel on a CPU too. Its backward reads the input and the output's gradient once. A GPU's
+    backward reads them again for the weights."""
     monkeypatch.setattr(Norm, "forward", Norm.fused)
     work, forward, backward = of_a_block(GPT, {}, 1)
     told_forward, told_backward = pointwise_traffic(work)
@@ -137,7 +139,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sum_of_gate_is_hidden() -> None:
-    """The remaining time is the calibration's share of communication during computation."""
+    """What remains is the share of communication during computation that the calibration calls exposed."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq_length=8192, global_batch_size=1, y=4)
     block = block_time(work, machine, constants)

@@ -1,4 +1,5 @@
-"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is the script's."""
+"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is what the script
+writes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
-import planner_validation as page_maker  # noqa: E402 (the folder of its scripts is on the path from here on)
+import planner_validation as page_maker  # noqa: E402 (found through the path added above)
 from validation_page.error_intervals import KINDS, coverage, interval_of, order_factor  # noqa: E402
 from validation_page.every_row import every_row_section  # noqa: E402
 from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
@@ -39,7 +40,7 @@ from validation_page.mixture_rows import mixtures_left_out, mixtures_section  # 
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
-    """Rows of several sources, each slower than the priors predict by its factor."""
+    """Write rows of several sources. Each source is slower than the priors predict by its factor."""
     texts, slower = [], []
     for source, factor in sources.items():
         for i in range(8):
@@ -74,7 +75,8 @@ def errors(scored: list[Scored], source: str) -> np.ndarray:
 
 
 def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
-    """Its own rows do not help it. It is as far off as the remaining rows are fast, and fitted it is not."""
+    """Its own rows do not help: the prediction is too fast by as much as this source is slow. In a fit with its rows,
+    the error is small."""
     rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])
     left_out = predict_left_out(rows, "source")
     assert len(left_out) == len(rows)
@@ -86,7 +88,7 @@ def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
 
 
 def test_many_rows_of_one_source_do_not_speak_for_all(tmp_path: Path) -> None:
-    """Copies of a source's rows move what all have in common less than as many other sources would."""
+    """Copies of one source's rows change the constants of all sources less than as many further sources would."""
     few, _ = read_rows([table_of(tmp_path / "few.csv", {"a": 1.0, "slow": 1.5})])
     one = fit_rows([*few, *[row for row in few if row.source == "slow"] * 3], known=False)
     many, _ = read_rows([table_of(tmp_path / "many.csv", {"a": 1.0, "b": 1.5, "c": 1.5, "d": 1.5, "e": 1.5})])
@@ -120,16 +122,17 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
     assert low == pytest.approx(0.9) and 1.1 < high <= 2.0
     assert interval_of(many)[1] == pytest.approx(1.1)
     shares = coverage(many + one)
-    assert shares == {"a": 0.5, "b": 0.5}  # 1.1 is in 1 to 2, and 1.0 in 0.9 to 1.1
+    assert shares == {"a": 0.5, "b": 0.5}  # a is judged by b's range, 1 to 2, and b by a's, 0.9 to 1.1
 
 
 def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
     """Errors that all rows of a sweep share decide nothing. Of the remaining errors, the 90th percentile near the best
-    counts."""
+    layout counts."""
     row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
 
     def sweep(source: str, ratios: list[float]) -> list[Scored]:
-        """Measured over predicted times. The first row is predicted to be the fastest, by 1 %."""
+        """Return rows with these ratios of measured to predicted time. The first row is predicted to be the fastest, by
+        1 %."""
         scored = scored_rows(Row(**{**vars(row), "sweep": (source,)}), source, ratios)
         return [replace(s, row=replace(s.row, seconds=1.01 * ratio), seconds=1.01) if i else s
                 for i, (s, ratio) in enumerate(zip(scored, ratios, strict=True))]  # fmt: skip
@@ -137,7 +140,7 @@ def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
     alike, apart = sweep("a", [1.5] * 11), sweep("b", [1.0] * 6 + [1.2] * 2 + [0.5, 0.5, 0.5])
     assert order_factor(alike) == pytest.approx(1.0)
     assert order_factor(apart) == pytest.approx(2.0)
-    # Other sources weigh as much, however many rows they have, and one with few rows does not count.
+    # Every source has the same weight, regardless of its number of rows. A source with few rows does not count.
     others = [s for source in ("c", "d", "e") for s in sweep(source, [1.5] * 31)]
     assert 1.2 <= order_factor(others + apart) < 1.3
     assert order_factor(alike + sweep("f", [1.0, 3.0])) == pytest.approx(1.0)
@@ -154,7 +157,7 @@ def test_the_interval_of_a_machine() -> None:
 
 
 def same_text(found: list[str], expected: list[str]) -> None:
-    """Equal but for the last digits of numbers, which differ between processors."""
+    """Check that texts are equal but for the last digits of numbers, which differ between processors."""
     number = re.compile(r"-?\d+\.\d+")
     assert [number.sub("#", line) for line in found] == [number.sub("#", line) for line in expected]
     values = [[float(n) for line in text for n in number.findall(line)] for text in (found, expected)]
@@ -204,7 +207,7 @@ def test_the_figures_are_what_the_script_makes() -> None:
 
 
 def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:
-    """On devices that measured runs do and do not fit."""
+    """The cases are devices that measured runs fit, and devices that they do not fit."""
     cases = memory_cases(read_rows([measured_table()])[0])
     precision, recall = cases.refused(0.5)
     assert len(cases.fits) > 700 and precision > 0.9 and recall > 0.9

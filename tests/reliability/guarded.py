@@ -1,4 +1,4 @@
-"""Run one command with limits of time and memory, and report whatever no command may do."""
+"""Run one command with limits of time and memory, and report anything that no command may do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).parents[2] / "fourfold"
 
 
 class TookTooLong(BaseException):
-    """Not an Exception, so that nothing in the program catches it."""
+    """The limit of time is over. This is no Exception, so nothing in the program catches it."""
 
 
 @contextlib.contextmanager

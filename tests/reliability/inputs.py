@@ -35,7 +35,7 @@ class Kind:
     command: Sequence[object]
     codes: Sequence[int] = (0, 2)
     finish: Callable[[Path], object] = lambda folder: None
-    """Makes the damage look intended."""
+    """Adjusts the damaged input so that the damage looks intended."""
     seeds: int = 1
     """Number of seeds, with 250 cases each."""
     fast: int = 3

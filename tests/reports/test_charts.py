@@ -1,4 +1,4 @@
-"""Charts carry their data as JSON that no name breaks out of, and are drawn as they say."""
+"""Charts carry their data as JSON, which no name can end early, and are drawn as the data say."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_an_empty_chart_says_is_escaped() -> None:
 
 
 def test_a_page_has_the_scripts_of_what_it_says_that_it_has() -> None:
-    """Whatever its text looks like."""
+    """What the page's text looks like does not matter."""
     scripts = {name: f"<script>{asset(name)}</script>" for name in ("charts.js", "table.js")}
     text = '<p class="rows search">"keep"</p>'
     plain, whole = html.page("A", "B", [text]), html.page("A", "B", [], has_search=True)

@@ -1,4 +1,4 @@
-"""The page of a plan: its layouts and charts say what the planner found, and work in a browser."""
+"""The page of a plan: its layouts and charts show what the planner found, and work in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of a run: plain lines in a fixed order for log files, a live display for people."""
+"""Output of a run: plain lines in a fixed order for log files, and a live display for people."""
 
 import re
 from contextlib import closing
@@ -48,7 +48,8 @@ def test_plain_lines_come_once_an_interval(capsys):
 
 
 def test_eta_follows_the_clock_and_not_the_step_alone(capsys, monkeypatch):
-    """Ten seconds pass between steps of two seconds: an evaluation or a checkpoint takes the remaining time."""
+    """Ten seconds pass from one step of two seconds to the next, because an evaluation or a checkpoint takes the
+    remaining time."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr("fourfold.training.console.time.monotonic", lambda: next(clock))
     progress = Progress(13, 13_000, is_tty=False, log_interval=1)
@@ -110,7 +111,7 @@ def test_a_slow_device_has_no_zeros(capsys):
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
 def test_the_live_display_never_wraps(capsys, monkeypatch, columns):
-    """There are two lines, whatever the numbers. A narrow terminal leaves out the last numbers."""
+    """There are two lines, whatever the numbers are. A narrow terminal leaves out the last numbers."""
     monkeypatch.setenv("COLUMNS", str(columns))
     last = step_metrics(
         999_999,

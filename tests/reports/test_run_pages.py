@@ -21,7 +21,7 @@ LONG = "a-very-long-name-without-any-space-in-it-" * 3
 
 
 def whole_run(folder: Path, **changes: Any) -> Path:
-    """A run with everything that a page can show."""
+    """Make a run with everything that a page can show."""
     records = [
         record(step, loss=2 + 4 / step, step_seconds=60.0, mfu=0.4, expert_load=2.0) for step in range(1, STEPS + 1)
     ]
@@ -41,12 +41,12 @@ def whole_run(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of one run."""
+    """Return the page of one run."""
     return write_run_report(whole_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
 def curves(page: Page, number: int = 0) -> dict[str, list[list[float]]]:
-    """What a chart of curves shows, by the curves' names."""
+    """Return what a chart of curves shows, by the curves' names."""
     found = page.evaluate(
         "number => fourfold.charts[number].drawn.series.map(({id, name, data}) => [id.split(' ')[0], name, data])",
         number,
@@ -62,7 +62,7 @@ def test_nothing_is_cut(browser: Browser, run_page: Path, width: int, scheme: st
         drawn = check_looks(page)
         text = page.inner_text("body")
     for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1 h", "20, 40", "resumed from a checkpoint"):
-        assert words in text, words  # the perplexity is exp(2.5 + 2/59), of the last validation
+        assert words in text, words  # the last validation has perplexity exp(2.5 + 2/59) = 12.6
     assert {"nats a token", "tokens"} <= set(drawn["Loss"].texts)
     assert "% of the canaries" in drawn["Canaries repeated exactly"].texts
     assert {
@@ -95,7 +95,7 @@ def test_curves_follow_the_controls(browser: Browser, run_page: Path) -> None:
 
 
 def test_smoothing_is_the_mean_of_neighbors(browser: Browser, run_page: Path) -> None:
-    """Weights are exp(−distance/tau), at the ends too. Evaluations and the learning rate stay as they are."""
+    """Weights are exp(−distance/tau), also at both ends. Evaluations and the learning rate are not smoothed."""
     with opened(browser, run_page, 1280, "light") as page:
         page.locator("[data-control=smoothing]").fill("100")
         assert "over 10 % of the run" in page.inner_text(".controls")

@@ -1,4 +1,4 @@
-"""The page of a run: complete, escaped, self-contained, for one step and for a hundred thousand."""
+"""The page of a run is complete, escaped, and self-contained, for one step and for a hundred thousand."""
 
 import json
 import re
@@ -37,7 +37,7 @@ class Outline(HTMLParser):
 
 
 def values(html, title):
-    """The y values of each series of a chart."""
+    """Return the y values of each series of a chart."""
     return [[point[3] for point in line] for line in points(html, title).values()]
 
 
@@ -201,7 +201,7 @@ def test_the_smoothing_of_a_long_run_knows_the_means_of_what_is_left_out(tmp_pat
 
 
 def test_a_resumed_run_is_marked_where_it_was_resumed(tmp_path):
-    starts = [0, 4, 2, 6, 6, 8]  # from 4, then back from 2, and once more when it was done
+    starts = [0, 4, 2, 6, 6, 8]  # resumed at 4, then earlier at 2, and again after the run was done
     attempts = [{"restarts": 0, "steps_taken": step, "first_step": step} for step in starts]
     run_dir = make_run(tmp_path, [record(step) for step in range(1, 9)], attempts_jsonl=lines([{"torn": 1}, *attempts]))
     html = write_run_report(run_dir).read_text()
@@ -242,7 +242,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 
 def test_a_run_that_is_called_like_the_validation_of_another(tmp_path):
-    """A name is a button of the legend, which would hide both."""
+    """A name is a button of the legend. If two curves had one name, the button would hide both."""
     names = ("x", "x, validation", "x, validation loss")
     runs = [make_run(tmp_path / name, [record(1, loss=n, validation_loss=9)]) for n, name in enumerate(names)]
     write_comparison(runs, tmp_path / "page.html")
@@ -279,7 +279,7 @@ def test_the_command_prints_the_path(tmp_path):
 
 
 def test_runs_of_different_lengths_are_compared_at_their_last_common_step(tmp_path):
-    """And validation losses at the last common validation."""
+    """Validation losses are compared at the last common validation."""
     short = [record(step, loss=5 - step, **({"validation_loss": 8.25} if step == 2 else {})) for step in (1, 2, 3)]
     long = [record(step, loss=9 - step, **({"validation_loss": 8.5 - step} if step % 2 == 0 else {}))
             for step in range(1, 7)]  # fmt: skip

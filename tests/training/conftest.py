@@ -1,4 +1,4 @@
-"""Fixtures of whole jobs: one that nothing disturbed, and real processes."""
+"""Fixtures of whole jobs: one job that nothing disturbed, and real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fourfold.training.outcome import Outcome
 
 @pytest.fixture(scope="module")
 def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
-    """An undisturbed run, which tests compare with."""
+    """Train a run that nothing disturbs. Tests compare with it."""
     folder = tmp_path_factory.mktemp("finished")
     changes = {"validation__interval": 4, "validation__steps": 2, "checkpoint__interval": 2, "sample__prompt": "the "}
     run = make(folder, prefix, **changes, sample__max_new_tokens=12)
@@ -28,7 +28,7 @@ def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts ``fourfold train`` in a process group of its own, which a Ctrl-C reaches as a whole."""
+    """Start ``fourfold train`` in a process group of its own, so that a Ctrl-C reaches all of its processes."""
     started: list[subprocess.Popen[str]] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""Single flipped bits on one rank, in one of the two passes of a replayed step, and what is said about them."""
+"""Flip single bits on one rank, in one of the two passes of a replayed step, and collect what is said about them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches
 
 KINDS = ("activation", "gradient of an activation", "gradient of a weight", "summed gradient", "weight", "stale weight")
-"""Where a bit flips: in a block's output, in the output's gradient, in a weight's gradient before or after it is summed
-over ranks, in a stored weight between the passes, or in a stored weight before both passes with copies on other ranks.
-"""
+"""Places of a flip: a block's output, the output's gradient, a weight's gradient before or after it is summed over
+ranks, a weight that changes between the passes, or a weight that differs from its copies on other ranks in both
+passes."""
 
 
 class Trial(NamedTuple):
@@ -30,10 +30,10 @@ class Trial(NamedTuple):
     bit: int
     rank: int
     named: tuple[int, ...]
-    """Return the ranks that the sentence names, or none if nothing was found."""
+    """The ranks that the sentence names. There are none if nothing was found."""
     sentence: str
     is_harmless: bool
-    """Nothing was found, and this rank's gradients equal those in a healthy step."""
+    """Whether nothing was found and this rank's gradients equal those of a healthy step."""
 
 
 @dataclass
@@ -121,7 +121,8 @@ class FaultyJob:
         return flipped
 
     def attempt(self, fault: Fault, step: int) -> tuple[str, bool]:
-        """Replay a step with a fault. Return the sentence, or nothing, and then whether the gradients are right."""
+        """Replay a step with a fault. Return the sentence, which is empty if there is none, and whether the gradients
+        are right."""
         weights = [shard.local.clone() for shard in self.job.shards]
         self.passes, self.fault = 0, fault
         if self._is_due("stale weight"):

@@ -22,11 +22,11 @@ LARGE_LOSS, LARGE_GRADIENT, KILL = "large loss", "large gradient", "kill"
 
 
 class Killed(Exception):
-    """The end of a process, as far as its files can tell."""
+    """Stands for the kill of a process, and leaves the same files."""
 
 
 def poison(patched: pytest.MonkeyPatch, faults: Mapping[int, str], on_this_rank: bool = True) -> None:
-    """Have steps, counted from 1, go bad in the named way whenever their batch comes."""
+    """Spoil these steps, counted from 1, in the given ways whenever their batch comes."""
     current = [0]
     assemble, clip, mean_loss = Loader.step, Job.clip, Job.mean_loss
 
@@ -57,7 +57,7 @@ def poison(patched: pytest.MonkeyPatch, faults: Mapping[int, str], on_this_rank:
 
 
 def train_poisoned(rank: int, world_size: int, run: RunConfig, faults: Mapping[int, str]) -> Outcome:
-    """Train a run whose last rank goes bad."""
+    """Train a run that goes bad on its last rank."""
     with pytest.MonkeyPatch.context() as patched:
         poison(patched, faults, rank == world_size - 1)
         return trainer.train(Place(rank, rank, world_size, world_size, "local"), run)
@@ -76,7 +76,7 @@ def train_without(rank: int, world_size: int, run: RunConfig, left_out: set[int]
 
 
 def tensors_at(run: RunConfig, step: int) -> dict[tuple[str, str], Tensor]:
-    """Weights and moments of a checkpoint, by file and name."""
+    """Return the weights and moments of a checkpoint, by file and name."""
     folder = Path(run.output_dir, run.name, "checkpoints", f"step_{step}")
     found = {(file.name, name): t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     assert found

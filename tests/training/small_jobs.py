@@ -1,4 +1,4 @@
-"""Whole jobs in small, and what they have written."""
+"""Whole jobs in small, and the files that they have written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checkpoints_of(run: RunConfig) -> list[str]:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Have something happen when a step (from 0) begins."""
+    """Call ``action`` when a step (from 0) begins."""
     original = trainer.begin_step
 
     def begin_step(number: int) -> None:

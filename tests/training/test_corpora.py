@@ -1,4 +1,4 @@
-"""From [data] to micro-batches: what does not fit the model is refused before a step is taken."""
+"""From [data] to micro-batches: data that does not fit the model is refused before the first step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(data: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def opened(run: RunConfig, rank: int = 0, size: int = 1) -> Corpora:
-    """Act as a process that splits the batch with ``size`` more. Only a built-in corpus needs a group."""
+    """Open the corpora as one of ``size`` processes that split the batch. Only a built-in corpus needs a group."""
     return open_corpora(run, Axis("dp_z", size, rank, cast("dist.ProcessGroup", None)))
 
 
@@ -49,7 +49,7 @@ def own(prefix: str, **more: Any) -> dict[str, Any]:
 
 
 def damaged(prefix: str, folder: Path, change: Callable[[bytearray], object], suffix: str = ".idx") -> str:
-    """A copy of the corpus with one file changed."""
+    """Return a copy of the corpus, and change one of its files."""
     for ending in (".bin", ".idx", ".json"):
         content = bytearray(Path(prefix + ending).read_bytes())
         if ending == suffix:
@@ -126,7 +126,7 @@ def test_vocabulary_larger_than_the_models(prefix: str) -> None:
 def test_a_model_of_the_hub_is_asked_for_its_tokenizer_alone_and_only_if_the_vocabulary_is_larger(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A download of the weights by every process would take hours."""
+    """It would take hours if every process downloaded the weights."""
     asked = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
@@ -226,7 +226,7 @@ def test_validation_needs_a_corpus(prefix: str) -> None:
 
 
 def foreign(folder: Path, tokens: list[int], vocab_size: int = 100_000) -> str:
-    """A corpus of another program, without a manifest."""
+    """Return a corpus that another program wrote, without a manifest."""
     with IndexedWriter(folder / "foreign", vocab_size) as writer:
         writer.add_document(np.array(tokens))
     return str(folder / "foreign")
@@ -237,7 +237,7 @@ def foreign(folder: Path, tokens: list[int], vocab_size: int = 100_000) -> str:
     [(5, 257, "has token 257"), (5, -3, "has token -3"), (32, 99_999, "has token 99999"), (0, 256, None)],
 )
 def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: int, said: str | None) -> None:
-    """This holds even if only a label has one: the last token of a window."""
+    """This holds even if only a label is such a token, as the last token of a window can be."""
     tokens = list(range(33))
     tokens[place] = token
     sizes = {"global_batch_size": 1, "micro_batch_size": 1}
@@ -251,7 +251,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: 
 
 
 def test_a_sample_needs_a_tokenizer(tmp_path: Path) -> None:
-    """Known at the start, not when training has ended."""
+    """The run is refused at its start, not when training has ended."""
     prefix = foreign(tmp_path, list(range(200)))
     asked = {"sample": {"prompt": "a"}}
     assert opened(make(own(prefix))).tokenizer is None
@@ -265,7 +265,7 @@ def test_a_sample_needs_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
-    """Beside the same run without a mask, in training and in validation."""
+    """Compare with the same run without a mask, in training and in validation."""
     data = own(prefix, validation=[{"path": f"{prefix}-validation"}])
     plain = opened(make(data, validation={"interval": 2}))
     masked = opened(make(data, validation={"interval": 2}, masks={"goldfish": {"strategy": "hash", "h": 4}}))
@@ -276,7 +276,7 @@ def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
         assert 0.1 < dropped.mean() < 0.4
         assert not (dropped & (before == 256)).any()  # the end of a document is always trained
         for one, other in zip(masked.train.step(step), plain.train.step(step), strict=True):
-            assert (one.tokens == other.tokens).all()  # the model still reads what it is not trained on
+            assert (one.tokens == other.tokens).all()  # the model still reads masked tokens
         labels, before = (np.concatenate([b.labels for b in c.validation.step(step)]) for c in (masked, plain))
         assert (labels == before).all()
     statistics = masked.goldfish_statistics()

@@ -1,4 +1,4 @@
-"""Jobs that hang, crash, run out of time or do not stop, with real processes."""
+"""Jobs that hang, crash, run out of time, or do not stop, with real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
 
 
 def worker(parent: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank, started by ``fourfold train`` itself or by torchrun."""
+    """Return the process of a rank, whether ``fourfold train`` itself or torchrun has started it."""
     launched = "torch.distributed.run" in Path(f"/proc/{parent.pid}/cmdline").read_text()
     return (children_of if launched else workers_of)(parent.pid)[rank]
 
@@ -86,7 +86,7 @@ def change(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
-    """The job ends and names it, or continues like a job without its batch, to the bit."""
+    """The job either ends and names the step, or continues to the bit as a job without the step's batch would."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
     path = run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, **changes)
     process = start(path, environ=with_change(tmp_path, "fourfold.training.job", FAIL_IN_STEP_4))
@@ -206,7 +206,7 @@ def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: 
 def test_the_limit_of_time_saves_and_stops(
     tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that passes the limit when two steps are recorded."""
+    """The clock passes the limit when two steps have been recorded."""
     path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=1)
     clock = SimpleNamespace(monotonic=lambda: 60.0 if steps_of(path) >= 2 else 0.0)
     monkeypatch.setattr("fourfold.launch.stop_signals.time", clock)
@@ -228,7 +228,7 @@ def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cl
 def test_a_step_that_leaves_the_program_is_a_crash(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, code: object
 ) -> None:
-    """Whatever its exit code says: a library in the step knows nothing about the job."""
+    """The exit code does not matter, because a library in the step knows nothing about the job."""
 
     def update(*_: object) -> None:
         sys.exit(code)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
     process.kill()
     process.communicate(
         timeout=PATIENCE
-    )  # returns when nobody has its output open: the ranks and their watchdogs have ended
+    )  # returns when nobody holds the output open, so all ranks and watchdogs have ended
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
 
 

@@ -1,4 +1,4 @@
-"""The FLOP formula equals arithmetic by hand and PyTorch's own counter. This file also tests the table of peaks."""
+"""The FLOP formula equals arithmetic by hand and PyTorch's own counter. The table of peaks is tested here too."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_an_mlp_without_gate_has_two_matrices():
 
 
 def test_agrees_with_palm_up_to_the_causal_half():
-    """PaLM, appendix B: 6N + 12 L H Q T per token. Ours counts half of the second term."""
+    """PaLM's appendix B has 6N + 12 L H Q T per token. Our formula counts half of the second term."""
     count = count_of()
     palm = 6 * count.matmul_parameters + 12 * 2 * 4 * 3 * 10
     assert palm - count.training == 6 * 2 * 4 * 3 * 10
@@ -60,13 +60,13 @@ def test_a_sliding_layer_counts_the_keys_in_its_window():
     """One of two layers sees at most 8 of 64 keys."""
     full = count_of(64)
     slid = count_of(64, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # as the causal half counts S / 2, not (S + 1) / 2
+    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # a query counts half of its own key
     assert full.forward - slid.forward == pytest.approx(4 * 4 * 3 * (64 / 2 - seen), rel=0.01)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_linear_layers_agree_with_the_flop_counter(gated):
-    """The matmul part, forward and backward, on the linear layers of the tiny decoder run one after another."""
+    """Compare the matmuls, forward and backward, when the linear layers of the tiny decoder run one after another."""
     tokens, hidden, heads_width, kv_width, inner, vocab = 5, 8, 12, 6, 16, 32
     shapes = [(hidden, heads_width), (hidden, kv_width), (hidden, kv_width), (heads_width, hidden)]
     shapes += [(hidden, inner)] * (2 if gated else 1) + [(inner, hidden)]

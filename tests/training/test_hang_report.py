@@ -1,4 +1,4 @@
-"""Which rank the report of a hang names: the one that has done less than the ranks that wait for it."""
+"""The report of a hang names the rank that has done less than the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_rank_that_has_not_entered_a_collective_is_named_although_its_sign_is_
 
 
 def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
-    """Rank 2 waits for 0 on another axis, and 0 for 1."""
+    """Rank 2 waits for rank 0 on another axis, and rank 0 waits for rank 1."""
     reports = [
         report(0, 40.0, entered={"x of 0-1": 5, "dp of 0-2": 1}),
         report(1, 41.0, entered={"x of 0-1": 4, "dp of 1-3": 1}),
@@ -59,7 +59,7 @@ def test_a_rank_that_waits_is_not_named_although_others_wait_for_it() -> None:
 
 
 def test_a_receiver_waits_for_the_sender_and_not_the_sender_for_it() -> None:
-    """Stage 1 waits for the third activation, and has sent its second gradient, which nobody takes yet."""
+    """Stage 1 waits for the third activation. It has sent its second gradient, which nobody has received yet."""
     forward, backward = "pp of 0-1 from 0", "pp of 0-1 from 1"
     reports = [report(0, 41.0, entered={forward: 2, backward: 2}), report(1, 40.0, entered={forward: 3, backward: 2})]
     assert find_awaited(reports).rank == 0
@@ -105,7 +105,7 @@ def test_more_groups_than_the_memory_has_room_for_are_left_out_of_the_report() -
 
 
 def entered(rank: int, world_size: int, run: RunConfig) -> dict[str, int]:
-    """Train, and count the collectives of this rank by group."""
+    """Train, and return how many collectives this rank entered, by group."""
     memory = heart()
     heartbeat.send_signs_to(memory)
     try:
@@ -141,7 +141,7 @@ EXPERTS = {
 def test_ranks_of_a_group_enter_equally_many_collectives(
     tmp_path: Path, prefix: str, pool: Pool, changes: dict[str, Any]
 ) -> None:
-    """What the report compares: only a rank that hangs may differ."""
+    """The report compares these numbers, so they may differ only for a rank that hangs."""
     checks = {"validation__interval": 2, "validation__steps": 1, "checkpoint__interval": 2}
     steps = {"training__train_steps": 4, "training__micro_batch_size": 1, "fault_tolerance__timeout": 0}
     run = load_run(run_file(tmp_path, prefix, **checks, **steps, **changes))

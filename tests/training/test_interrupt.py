@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal and launchers, with real signals to real processes: the first saves, a second stops."""
+"""Ctrl-C, a closed terminal, and launchers: real processes save at the first signal, and stop at the second."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from patience import PATIENCE, wait_until
+from python_start import run_at_start
 from tiny_corpus import run_file
 from train_processes import (
     FOURFOLD,
@@ -41,7 +42,7 @@ def test_the_first_interrupt_saves(
     path = endless(tmp_path, prefix, **parallel)
     process = start(path)
     wait_for_steps(path, 2, process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group at once
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal, signal every process of the group
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, errors
     assert errors.count("saving a checkpoint after this step; press Ctrl-C again to stop without saving") == 1
@@ -68,18 +69,15 @@ def update(job, step, grad_norm):
 
 Job.update = update
 """
-"""Imported by every Python process that finds it under the name of sitecustomize."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
-    """In the middle of a step, which is not finished."""
+    """It comes in the middle of a step, which is not finished."""
     path = endless(tmp_path, prefix, checkpoint__interval=2, **parallel)
-    (tmp_path / "sitecustomize.py").write_text(STAY_IN_STEP_4)
     in_step_4 = tmp_path / "in step 4"
-    python_path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    process = start(path, environ={"PYTHONPATH": python_path, "IN_STEP_4": str(in_step_4)})
+    process = start(path, environ=run_at_start(tmp_path, STAY_IN_STEP_4) | {"IN_STEP_4": str(in_step_4)})
     wait_until(in_step_4.exists, process)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
@@ -96,7 +94,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
 def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2)
     process = start(path)
-    wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # they still import torch
+    wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # the workers still import torch
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
@@ -107,7 +105,7 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
 
 @pytest.mark.slow
 def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
-    """The kernel sends SIGHUP, and nothing can be printed any more."""
+    """The kernel sends SIGHUP, and from then on nothing can be printed."""
     path = endless(tmp_path, prefix)
     ours, theirs = os.openpty()
 
@@ -159,14 +157,14 @@ def test_a_launcher_may_deliver_an_interrupt_twice(monkeypatch: pytest.MonkeyPat
 
 def test_an_interrupt_after_another_stop_signal_stops() -> None:
     request = StopRequest(announce=False, launched=False)
-    for _ in range(2):  # a scheduler may repeat itself
+    for _ in range(2):  # a scheduler may send it twice
         request.receive(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
         request.receive(signal.SIGINT, None)
 
 
 def test_signals_that_are_ignored_stay_so() -> None:
-    """nohup ignores SIGHUP."""
+    """For example, nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_request() as request:
@@ -180,7 +178,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
 
 
 def test_a_run_that_does_not_resume_by_itself_says_how(tmp_path: Path, prefix: str) -> None:
-    """Checkpoints beyond the record are of an attempt before."""
+    """Checkpoints of later steps than the record are from an earlier attempt."""
     run = load_run(run_file(tmp_path, prefix, checkpoint__resume="never"))
     folder = tmp_path / "runs" / "run"
     for step in (2, 90):

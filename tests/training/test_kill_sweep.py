@@ -1,4 +1,5 @@
-"""Runs that are killed at seeded moments, and before every file operation of a save, end as if never killed."""
+"""Runs are killed at seeded moments, and before every file operation of a save. They end as if they had never been
+killed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Whole = Callable[[str, int], Path]
 
 
 def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
-    """A run file with a checkpoint every second step. Two are kept."""
+    """Write a run file with a checkpoint every second step. Two checkpoints are kept."""
     folder.mkdir(exist_ok=True)
     saves: dict[str, object] = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
     return run_file(folder, prefix, training__train_steps=steps, **saves, **changes)
@@ -38,7 +39,7 @@ def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """The folder of the run that nobody kills, made at first use."""
+    """Return the folder of a run that nobody kills. It is made at first use."""
     folders: dict[tuple[str, int], Path] = {}
 
     def run(setting: str, steps: int) -> Path:
@@ -52,7 +53,8 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
-    """Return the figures of every step, the last tensors, and the names of all checkpoints, which are all whole."""
+    """Check that the figures of every step, the last tensors, and the names of all checkpoints are equal, and that
+    every checkpoint is whole."""
     runs = [load_run(each / "run.toml") for each in (folder, other)]
     records = [read_metrics(Path(run.output_dir, run.name, "metrics.jsonl")) for run in runs]
     figures = [[(r["step"], r["loss"], r["grad_norm"]) for r in record] for record in records]
@@ -93,7 +95,8 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
 
 
 def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
-    """The short form of the sweep: the second attempt, and the run that nobody kills, need no process of their own."""
+    """This is the short form of the sweep. The second attempt, and the run that nobody kills, need no process of their
+    own."""
     folders = tmp_path / "killed", tmp_path / "whole"
     paths = [killable(folder, prefix, 16) for folder in folders]
     process = start(paths[0])
@@ -111,8 +114,8 @@ def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: 
 def test_a_kill_at_any_moment_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
 ) -> None:
-    """Kill each setting and victim three times. Every fifth kill is during the start, and the rest between steps or
-    in a save."""
+    """Kill each setting and victim three times. Every fifth kill comes during the start, and all further kills come
+    between steps or in a save."""
     steps, chance = 40, random.Random(seed)
     setting, victim = list(SETTINGS)[seed % 3], VICTIMS[seed % 4]
     path = killable(tmp_path, prefix, steps, **SETTINGS[setting])
@@ -121,7 +124,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     if early:
         wait_until(lambda: len(workers_of(process.pid)) == 2, process)
         moment = time.monotonic() + chance.uniform(0, 3)
-        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # a fast start is over sooner
+        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # or the start is over
     else:
         wait_for_steps(path, chance.randint(1, steps - 4), process)
         time.sleep(chance.uniform(0, 0.05))
@@ -137,7 +140,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
 
 
 SAVED = 6
-"""The step whose save is interrupted. The save of step 2 is pruned then."""
+"""The step whose save is interrupted. This save also removes the checkpoint of step 2."""
 KILL_BEFORE = """
 import multiprocessing, os, signal
 
@@ -179,7 +182,8 @@ def change(module):
 def test_a_kill_before_a_file_operation_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
 ) -> None:
-    """File operations of a save that prunes an older one: directories, opens, writes, fsync, renames, removals."""
+    """These are the file operations of a save that removes an older checkpoint: directories, opens, writes, fsync,
+    renames, and removals."""
     environ = with_change(tmp_path, "fourfold.models.tensor_files", KILL_BEFORE) | {"KILL_RANK": str(rank)}
 
     def run(folder: Path, operation: int) -> str:

@@ -84,7 +84,7 @@ def test_the_same_run_again_is_the_same(finished: tuple[RunConfig, Outcome], tmp
     other = make(tmp_path, prefix)
     train(other)
     assert [r["loss"] for r in metrics_of(other)] == [r["loss"] for r in metrics_of(finished[0])]
-    assert checkpoints_of(other) == ["step_8"]  # at the end, with no interval
+    assert checkpoints_of(other) == ["step_8"]  # without an interval, only the last step is saved
     weights, expected = weights_of(other, 8), weights_of(finished[0], 8)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefi
 def test_nan_gradients_are_told_before_they_are_saved(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of that step is still a number, but its update has ruined every weight."""
+    """The loss of that step is still a number, but the update has ruined every weight."""
     run = make(tmp_path, prefix, checkpoint__interval=1)
     clip = Job.clip
 
@@ -121,7 +121,7 @@ def test_nan_gradients_are_told_before_they_are_saved(
 
 
 def test_a_step_without_a_token_to_learn(tmp_path: Path) -> None:
-    """Documents of one token each: the loss is 0 / 0, but no learning rate is to blame."""
+    """All documents have one token, so the loss is 0 / 0. The learning rate is not to blame."""
     with IndexedWriter(tmp_path / "empty", 257) as writer:
         writer.add_documents(np.full(500, 256), np.ones(500, dtype=np.int64))
     run = make(tmp_path, str(tmp_path / "empty"), data__validation=[])
@@ -191,7 +191,7 @@ def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys:
     output = capsys.readouterr().out
     assert "goldfish mask" in output
     shares = [step["trained_token_share"] for step in metrics_of(run)]
-    assert min(shares[:4]) > 0.95  # no step before the first masked one leaves out more than starts of documents
+    assert min(shares[:4]) > 0.95  # before the mask begins, only first tokens of documents are left out
     assert max(shares[4:]) < 0.9
     assert f"trained: {shares[0]:.1%}" in output
     plain = make(tmp_path, prefix, name="plain")

@@ -1,4 +1,5 @@
-"""LoRA on the grid: peft's numbers, a base that stays as it is, and adapters that go out and on."""
+"""LoRA on the grid: it computes peft's numbers and does not change the base. Its adapters are exported, and continue on
+another grid."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_pa
 
 
 def tuning_run(folder: Path, grid: dict[str, int], out: Path, **training: Any) -> RunConfig:
-    """On a model of transformers."""
+    """Return a run that tunes a model of transformers."""
     return make_run(
         {
             "output_dir": str(out),
@@ -97,7 +98,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | N
     "grid", [pytest.param({"x": 2, "y": 2, "z": 2}, marks=pytest.mark.slow), {"x": 2, "z": 2}], ids=str
 )
 def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path, grid: dict[str, int]) -> None:
-    """Return loss and every gradient on peft's model, and check that the base is unchanged to the bit."""
+    """Compare the loss and every gradient with peft's model, and check that the base has not changed by a bit."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = make_model(tmp_path / "base", "llama gqa tied", vocab_size=208)
     run = tuning_run(folder, grid, tmp_path / "runs")

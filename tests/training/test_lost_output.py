@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import exit_code
+from python_start import run_at_start
 from tiny_corpus import run_file
 from train_processes import FOURFOLD, steps_of
 
@@ -22,7 +23,7 @@ from fourfold.processes import lossy_output
 
 @pytest.fixture
 def nobody_reads() -> Iterator[int]:
-    """The end of a pipe whose other end is closed."""
+    """Yield the end of a pipe whose other end is closed."""
     theirs, ours = os.pipe()
     os.close(theirs)
     yield ours
@@ -36,13 +37,12 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     path = run_file(tmp_path, prefix, parallel__x=processes, metrics__log_interval=1)
     # A warning that each process prints at its start stays in the buffer of standard error.
     warning = "import sys\ntry: print('a warning', file=sys.stderr)\nexcept OSError: pass"
-    (tmp_path / "sitecustomize.py").write_text(warning)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would keep no buffer.
+    monkeypatch.setenv("PYTHONPATH", run_at_start(tmp_path, warning)["PYTHONPATH"])
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # With it, streams have no buffer.
     # The fork server outlives this test. If this job started the server, all later tests would fork from a process
     # whose output nobody reads.
     monkeypatch.setattr(worker_processes, "STARTED_BY", multiprocessing.get_context("spawn"))
-    before = [os.dup(1), os.dup(2)]  # the output of local workers
+    before = [os.dup(1), os.dup(2)]  # local workers inherit these
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(nobody_reads, descriptor)

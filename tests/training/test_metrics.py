@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written, what a crash leaves behind, what a resumed run keeps."""
+"""metrics.jsonl: what is written to it, what a crash leaves behind, and what a resumed run keeps."""
 
 import json
 import math
@@ -104,7 +104,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     for cut in range(1, 40):
         path.write_bytes(whole[:-1][:-cut])
         assert steps_in(path) == [1]
-    path.write_bytes(whole[:-1])  # only the end of line is missing: the object is whole
+    path.write_bytes(whole[:-1])  # only the end of the line is missing
     assert steps_in(path) == [1, 2]
     path.write_bytes(whole + b"\x00\xff\x00")  # what a file system may leave after a power cut
     assert steps_in(path) == [1, 2]

@@ -67,7 +67,8 @@ def test_wsd_falls_in_its_share_of_the_run(steps: int, warmup: int, ratio: float
 @pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (3, 3), (3, 50), (5, 4)])
 def test_short_runs(style: str, steps: int, warmup: int) -> None:
-    """No division by zero, nothing below the floor or above the peak, and steps past the end stay at the floor."""
+    """There is no division by zero, no rate is below the floor or above the peak, and steps past the end stay at the
+    floor."""
     config = SchedulerConfig(warmup_steps=warmup, decay_style=style, min_lr_ratio=0.1)
     for step in range(steps + 3):
         assert 0 < learning_rate(step, steps, 2.0, config) <= 2.0
@@ -84,11 +85,11 @@ def gradient_of(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
 def step_with_known_gradients(
     rank: int, world_size: int, run: RunConfig, steps: int, zero_gradients: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Whole weights before and after."""
+    """Return the whole weights before and after."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for shard in job.shards:
-        if len(shard.global_shape) == 1:  # a norm of exactly one would hide a decay of biases, which are zero
+        if len(shard.global_shape) == 1:  # biases start at zero, which would hide a wrong decay
             shard.local.fill_(0.7)
     locals_before = [shard.local.clone() for shard in job.shards]
     before = gather_full(job.shards, locals_before)
@@ -127,7 +128,7 @@ def test_adamw_is_torchs_on_every_grid(pool: Pool, model: dict[str, Any], parall
 
 
 def steps_of(optimizer: type[torch.optim.Optimizer], start: torch.Tensor, name: str, **settings: Any) -> torch.Tensor:
-    """A weight after five steps of one of torch's optimizers."""
+    """Return a weight after five steps of one of torch's optimizers."""
     parameter = torch.nn.Parameter(start.clone())
     stepping = optimizer([parameter], lr=0.01, **settings)
     for step in range(5):
@@ -137,7 +138,7 @@ def steps_of(optimizer: type[torch.optim.Optimizer], start: torch.Tensor, name: 
 
 
 def by_torchs_muon(config: OptimizerConfig, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Five steps by torch's Muon, each expert by itself, and what Muon does not step by AdamW."""
+    """Take five steps with torch's Muon, each expert by itself, and with AdamW for what Muon does not step."""
     after = {}
     for name, start in before.items():
         decay = config.weight_decay if start.ndim > 1 else 0.0
@@ -173,7 +174,7 @@ def by_torchs_muon(config: OptimizerConfig, before: dict[str, torch.Tensor]) -> 
 def test_muon_is_torchs_on_every_grid(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], parallel: dict[str, int]
 ) -> None:
-    """In float32, because torch's Muon rounds to bf16 if it can."""
+    """The run is in float32, because torch's Muon rounds to bf16 if it can."""
     optimizer = {**optimizer_section(), "name": "muon", "momentum": 0.9}
     run = tiny_run(model, parallel, optimizer=optimizer, training={"global_batch_size": 24})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 5, False)[0]
@@ -195,7 +196,7 @@ def test_muon_rounds_to_bf16_as_torchs_does(pool: Pool) -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"x": 2, "z": 2}])
 def test_lion_is_the_published_one(pool: Pool, parallel: dict[str, int]) -> None:
-    """Algorithm 2 of arXiv 2302.06675."""
+    """The reference is Algorithm 2 of arXiv 2302.06675."""
     optimizer = {**optimizer_section(), "name": "lion"}
     run = tiny_run(GPT, parallel, optimizer=optimizer, training={"global_batch_size": 12})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 3, False)[0]
@@ -226,7 +227,7 @@ def test_matrices_are_dealt_evenly() -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"z": 3}, {"x": 2, "z": 2}])
 def test_only_matrices_decay(pool: Pool, parallel: dict[str, int]) -> None:
-    """On every grid, with every shape of the local shard."""
+    """This holds on every grid, with every shape of the local shard."""
     run = tiny_run(GPT, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
     before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 1, True)[0]
     kinds = {1: 0, 2: 0}

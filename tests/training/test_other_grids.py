@@ -27,7 +27,7 @@ from fourfold.training import trainer
 from fourfold.training.metrics import EXPERTS_FILE, read_metrics
 
 CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
-"""With a small eps, Adam makes a whole step of the rounding noise of gradients that are nearly zero."""
+"""With a smaller eps, Adam would make whole steps of the rounding noise in gradients that are nearly zero."""
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"x": 2, "z": 2}),
     ({"x": 2, "z": 2}, {"pp": 2, "dp": 2, "zero": 1}),
@@ -87,7 +87,7 @@ def weights_of(run: RunConfig, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_close(run: RunConfig, expected: RunConfig) -> None:
-    """As close as two grids' roundings are."""
+    """Check that two runs are as close as the roundings of two grids allow."""
     ours, theirs = metrics_of(run), metrics_of(expected)
     assert [record["step"] for record in ours] == [record["step"] for record in theirs]
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
@@ -174,7 +174,7 @@ def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str
 
 @pytest.mark.parametrize(("steps", "stops"), [(12, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
 def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps: int, stops: int) -> None:
-    """Through all grids of a run, the ranks of each step read exactly its samples."""
+    """On all grids of a run, the ranks of each step together read exactly its samples."""
     grids: list[dict[str, Any]] = [{"dp": 2}, {"x": 2}, {"z": 2, "dp": 2}, {}, {"cp": 2}, {"pp": 2}, {"dp": 4}]
     seen: dict[int, list[int]] = {}
     for attempt in range(stops + 1):
@@ -185,7 +185,7 @@ def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps
         read = [json.loads((tmp_path / f"{stop}-{rank}.json").read_text()) for rank in range(ranks)]
         for step in read[0]:
             assert int(step) not in seen
-            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence have the same
+            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence report the same numbers
             seen[int(step)] = sorted(number for share in shares for number in share)
     batch = run.training.global_batch_size
     assert seen == {step: list(range(step * batch, (step + 1) * batch)) for step in range(steps)}

@@ -1,4 +1,5 @@
-"""Training does not depend on the amount of padding: dense and with experts, conversations and pairs, on every axis."""
+"""Training does not depend on the amount of padding, with dense models and experts, conversations and pairs, on every
+axis."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Kind = Literal["sft", "preferences"]
 
 STEPS = 3
 LENGTHS: dict[Kind, tuple[int, int]] = {"sft": (40, 48), "preferences": (24, 56)}
-"""Sequence lengths that hold all tokens, and pack the same conversations."""
+"""Two sequence lengths that both hold all tokens, and into which the same conversations are packed."""
 
 SHORT = DEEPSEEK | {"num_hidden_layers": 2}
 LOSSES = {"load_balancing_loss": 0.5, "z_loss": 0.1}
@@ -70,7 +71,7 @@ def run_of(
 
 
 def steps_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The figures of three steps, and this rank's weights after them."""
+    """Return the figures of three steps, and this rank's weights after them."""
     grid = Grid(run.parallel, "cpu")
     corpora = open_corpora(run, grid.batch)
     job = Job(run, grid, torch.device("cpu"))
@@ -176,7 +177,7 @@ def test_training_does_not_depend_on_padding_on_any_axis(name: str, pool: Pool, 
 
 
 def data_tokens(corpus: str, kind: Kind, seq_length: int, samples: int) -> int:
-    """Tokens of the first samples that belong to a conversation or a pair, counted in the corpus."""
+    """Return how many tokens of the first samples belong to a conversation or a pair, counted in the corpus."""
     dataset = build_dataset([(corpus, 1.0)], seq_length, 0)
     windows = dataset.read(np.arange(samples))
     if kind == "preferences":
@@ -200,7 +201,7 @@ def test_prompts_and_ends_of_documents_are_data(kind: Kind, corpora: dict[Kind, 
 
 
 def test_experts_count_the_data_alone(pool: Pool, corpora: dict[Kind, str]) -> None:
-    """The rows of each layer come from the data, and the means are over the data. An even router shows it."""
+    """Each layer's rows are only those of the data, and means are over the data alone. An even router shows this."""
     run = run_of(corpora, "sft", SHORT, {}, 48, moe=BIAS)
     records, _ = pool.run(1, steps_body, run)[0]
     rows = records[0]["rows"]

@@ -1,4 +1,5 @@
-"""bf16 and fp16: rounding, loss scaling, and what the step computes with against what is stored."""
+"""bf16 and fp16: rounding, loss scaling, and the difference between the numbers that a step computes with and the
+stored ones."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_stochastic_rounding_keeps_what_bfloat16_can_hold() -> None:
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, -2.5e-5, 1.2e20])
 def test_stochastic_rounding_is_right_on_average(value: float) -> None:
-    """Only the two neighbors occur, and each as often as makes the mean the value."""
+    """Only the two neighbors occur, each so often that the mean is the value."""
     draws = 200_000
     rounded = stochastically_rounded(torch.full((draws,), value), seeded(7)).float()
     exact = torch.tensor(value)
@@ -49,7 +50,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 
 def test_many_small_updates_arrive_where_rounding_to_nearest_stands_still() -> None:
-    update, steps = 1e-4, 1000  # of 1: far below bfloat16's half step of 0.004
+    update, steps = 1e-4, 1000  # near 1, bfloat16 rounds updates below 0.004 away
     stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     generator = seeded()
     for _ in range(steps):
@@ -148,7 +149,7 @@ def tables_body(rank: int, world_size: int, run: RunConfig) -> tuple[set[str], s
 
 @pytest.mark.parametrize("grid", [{}, {"z": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_rotary_tables_stay_float32_in_bf16_runs(pool: Pool, grid: dict[str, int]) -> None:
-    """In bf16 a position beyond 256 would be another."""
+    """In bf16, a position beyond 256 would become another position."""
     run = tiny_run(LLAMA, grid, training={"precision": "bf16"})
     for kinds, tables, hidden in pool.run(run.parallel.world_size, tables_body, run):
         assert kinds == {"FullySharded" if "z" in grid else "Replicated"}
@@ -173,7 +174,7 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
             stored = {shard.name: shard.local for shard in job.shards}
             for name, working in stage.model.named_parameters():
                 rounded &= working.dtype == torch.bfloat16
-                # The rows that this rank stores itself. Their place in the whole is their part's place.
+                # Compare the rows that this rank stores itself, at their place in the gathered weight.
                 mine = stored[name]
                 rows = slice(rank * len(mine), (rank + 1) * len(mine))
                 rounded &= torch.equal(working.detach()[rows], mine.bfloat16())
@@ -183,7 +184,7 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
 
 @pytest.mark.parametrize("model", [LLAMA, GPT | {"num_hidden_layers": 2}], ids=["llama", "gpt"])
 def test_working_copies_are_the_stored_weights_rounded(pool: Pool, model: dict[str, Any]) -> None:
-    """And replicas and shards train alike: gradients are summed in float32, and in one order, over two ranks."""
+    """Replicas and shards also train alike, because gradients are summed over two ranks in float32 and in one order."""
     weights = []
     for grid in ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"z": 2}):
         run = tiny_run(model, grid, training={"precision": "bf16", "global_batch_size": 4})

@@ -90,7 +90,7 @@ def test_pairs_that_do_not_fit(corpus: str) -> None:
 
 
 def by_hand(run: RunConfig, pairs: PreferencePairs) -> np.ndarray:
-    """The log-probability of every document under the initial model, in plain PyTorch."""
+    """Return the log-probability of every document under the initial model, in plain PyTorch."""
     model = Transformer(run.model)
     initialize(model, run.model, run.training.seed)
     (batch,) = Loader(pairs, 32, 22, 22, masks=MASKS).step(0)
@@ -168,7 +168,7 @@ def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_prompt", [True, False], ids=["prompt of its own", "what both begin with"])
 def test_only_the_last_answer_of_a_longer_talk_is_trained(cli: Cli, tmp_path: Path, has_prompt: bool) -> None:
-    """The prompt has answers of the assistant, which sft would train."""
+    """The prompt contains answers of the assistant, which sft would train."""
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
     prompt, last = TALK[:3], TALK[3]

@@ -1,4 +1,4 @@
-"""Silent corruption: a step that is computed twice, copies that are compared, and the rank that is named."""
+"""Silent corruption: a step is computed twice, copies are compared, and the faulty rank is named."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CASES = [
 
 
 def copies(grid: dict[str, Any]) -> bool:
-    """Whether every weight has a copy on another rank."""
+    """Return whether every weight has a copy on another rank."""
     return grid.get("dp", 1) > 1 and not grid.get("zero")
 
 
 @pytest.mark.parametrize(("grid", "times"), CASES)
 def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
-    """Every flip that changed a gradient or a copy. All further flips hit tokens without a label, or rounding hid
-    them."""
+    """Every flip is found that changed a gradient or a copy. All further flips hit tokens without a label, or were
+    rounded away."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
     everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)
@@ -78,7 +78,7 @@ def test_the_run_ends_before_the_weights_move(
     def finish_and_flip(job: Job) -> None:
         finish(job)
         calls[0] += 1
-        if calls[0] == 6:  # the second pass of step 4: 1, 2, 2', 3, 4, 4'
+        if calls[0] == 6:  # steps run as 1, 2, 2', 3, 4, 4', so this is the second pass of step 4
             job.trained[3].grad.view(-1).view(torch.uint8)[0] ^= 1
 
     monkeypatch.setattr(Job, "finish_gradients", finish_and_flip)
@@ -106,7 +106,8 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 
 def test_a_victim_is_not_named() -> None:
-    """Rank 1 gives something else to the sum of ranks 0 and 1. Rank 0 then does so in its sum with rank 2."""
+    """Rank 1 contributes something else to the sum of ranks 0 and 1. As a consequence, rank 0 does so in its sum with
+    rank 2."""
 
     def log(*checksums: int, members: tuple[tuple[int, ...], ...]) -> list[Given]:
         return [Given(ranks, "sum", value) for ranks, value in zip(members, checksums, strict=True)]
@@ -127,7 +128,7 @@ def test_a_victim_is_not_named() -> None:
 
 @pytest.mark.slow
 def test_tied_and_copied_weights_are_alike(pool: Pool) -> None:
-    """There is no alarm if nothing is wrong: after a step, on grids with copies along every axis."""
+    """If nothing is wrong, there is no alarm after a step, on grids with copies along every axis."""
     for grid in ({"pp": 2, "dp": 2}, {"x": 2, "y": 2}, {"dp": 2, "zero": 1}):
         run = tiny_run(QWEN, grid, checks={"replay_interval": 1})
         for trial in pool.run(run.parallel.world_size, flip_bits, run, ("nothing",), 2)[0]:

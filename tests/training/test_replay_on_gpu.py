@@ -1,4 +1,4 @@
-"""Replayed steps on a simulated GPU whose kernels add in any order, unless torch asks them for a fixed one."""
+"""Replayed steps on a simulated GPU, whose kernels add in any order unless torch asks for a fixed order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.training.replay import Replay
 from fourfold.verification.batches import random_micro_batches
 
 Kernel = Callable[[int], bool]
-"""The number of a pass → whether a gradient gets other bits in it."""
+"""Takes the number of a pass, and returns whether a gradient gets other bits in that pass."""
 
 
 def is_atomic(passes: int) -> bool:
@@ -47,7 +47,8 @@ def has_no_kernel(passes: int) -> bool:
 
 
 def replayed(rank: int, world_size: int, kernel: Kernel, asked: bool) -> tuple[str, int]:
-    """Replay a step, and return the sentence and the number of passes. asked: the user asks for warnings already."""
+    """Replay a step, and return the sentence and the number of passes. ``asked``: whether the user has already asked
+    torch for warnings."""
     run = tiny_run(LLAMA, checks={"replay_interval": 1})
     finish, passes = Job.finish_gradients, 0
 

@@ -1,4 +1,4 @@
-"""How a job stops and continues, and what a resumed job warns of and refuses."""
+"""How a job stops and continues, and what a resumed job warns about and refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(
 def test_killed_between_checkpoints_it_repeats_the_lost_steps(
     finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lines of the lost steps are written again, once."""
+    """The lines of the lost steps are written again, so each is there once."""
     run = make(tmp_path, prefix, checkpoint__interval=3)
     with monkeypatch.context() as patched:
         at_step(patched, 5, die)
@@ -93,7 +93,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, prefix: str) -> None:
 
 
 def test_resume_never_starts_afresh_in_the_same_folder(tmp_path: Path, prefix: str) -> None:
-    """And what it saves is kept, though the run before came further."""
+    """Its own checkpoints are kept, although the earlier run came further."""
     train(make(tmp_path, prefix, training__train_steps=4))
     run = make(tmp_path, prefix, training__train_steps=2, checkpoint__resume="never", checkpoint__keep_latest_k=1)
     outcome = train(run)
@@ -135,7 +135,7 @@ def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: p
 def test_a_resumed_run_warns_of_another_small_corpus(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """None of its samples is among the first of the mixture."""
+    """The first samples of the mixture have no sample of this corpus."""
     first, second = (
         [{"path": prefix, "weight": 0.99}, {"path": make_corpus(tmp_path, name, documents=50), "weight": 0.01}]
         for name in ("first", "second")
@@ -176,8 +176,7 @@ def test_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path, pr
 def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str
 ) -> None:
-    """A signal to one rank alone stops all ranks after the same step. Another grid takes over the data and the
-    weights."""
+    """A signal to one rank stops all ranks after the same step. The data and the weights continue on another grid."""
     changes = {"training__micro_batch_size": 1, "sample__prompt": "the ", "sample__max_new_tokens": 3}
     run = make(tmp_path, prefix, **changes, parallel__z=2)
     outcomes = pool.run(2, train_on_ranks, run, 1)
@@ -186,7 +185,7 @@ def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
     run = make(tmp_path, prefix, **changes, parallel__x=2, parallel__dp=2, parallel__zero=2)
     outcomes = pool.run(4, train_on_ranks, run)
     assert [outcome.steps for outcome in outcomes] == [8] * 4
-    assert len({outcome.sample for outcome in outcomes}) == 1  # all drew the same
+    assert len({outcome.sample for outcome in outcomes}) == 1  # all ranks drew the same sample
     metrics, expected = metrics_of(run), metrics_of(finished[0])
     assert [record["step"] for record in metrics] == list(range(1, 9))
     for ours, theirs in zip(metrics, expected, strict=True):
@@ -201,7 +200,7 @@ def test_the_sample_is_the_same_on_every_grid(
 ) -> None:
     outcome = finished[1]
     changes = {
-        "training__micro_batch_size": 2,  # a sample is of one sequence
+        "training__micro_batch_size": 2,  # a sample still has one sequence
         "checkpoint__resume": outcome.checkpoint,
         "sample__prompt": "the ",
         "sample__max_new_tokens": 8,
@@ -236,7 +235,7 @@ def warnings_in(printed: str) -> list[str]:
 def test_a_resumed_run_names_every_changed_key_of_the_optimization(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, on one process and on another grid. A key of the layout is none of them."""
+    """Each is named once, on one process and on another grid. Keys of the layout are not named."""
     named = (
         'training.precision = "fp32" → "bf16", optimizer.betas = [0.9, 0.95] → [0.5, 0.6], '
         'optimizer.weight_decay = 0.1 → 0.5, lr_scheduler.decay_style = "cosine" → "linear"'

@@ -1,4 +1,5 @@
-"""A run's folder in hostile hands: other jobs, files that are gone or torn, checkpoints that cannot be removed."""
+"""A run's folder in bad circumstances: other jobs, files that are missing or torn, and checkpoints that cannot be
+removed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, open_run_fold
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, prefix: str) -> Path:
-    """The folder of a run of six steps."""
+    """Return the folder of a run of six steps."""
     folder = tmp_path_factory.mktemp("original")
     assert exit_code("train", run(folder, prefix, 6)) == 0
     return folder / "runs"
@@ -31,7 +32,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, prefix: str) -> Path:
 
 @pytest.fixture
 def trained(original: Path, tmp_path: Path) -> Path:
-    """A copy of its checkpoints: step_2, step_4, step_6."""
+    """Return a copy of its checkpoints: step_2, step_4, and step_6."""
     shutil.copytree(original, tmp_path / "runs")
     return tmp_path / "runs" / "run" / "checkpoints"
 
@@ -129,7 +130,7 @@ def test_what_cannot_be_removed_is_warned_of(
 
 
 def test_bad_steps_do_not_prune_what_was_saved_before_them(cli: Cli, tmp_path: Path, prefix: str) -> None:
-    """The first step spoils all weights: no step after it is good, and no older checkpoint goes."""
+    """The first step spoils all weights, so no later step is good, and no older checkpoint is removed."""
     changes = {"optimizer__lr": 1e30, "lr_scheduler__warmup_steps": 0, "checks__non_finite": "skip"}
     path = run(tmp_path, prefix, 30, checks__max_in_a_row=8, **changes)
     assert cli("train", path)[0] == 2
@@ -180,7 +181,7 @@ def test_a_failed_job_starts_again_if_it_had_begun_to_train_whatever_the_clocks_
     config = load_run(run(tmp_path, prefix, 8, parallel__x=2, fault_tolerance__max_restarts=2))
     folder, outcomes = folder_of(config), ["fails", "ends"]
     folder.mkdir(parents=True)
-    note_start(folder, 0, config, 0)  # of an earlier job
+    note_start(folder, 0, config, 0)  # an earlier job wrote this
 
     def run_on_grid(*_: object, restarts: int, **__: object) -> str:
         if begins_to_train:

@@ -1,4 +1,4 @@
-"""The score of a document does not depend on its batch: audits, evaluation, validation, and samples."""
+"""The score of a document does not depend on its batch, in audits, evaluation, validation, and samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DOCUMENTS = documents_of_lengths(9, 33, 14, 20)
 
 
 def alone(run: RunConfig, tokens: NDArray[np.int64]) -> torch.Tensor:
-    """The log-probability of each token but the first, by the plain decoder, which has no capacity."""
+    """Return the log-probability of each token but the first, by the plain decoder, which has no capacity."""
     model = Transformer(run.model)
     initialize(model, run.model, 0)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def scores_body(rank: int, world_size: int, run: RunConfig, documents: list[Any]
     ids=str,
 )
 def test_a_score_does_not_depend_on_other_documents(pool: Pool, model: str, grid: dict[str, int], at_once: int) -> None:
-    """Audits and evaluation have this scorer. Sequences are padded to the longest of a micro-batch, or more."""
+    """Audits and evaluation use this scorer. Sequences are padded to the longest of a micro-batch, or to more."""
     keys, sections = MODELS[model]
     run = tiny_run(keys, grid, training={"micro_batch_size": at_once}, **sections)
     together = pool.run(run.parallel.world_size, scores_body, run, DOCUMENTS)[0]
@@ -70,7 +70,7 @@ def test_a_score_does_not_depend_on_other_documents(pool: Pool, model: str, grid
 
 
 def packed(rows: list[list[NDArray[np.int64]]]) -> MicroBatch[NDArray[Any]]:
-    """Sequences of several documents each, with padding at their ends, as the loader makes them."""
+    """Return sequences of several documents each, with padding at their ends, as the loader makes them."""
     tokens, numbers = np.full((len(rows), LENGTH), VOCABULARY - 1), np.full((len(rows), LENGTH), -1)
     labels, positions = np.full_like(tokens, IGNORE_INDEX), np.zeros_like(tokens)
     for row, documents in enumerate(rows):

@@ -1,4 +1,5 @@
-"""Fine-tuning on conversations: the loss knows nothing of the grid, of micro-batches, or of who shares a sequence."""
+"""Fine-tuning on conversations: the loss does not depend on the grid, on micro-batches, or on how conversations share
+sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MASKS = (document_boundary, answers_only)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Bytes, with prompts and completions of very different lengths, so that masks are uneven over sequences."""
+    """Return a corpus of bytes. Its prompts and completions have very different lengths, so that sequences have unequal
+    numbers of trained tokens."""
     folder = tmp_path_factory.mktemp("talks")
     rows = [
         {"prompt": f"{i}" * (1 + 5 * i % 13), "completion": chr(65 + i % 26) * (1 + (7 * i % 17) * (i % 3))}

@@ -1,4 +1,4 @@
-"""Bad numbers: found before the update, recorded, and answered by a stop, a skip or a return to a checkpoint."""
+"""Bad numbers are found before the update, recorded, and answered by a stop, a skip, or a return to a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from poisoned_runs import (
     train_without,
 )
 from pool import Pool
+from python_start import run_at_start
 from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
@@ -72,7 +73,7 @@ def figures_of(run: RunConfig) -> list[tuple[int, float, float, bool]]:
 def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    """To the bit: weights and moments of every later checkpoint, and the losses of all other steps."""
+    """Equal to the bit are the weights and moments of every later checkpoint, and the losses of all other steps."""
     healthy = make(tmp_path / "healthy", prefix, **grid)
     run = make(tmp_path / "run", prefix, checks__non_finite="skip", **grid)
     ranks = run.parallel.world_size
@@ -98,7 +99,7 @@ def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
 def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    """It rolls back once from step 5 to 4, and once from 8 to 6, skipping 7 and 8. The record repeats nothing."""
+    """It goes back once from step 5 to 4, and once from 8 to 6, and then skips 7 and 8. No step is recorded twice."""
     healthy = make(tmp_path / "healthy", prefix, **grid)
     checks = {"checks__non_finite": "roll_back", "checks__roll_back_batches": 2}
     run = make(tmp_path / "run", prefix, **checks, **grid)
@@ -141,7 +142,7 @@ SPIKES = {"checks__spike": "skip", "checks__spike_window": 4, "checks__spike_sig
 def test_a_run_that_was_killed_judges_as_one_that_was_not(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, policy: str, stops: list[int]
 ) -> None:
-    """The window of the steps before comes from the checkpoint, the batches to skip from the record."""
+    """The window of earlier steps comes from the checkpoint, and the batches to skip come from the record."""
     faults = {6: LARGE_LOSS}
     changes = SPIKES | {"checks__spike": policy, "checks__non_finite": policy, "training__train_steps": 10}
     straight, killed = (make(tmp_path / name, prefix, **changes) for name in ("straight", "killed"))
@@ -192,7 +193,7 @@ def test_spikes_of_loss_and_gradient_norm(
 def test_the_run_file_says_stop(
     cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """The record is written, no weight moved, and the exit code is 2."""
+    """The record is written, no weight has changed, and the exit code is 2."""
     poison(monkeypatch, {5: fault})
     path = run_file(tmp_path, prefix, checkpoint__interval=2, **SPIKES | {"checks__spike": "stop"})
     code, _, errors = cli("train", path)
@@ -211,7 +212,7 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
     assert code == 0, errors
     assert "the gradient norm is nan at step 5: the run returns to step 3, and will skip 1 of the next" in errors
     assert "nan" not in output.partition("Done")[2]
-    # The same file from the beginning, with nothing that goes bad: the record of before is set aside.
+    # Start the same run again, without the fault. The earlier record of bad steps is set aside.
     monkeypatch.undo()
     assert cli("train", path, "--set", "checkpoint.resume=never")[0] == 0
     folder = tmp_path / "runs" / "run"
@@ -256,13 +257,13 @@ def test_a_return_needs_a_checkpoint(cli: Cli, tmp_path: Path, prefix: str, monk
 def test_fp16_ends_after_overflows_in_a_row(
     cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the overflows before a checkpoint count after it."""
+    """Overflows before a checkpoint still count after it."""
     faults = dict.fromkeys([2, *range(4, 9)], NAN_GRADIENT)
     poison(monkeypatch, faults)
     changes = FP16 | {"loss_scaling__max_overflows": 3, "checkpoint__interval": 5, "training__train_steps": 5}
     path = run_file(tmp_path, prefix, **changes)
     assert cli("train", path)[0] == 0
-    assert not (tmp_path / "runs" / "run" / "bad_steps.jsonl").exists()  # what loss scaling answers is not bad
+    assert not (tmp_path / "runs" / "run" / "bad_steps.jsonl").exists()  # loss scaling handles these steps
     code, _, errors = cli("train", path, "--set", "training.train_steps=8")
     assert code == 2 and "overflowed fp16 in 3 steps in a row, up to step 6; lower optimizer.lr" in errors
 
@@ -271,7 +272,7 @@ def test_fp16_ends_after_overflows_in_a_row(
 def test_a_loss_that_is_not_finite_is_no_overflow(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    """No loss scale helps, for the loss is not scaled."""
+    """No loss scale helps, because the loss itself is not scaled."""
     mean_loss = Job.mean_loss
     monkeypatch.setattr(Job, "mean_loss", lambda *args: mean_loss(*args) * torch.tensor(value))
     with pytest.raises(UserError, match=f"the loss is {value} at step 1; lower"):
@@ -296,19 +297,16 @@ def mean_of_poisoned(job, losses, kept):
 
 Job.mean_loss = mean_of_poisoned
 """
-"""Imported by every Python process that finds it under the name of sitecustomize."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "code"), [("stop", 2), ("skip", 0), ("roll_back", 0)])
 def test_local_workers_say_it_once(tmp_path: Path, prefix: str, policy: str, code: int) -> None:
     path = run_file(tmp_path, prefix, parallel__x=2, checkpoint__interval=2, checks__non_finite=policy)
-    (tmp_path / "sitecustomize.py").write_text(POISON)
-    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     program = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "train", str(path)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=os.environ | run_at_start(tmp_path, POISON) | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

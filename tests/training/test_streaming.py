@@ -1,4 +1,4 @@
-"""Runs on a streamed dataset: stopped, on other grids, they are the run that never stopped."""
+"""Runs on a streamed dataset that stop, or continue on other grids, equal a run that never stopped."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_pa
 def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
     tmp_path: Path, pool: Pool, grid: dict[str, int], shuffled: int
 ) -> None:
-    """Once from step 5 to 4, and once from 8 to 6, skipping 7 and 8."""
+    """It goes back once from step 5 to 4, and once from 8 to 6, and then skips 7 and 8."""
     dataset = make_dataset(tmp_path / "tales", documents=400)
     changes: dict[str, Any] = {f"parallel__{axis}": size for axis, size in grid.items()}
     changes |= {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 0, "data__shuffle_buffer": shuffled}

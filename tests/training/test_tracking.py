@@ -1,4 +1,4 @@
-"""Trackers: each client's own files say what was logged, and no failure of theirs reaches the run."""
+"""Trackers: each client's own files show what was logged, and no failure of a client reaches the run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fourfold.training.tracking import InBackground, Tracking, check_trackers
 
 
 class Tracked(NamedTuple):
-    """A tracker's own account of the only run that it has."""
+    """What a tracker's own files say about the only run that they have."""
 
     project: str | None
     name: str | None
     losses: list[tuple[int, float]]
-    """Return step and loss, in the order of recording."""
+    """Steps and losses, in the order of recording."""
     run_file: Mapping[str, Any]
-    """Some or all keys of the resolved run file, as text, under section.key."""
+    """Some or all keys of the resolved run file, as text, by section.key."""
     machine: Mapping[str, Any]
 
 
@@ -98,18 +98,18 @@ def whole_log(file: Path) -> list[bytes]:
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, as W&B writes it: behind each header, parts of a record."""
+    """Yield the records of a log in LevelDB's format, as W&B writes it. Behind each header is a part of a record."""
     assert content[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(content):
-        room = 2**15 - at % 2**15  # in its block, and no part reaches past the block's end
+        room = 2**15 - at % 2**15  # bytes left in this block, which no part of a record exceeds
         if room < 7:
             at += room
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield whole
             whole = b""
 
@@ -143,7 +143,7 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)
     track(run, {1: 4.0, 2: 3.0, 3: 2.5})
-    time.sleep(1.1 if name == "wandb" else 0)  # which names folders by the second
+    time.sleep(1.1 if name == "wandb" else 0)  # wandb names folders by the second
     track(run, {3: 2.25, 4: 2.0}, first_step=2)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "no longer records" in line]
     assert warnings == []
@@ -240,7 +240,7 @@ def test_a_tracker_that_hangs_costs_no_step_any_time(
     for step in range(103, 1000):
         tracker.log(step, {})
     tracker.end(failed=False)
-    tracker.wait(2 * PATIENCE)  # in vain, so not at all
+    tracker.wait(2 * PATIENCE)  # returns at once, because waiting would be in vain
     assert client.steps == [1], "the client still hangs in step 2: nothing here waited for it"
     assert capsys.readouterr().err == "warning: stubborn no longer records this run: it is 100 steps behind\n"
     client.released.set()

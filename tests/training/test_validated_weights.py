@@ -1,4 +1,5 @@
-"""What a validation decides: the best checkpoint and the end of a run. Also the moving average of the weights."""
+"""A validation decides on the best checkpoint and on the end of a run. This file also tests the moving average of the
+weights."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def folder_of_checkpoints(run: RunConfig) -> Path:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The validation losses that a run will find, then 9."""
+    """Return the list of the validation losses that a run will find. After these it finds 9."""
     planned: list[float] = []
     monkeypatch.setattr(trainer, "validate", lambda *_: {"validation_loss": planned.pop(0) if planned else 9.0})
     return planned
@@ -63,7 +64,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path, prefix: str, losses: list[flo
     assert SavedWeights(best).state.step == 2
 
     longer = load_run(run_file(tmp_path, prefix, training__train_steps=10, checkpoint__interval=3, **changes))
-    losses += [3.2, 2.5]  # above the best, which a resumed run must know, then below
+    losses += [3.2, 2.5]  # above the best loss, which a resumed run must remember, then below it
     train(longer)
     assert [path.name for path in list_checkpoints(folder_of_checkpoints(run))] == ["step_10"]
     assert best.resolve().name == "step_10"
@@ -90,7 +91,7 @@ def test_a_run_ends_when_nothing_improves(tmp_path: Path, prefix: str, losses: l
     run = load_run(run_file(tmp_path, prefix, training__train_steps=30, **changes))
     losses += [5.0, 4.0, 3.95, 3.85, 3.8, 3.8]
     outcome = train(run)
-    assert (outcome.steps, outcome.stopped) == (12, False)  # 3.85 counts against 4.0
+    assert (outcome.steps, outcome.stopped) == (12, False)  # 3.85 is compared with 4.0, the best before 3.95
     assert [path.name for path in list_checkpoints(folder_of_checkpoints(run))] == ["step_12"]
     summary = Path(run.output_dir, run.name, "summary.json").read_text()
     assert "2 validations without a loss below the 3.8500 of step 8" in summary
@@ -120,7 +121,7 @@ def test_improvements_are_counted_from_the_best() -> None:
 
 
 def test_the_average_is_validated_and_exported(tmp_path: Path, prefix: str, cli: Cli) -> None:
-    """By hand, from the weights of every step, which a run without an average saves."""
+    """The average is computed by hand from the weights of every step, which a run without an average saves."""
     every = {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 0, "validation__interval": 4}
     plain = load_run(run_file(tmp_path, prefix, name="plain", **every))
     train(plain)
@@ -192,7 +193,7 @@ def test_an_average_may_begin_later(tmp_path: Path, prefix: str) -> None:
     before, after = (folder_of_checkpoints(run) / f"step_{step}" for step in (8, 9))
     expected = (SavedWeights(before).read("norm.weight") + SavedWeights(after).read("norm.weight")) / 2
     assert torch.allclose(SavedWeights(after, averaged=True).read("norm.weight"), expected, atol=1e-7)
-    train(load_run(run_file(tmp_path, prefix, training__train_steps=10)))  # and end
+    train(load_run(run_file(tmp_path, prefix, training__train_steps=10)))  # resuming with an average works too
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

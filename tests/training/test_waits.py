@@ -1,6 +1,6 @@
-"""The host reads values from tensors, and on a GPU waits for them, once per step.
+"""Once per step, the host reads values from tensors, and on a GPU waits for them.
 
-Inside ``Job.train_step`` it reads none, or ``trace`` could not run it on tensors without values.
+Inside ``Job.train_step`` it reads none. Otherwise ``trace`` could not run this function on tensors without values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRAM = Path(fourfold.__file__).parent
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The program's calls of methods that read a tensor's values, by file and method."""
+    """Return a counter of the program's calls of methods that read a tensor's values, by file and method."""
     counted: Counter[str] = Counter()
 
     def watch(name: str) -> None:

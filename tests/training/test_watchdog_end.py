@@ -1,4 +1,4 @@
-"""The end of the watchdog with its job."""
+"""The watchdog ends with its job."""
 
 from __future__ import annotations
 

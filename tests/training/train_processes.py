@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from patience import wait_until
+from python_start import run_at_start
 from tiny_corpus import run_file
 
 FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
@@ -31,23 +32,23 @@ sys.meta_path.insert(0, Finder())
 
 
 def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
-    """The environment for running ``change(module)``, given as text, on a module of all processes."""
-    (folder / "sitecustomize.py").write_text(WHEN_IMPORTED.format(module=module) + change)
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    """Return the environment of processes that run ``change(module)``, given as text, on a module when they import
+    it."""
+    return run_at_start(folder, WHEN_IMPORTED.format(module=module) + change)
 
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other are slow on busy cores."""
+"""An environment with one thread, because threads that wait for each other are slow on busy cores."""
 Start = Callable[..., subprocess.Popen[str]]
 
 
 def heed_hangup() -> None:
-    """Undo nohup, under which the tests may run."""
+    """Undo nohup, because the tests may run under it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def steps_of(path: Path) -> int:
-    """How many steps of a run file are in its metrics."""
+    """Return how many steps of a run file are in its metrics."""
     metrics = path.parent / "runs" / "run" / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.is_file() else 0
 
@@ -69,5 +70,5 @@ def children_of(process_id: int) -> list[int]:
 
 
 def workers_of(process_id: int) -> list[int]:
-    """The local workers of a job, by rank: the children of their starter, in the order of their start."""
+    """Return the local workers of a job, by rank: the children of their starter, in the order of their start."""
     return [worker for child in children_of(process_id) for worker in children_of(child)]

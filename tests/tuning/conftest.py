@@ -10,11 +10,11 @@ from fourfold.tuning.candidates import Candidates
 
 @pytest.fixture(scope="session")
 def candidates() -> Candidates:
-    """Layouts of a small GPT on eight A100s."""
+    """Return the layouts of a small GPT on eight A100s."""
     return tiny_candidates()
 
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials that pretend are done at once."""
+    """Poll often, because pretended trials are done at once."""
     monkeypatch.setattr("fourfold.tuning.tuner.POLL_SECONDS", 0.005)

@@ -1,4 +1,5 @@
-"""Candidates for tests, and trials that pretend to run: they write what `fourfold train` would, in no time."""
+"""Candidates for tests, and trials that only pretend to run: they write what `fourfold train` would write, and take no
+time."""
 
 from __future__ import annotations
 
@@ -59,12 +60,13 @@ def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    # As on a CPU, no layout is left out for its memory, but with a GPU's doubt.
+    # As on a CPU, memory rules out no layout. The doubt is the doubt of a GPU.
     return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 
 def true_seconds(candidates: Candidates, seed: int = 0, remainder: float = 0.08) -> np.ndarray:
-    """[n] what layouts take: predicted with other constants, and with a remainder that is no part's."""
+    """Return the seconds [n] that layouts really take: predicted with other constants, times a remainder that belongs
+    to no part."""
     draw = np.random.default_rng(seed)
     factors = {name: getattr(prior_constants(), name) * float(np.exp(draw.normal(0, 0.3)))
                for name in ("matmul", "intra", "latency", "launch", "exposed")}  # fmt: skip
@@ -74,7 +76,8 @@ def true_seconds(candidates: Candidates, seed: int = 0, remainder: float = 0.08)
 
 @dataclass
 class FakeTrial:
-    """``fourfold train`` as its files and exit code. what: done, crash, hang, killed, refused, or grows."""
+    """Stands for ``fourfold train``, with its files and exit code. ``what``: done, crash, hang, killed, refused, or
+    grows."""
 
     run_file: Path
     folder: Path
@@ -84,8 +87,8 @@ class FakeTrial:
     polls: int = field(default=0)
 
     def has_started(self) -> bool:
-        """Answer at once if it hangs, and otherwise when it ends, so that no time limit ends it early on a busy
-        machine."""
+        """Return whether it has started. A hanging trial starts at once. All further trials start when they end, so
+        that no time limit ends them early on a busy machine."""
         return self.what == "hang" or self.polls > 0
 
     def exit_code(self) -> int | None:
@@ -113,7 +116,7 @@ class FakeTrial:
 
 
 def write_metrics(run_file: Path, folder: Path, seconds: float) -> None:
-    """The folder of a run that took all its steps, each in ``seconds``."""
+    """Write the folder of a run that took all its steps, each in ``seconds``."""
     run, out = load_run(run_file), folder / RUN_FOLDER
     out.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"step": step + 1, "step_seconds": seconds, "peak_memory_bytes": 3e8})
@@ -130,7 +133,7 @@ def fake_search(
     seed: int = 0,
     **settings: Any,
 ) -> tuple[Search, list[int]]:
-    """A search whose trials are fakes, and the candidates that it tries, in order."""
+    """Return a search whose trials are fakes, and the candidates that it tries, in order."""
     folder.mkdir(exist_ok=True)
     candidates = tiny_candidates(memory, folder)
     subject = Subject(request(folder), candidates, prior_constants(), on_gpu=False)

@@ -1,4 +1,5 @@
-"""Searches with pretended trials: failures are results, and a killed search continues where it stopped."""
+"""Searches with pretended trials: failures are results, and a killed search continues without losing or repeating a
+trial."""
 
 from __future__ import annotations
 

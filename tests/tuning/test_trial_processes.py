@@ -33,7 +33,7 @@ LAPTOP = load_machine("laptop")
 
 
 def tiny_trial(folder: Path, prefix: str, steps: int = 2, **changes: object) -> tuple[RunConfig, Path]:
-    """The run of a trial, and its folder, with its run file."""
+    """Return the run of a trial and its folder, which has the run file."""
     run = load_run(run_file(folder, prefix, training__device="cpu", **changes))
     trial = folder / "trial"
     trial.mkdir()
@@ -53,7 +53,7 @@ def result_of(attempt: Attempt) -> Result:
 
 
 def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> Result:
-    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # further tests have the remaining cores
+    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # leave other cores to other tests
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
     return result
@@ -97,12 +97,12 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.slow
 def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
-    """Run three real trials of two processes. One worker of the first trial gets SIGKILL."""
+    """Run three real trials of two processes each. One worker of the first trial gets SIGKILL."""
     path = run_file(tmp_path, prefix, training__device="cpu", parallel__dp=2)
     killed: list[int] = []
 
     class Killed(LocalTrial):
-        """The first trial's worker is killed once both are there."""
+        """The first trial, which loses a worker once both are there."""
 
         def exit_code(self) -> int | None:
             while not killed and super().exit_code() is None:
@@ -145,7 +145,7 @@ output = re.search(r"--output=(.*)", "\\n".join(line for line in lines if line.s
 with open(output, "w") as log:
     sys.exit(subprocess.run(["bash", script], stdout=log, stderr=subprocess.STDOUT).returncode)
 """
-"""A stand-in that runs the job at once."""
+"""A stand-in for sbatch that runs the job at once."""
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
@@ -199,7 +199,7 @@ def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkey
 
 @pytest.mark.slow
 def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real trials of one process: the second call continues, and a third has nothing left to do."""
+    """Real trials of one process: the second call continues the search, and the third has nothing left to do."""
     monkeypatch.chdir(tmp_path)
     run_file(tmp_path, prefix, training__device="cpu")
     command = ["tune", "run.toml", "--space", "micro_batch_size=1,2,4", "--space", "recompute=none", "--steps", 2]

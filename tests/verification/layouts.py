@@ -302,7 +302,7 @@ SLOW_CASES: dict[str, Case] = {
         f"x2 {axis}2 dp2 zero {zero} {name}": (model, {"x": 2, axis: 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
         for axis in ("y", "z")
         for zero in (0, 1, 2, 3)
-        for name, model in [(("gpt", GPT), ("qwen", QWEN))[(zero + (axis == "z")) % 2]]  # in turn
+        for name, model in [(("gpt", GPT), ("qwen", QWEN))[(zero + (axis == "z")) % 2]]  # alternate models
     },
     **{
         f"x2 y2 z2 dp2 zero {zero}": (LLAMA, {"x": 2, "y": 2, "z": 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)

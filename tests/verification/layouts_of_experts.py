@@ -12,7 +12,7 @@ ADAPTERS = {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
 DEEP = MIXTURE | {"num_hidden_layers": 4}
 TOP_1, TOP_8 = MIXTURE | {"num_experts_per_tok": 1}, QWEN_MOE | {"num_experts_per_tok": 8}
 MANY = MIXTURE | {"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-"""More experts than the tokens of a small micro-batch reach: some get none."""
+"""There are more experts than tokens in a small micro-batch, so some experts get no token."""
 
 CASES: dict[str, Case] = {
     "one process": (QWEN_MOE, {}, LOSSES),
@@ -83,7 +83,7 @@ SLOW_CASES: dict[str, Case] = {
     "ep2 dp2 adapters": (MIXTURE, {"dp": 2, "ep": 2}, ADAPTERS | LOSSES),
     "x2 ep2 z2 adapters": (QWEN_MOE, {"x": 2, "z": 2, "ep": 2}, {"lora": {"rank": 4}}),
     "ep2 dp2 all tokens on one expert": (
-        MIXTURE | {"num_experts": 2, "num_experts_per_tok": 1, "router_bias": True},  # the bias makes them take turns
+        MIXTURE | {"num_experts": 2, "num_experts_per_tok": 1, "router_bias": True},  # the bias alternates the experts
         {"dp": 2, "ep": 2},
         {"moe": {"bias_update_rate": 100.0}},
     ),

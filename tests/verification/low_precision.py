@@ -1,4 +1,4 @@
-"""The distance of training in the run file's own precision from float64: a statistic, for one process or any grid."""
+"""How far training in the run file's own precision is from float64: a statistic, for one process or any grid."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fourfold.verification.parity import shortened
 from fourfold.verification.reference_batches import random_batch
 
 LIMIT = 1.5
-"""Return the grid's error divided by the error of one process in the same precision. The grid also rounds partial
-sums."""
+"""Largest allowed error of the grid, divided by the error of one process in the same precision. It is above 1 because
+the grid also rounds partial sums."""
 
 FP16_SCALE = 1024.0
-"""A loss scale with neither overflows nor lost gradients in small models."""
+"""A loss scale that lets small models neither overflow nor lose gradients."""
 
 
 class PrecisionError(NamedTuple):
-    """Relative differences from float64, root mean squares over steps and tensors."""
+    """Relative differences from float64, as root mean squares over steps and tensors."""
 
     loss: float
     gradients: float
@@ -34,7 +34,7 @@ class PrecisionError(NamedTuple):
 
 
 def precision_error(run: RunConfig, device: torch.device, steps: int = 16) -> PrecisionError | None:
-    """Return the error of ``steps`` steps on rank 0. Every process of the grid calls this."""
+    """Return the error of ``steps`` steps, on rank 0 only. Every process of the grid calls this."""
     scaling = run.loss_scaling.model_copy(update={"initial": FP16_SCALE})
     run = shortened(run, steps).model_copy(update={"loss_scaling": scaling})
     job = Job(run, Grid(run.parallel, device.type), device)

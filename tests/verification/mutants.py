@@ -1,4 +1,4 @@
-"""Faults that parity must catch: each a change of a line or two, and a run that it makes wrong."""
+"""Faults that parity must catch. Each is a change of a line or two, with a run that it makes wrong."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Mutant(NamedTuple):
     old: str
     new: str
     model: dict[str, Any] = LLAMA
-    grid: dict[str, Any] = {}  # noqa: RUF012 (nobody writes it)
+    grid: dict[str, Any] = {}  # noqa: RUF012 (never written to)
     sections: dict[str, Any] = {}  # noqa: RUF012
     against: Against = "transformers"
-    """The model of the reference, which must not share the code with the fault."""
+    """The model of the reference. It must not share the faulty code."""
 
 
 IN_NODES = {"overlap": {"shards_per_node": 2}}

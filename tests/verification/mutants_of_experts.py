@@ -1,4 +1,4 @@
-"""Faults of mixtures of experts, most of them published ones of other programs."""
+"""Faults of mixtures of experts. Most of them are published faults of other programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EP2DP4, EP2Z4 = {"dp": 4, "ep": 2}, {"z": 4, "ep": 2}
 def on_grid(
     fault: str, module: str, old: str, new: str, model: dict[str, Any], grid: dict[str, int], sections: Any = None
 ) -> Mutant:
-    """A fault in the grid's code. The reference, a decoder in plain PyTorch, has nothing like that code."""
+    """Return a fault in the grid's code. The reference is a decoder in plain PyTorch, which has no such code."""
     return Mutant(fault, module, old, new, model, grid, sections or {}, against="plain")
 
 
@@ -178,7 +178,7 @@ EXPERTS = [
         EP2,
     ),
     on_grid(
-        "rows that come back are in the order of the experts of all ranks",
+        "rows come back from the experts in the wrong order",
         "parallel.experts.dispatch:Dispatch.from_experts",
         "_permuted(rows_Nh, traffic.inverse_N, traffic.order_N)",
         "_permuted(rows_Nh, traffic.order_N, traffic.inverse_N)",

@@ -82,7 +82,7 @@ COLLECTIVES = [
 
 LINEAR = [
     Mutant(
-        "gate's and up's gradients are exchanged",
+        "the gradients of gate and up are exchanged",
         "parallel.tensor.linear:weight_gradients",
         "zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
         "zip(layers, grads[::-1], by_layer(layers, needed), by_layer(layers, matrices), strict=True)",
@@ -181,8 +181,8 @@ TUNED_PRODUCTS = [
     Mutant(
         "the columns of a padded copy are off by one",
         "parallel.tensor.matmul_layouts:copied",
-        "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)",
-        "rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
+        "padded[:, : rows.shape[1]].copy_(rows)",
+        "padded[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
         grid=Y2,
         sections=TUNED,
     ),
@@ -282,7 +282,7 @@ NORMS = [
         against="plain",
     ),
     Mutant(
-        "the weights of a norm over all heads are those of its tokens",
+        "the weight gradients of a norm over all heads are not summed over y",
         "parallel.attention.attention:SharedAttentionCore._norm",
         "return Norm(norm, grid, name, axis, NORMAL_BIAS[OVER_Y[split]])",
         'return Norm(norm, grid, name, axis, NORMAL_BIAS["replicate"])',

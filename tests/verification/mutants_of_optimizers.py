@@ -35,7 +35,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "an owner puts all its matrices into the first",
+        "an owner writes all its matrices into the first one",
         "training.owned_matrices:_in_place",
         "matrices_BMN[slot]",
         "matrices_BMN[0]",
@@ -104,7 +104,7 @@ OPTIMIZERS = [
         sections=MUON_GROUPS,
     ),
     Mutant(
-        "Muon steps the embeddings",
+        "Muon updates the embeddings",
         "config.optimizer_rules:rule_of",
         'name.startswith("layers.") and dims > 1 and not of_router',
         "dims > 1 and not of_router",
@@ -112,7 +112,7 @@ OPTIMIZERS = [
         sections=MUON,
     ),
     Mutant(
-        "Muon steps the routers",
+        "Muon updates the routers",
         "config.optimizer_rules:rule_of",
         'name.startswith("layers.") and dims > 1 and not of_router',
         'name.startswith("layers.") and dims > 1',
@@ -122,7 +122,7 @@ OPTIMIZERS = [
         "plain",
     ),
     Mutant(
-        "AdamW steps the adapters",
+        "AdamW updates the adapters",
         "config.optimizer_rules:rule_of",
         'name.startswith("layers.")',
         'name.startswith("none")',

@@ -71,7 +71,7 @@ PARTS = [
         sections=TWO_PARTS | PACKED,
     ),
     Mutant(
-        "a step uses this rank's part instead of the sum",
+        "a layer uses this rank's partial sum instead of the full sum",
         "parallel.tensor.spread:Spread.start_sums",
         "sums.append(start_all_reduce(partial(), self.axis, why))",
         "sums.append(Pending((own := partial(), start_all_reduce(own.clone(), self.axis, why).wait())[0]))",
@@ -93,11 +93,11 @@ TOKENS_AND_INPUTS = [
         "tokens are joined sequence by sequence but split rank by rank",
         "parallel.grid.communicate:_join",
         "parts.movedim(0, dim).flatten(dim, dim + 1)",
-        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # of tokens alone
+        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # harms only tensors of tokens
         grid=X2,
     ),
     Mutant(
-        "the CPU returns the input of the previous block",
+        "offload returns the input of the previous block",
         "parallel.memory.offload:_OnCPU.start_back",
         "self._copies.start(tensor, self._copy)",
         "self._copies.start(tensor, self._before._copy if self._before else self._copy)",
@@ -189,7 +189,7 @@ DATA_PARALLEL = [
         grid=Z2,
     ),
     Mutant(
-        "the norm counts both ends of a tied embedding",
+        "the norm counts a tied embedding on both of its stages",
         "parallel.pipeline.pipeline:tied_ends_as_one",
         "2 * shard.replicas",
         "shard.replicas",
@@ -238,7 +238,7 @@ DATA_PARALLEL = [
 
 PIPELINE = [
     Mutant(
-        "the ends of a tied embedding are not summed",
+        "gradients of a tied embedding are not summed over its two stages",
         "parallel.pipeline.pipeline:TiedEnds.sum_gradients",
         'gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))',
         "pass",
@@ -247,7 +247,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "the tied ends on one rank are not summed",
+        "gradients of a tied embedding are not summed if one rank has both stages",
         "parallel.pipeline.pipeline:TiedEnds.sum_gradients",
         "first.add_(last)",
         "first.add_(0)",
@@ -256,7 +256,7 @@ PIPELINE = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "the first micro-batch runs every time",
+        "a pipeline runs the first micro-batch every time",
         "parallel.pipeline.pipeline:_PipelineStep._forward",
         "self.micro_batches[op.micro_batch]",
         "self.micro_batches[0]",

@@ -56,7 +56,7 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
-        "tokens count for the other answers of their micro-batch",
+        "tokens count for other answers of their micro-batch",
         "parallel.tensor.preference_head:PreferenceHead.log_probabilities",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat_interleave",
         "torch.arange(len(labels_BS), device=x_BSh.device).repeat",

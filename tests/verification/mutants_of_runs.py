@@ -1,4 +1,4 @@
-"""Faults in what surrounds the step: the data's way to it, resuming, validation, the record of a run, and audits."""
+"""Faults in what surrounds the step: how the data gets there, resuming, validation, the record of a run, and audits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA_PATH = [
         grid=DP2,
     ),
     Mutant(
-        "a conversation has the answers of the one before",
+        "a conversation has the mask of answers of the one before",
         "data.conversations:PackedConversations.read",
         "self.answers.read(start, length)",
         "self.answers.read(max(0, start - length), length)",
@@ -132,7 +132,7 @@ TRAINER = [
         sections=HASH,
     ),
     Mutant(
-        "the averaged weights are not the ones that are validated",
+        "validation reads the weights instead of their averages",
         "training.weight_average:WeightAverage.in_place_of_weights",
         "shard.local.copy_(average)",
         "shard.local.copy_(shard.local)",
@@ -148,7 +148,7 @@ TRAINER = [
         sections=AVERAGE,
     ),
     Mutant(
-        "the recorded learning rate is that of the next step",
+        "the recorded learning rate belongs to the next step",
         "training.run_record:RunRecord.step",
         "self.job.learning_rate(step)",
         "self.job.learning_rate(step + 1)",

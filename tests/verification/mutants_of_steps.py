@@ -1,4 +1,4 @@
-"""Faults in the model, the data, the optimizer and the checkpoint: what all grids share."""
+"""Faults in the model, the data, the optimizer, and the checkpoint, which all grids share."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ DATA = [
         grid=DP2,
     ),
     Mutant(
-        "one micro-batch has another's labels",
+        "a micro-batch has the labels of another one",
         "data.loader:Loader.assemble",
         "labels[row]",
         "labels[rows[0]]",
@@ -178,7 +178,7 @@ DATA = [
         sections=STATIC,
     ),
     Mutant(
-        "goldfish's table precedes the target",
+        "goldfish's hash-table leaves out the target",
         "data.goldfish:hash_table_drops",
         "first = h - 1 if include_target else h",
         "first = h",

@@ -1,4 +1,4 @@
-"""Bugs that other programs have published, and the faults of the lists that are the same bugs in this program."""
+"""Bugs that other programs have published, each with the fault of our lists that is the same bug in this program."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ PUBLISHED = {
     ),
     "verl #3562, miles #3219": ("the mask of answers is one token early", "answers of some tokens only"),
 }
-"""By program and issue: the fault of the lists, and the batch that shows it."""
+"""By program and issue: the fault of our lists, and the batch that reveals it."""

@@ -1,4 +1,4 @@
-"""Random run files over every setting that changes what is computed, and the smallest one that still fails."""
+"""Random run files over every setting that changes results, and the smallest run file that still fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"
 
 
 def random_table(seed: int) -> Table:
-    """The sections of a legal run file on two to eight processes, a function of the seed."""
+    """Return the sections of a legal run file on two to eight processes. They depend only on the seed."""
     draw = random.Random(seed)
     while True:
         table = _draw(draw)
@@ -49,7 +49,8 @@ def is_legal(table: Table) -> bool:
 
 
 def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
-    """Return a smaller run file that fails: leave out keys and reduce numbers, one at a time, while it still fails."""
+    """Return a smaller run file that fails. Keys are left out and numbers reduced, one at a time, as long as it
+    fails."""
     while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
         table = smaller
     return table
@@ -202,7 +203,7 @@ def _grid(draw: random.Random) -> dict[str, Any]:
 
 
 def _per_node(draw: random.Random, grid: dict[str, Any]) -> int:
-    """Draw the ranks of a shard group per node: mostly some of several, if that is possible."""
+    """Draw how many ranks of a shard group a node has. If possible, a node mostly has several ranks, but not all."""
     ranks = grid["z"] * (grid["dp"] * grid["cp"] if grid["zero"] else 1)
     return draw.choice([1, ranks, *(2 * [n for n in range(2, ranks) if ranks % n == 0])])
 

@@ -1,7 +1,7 @@
 """A GPT block keeps the activations of Korthikanti et al. 2022 (arXiv 2205.05198), to the byte.
 
-Their section 4.1, with two bytes per number, has 34·s·b·h + 5·a·s²·b for one block. Two of the 34 are dropout masks.
-Flash attention never stores the scores, and keeps a float32 log-sum-exp for each head and token instead.
+With two bytes per number, their section 4.1 has 34·s·b·h + 5·a·s²·b for one block. Two of the 34 are dropout masks.
+Flash attention never stores the scores. It keeps a float32 log-sum-exp for each head and token instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL = GPT | {"max_position_embeddings": S}
 
 
 def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
-    """Return how many bytes more a model of more blocks keeps."""
+    """Return how many more bytes a model with more blocks keeps."""
     training = {"global_batch_size": B, "micro_batch_size": B, "seq_length": S, "precision": precision}
     few, more = (
         trace(
@@ -49,7 +49,7 @@ def test_every_second_block_recomputed_keeps_half_of_both() -> None:
 
 
 def test_working_copies_of_weights_are_no_activations() -> None:
-    """With few tokens they are larger than all that is kept."""
+    """With few tokens, the copies are larger than everything that is kept."""
     training = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "bf16"}
     run = tiny_run(GPT, training=training, activation_checkpoint={"mode": "full"})
     memory = trace(run, whole=True).memory

@@ -1,4 +1,4 @@
-"""Which collectives a step's computation can hide, by the trace."""
+"""The trace tells which collectives the computation of a step can hide."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ IN_PARTS = [
     "x all_gather up: tokens",
     "x reduce_scatter down: outputs",
 ]
-"""No matmul lies between the sum of one layer and the gather of the next."""
+"""Collectives of a block, in order. No matmul lies between the sum of one layer and the gather of the next."""
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -91,7 +91,7 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         if name.split()[2].rstrip(":") in blocks:
             exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
             assert share == (1 / parts if exposed else 0), name
-    # The recomputation of a block hides the gathering of its output's gradient, and ends before its last product.
+    # The recomputation of a block hides the all-gather of its output gradient. It ends before the block's last matmul.
     assert recomputed["x all_gather down: output gradient"] == 0
     assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
     for name in IN_PARTS:
@@ -100,14 +100,15 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 1), pytest.param("full", 2, marks=pytest.mark.slow)])
 def test_three_parts_over_x_alone_run_ahead(mode: str, blocks: int) -> None:
-    """Nothing hides the first gather: the first block's alone, or with full recompute each block's."""
+    """Nothing hides the first gather. With full recompute, this is so in each block, and otherwise only in the
+    first."""
     sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
     shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
     assert [shares[name] for name in IN_PARTS] == [1 / 3 * blocks / 2, 0, 0, 1 / 3 * blocks / 2]
 
 
 AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: inputs", "y all_gather qkv: output gradient"]
-"""Attention waits for the tokens of all parts."""
+"""Collectives around attention, which waits for the tokens of all parts."""
 
 
 @pytest.mark.slow
@@ -167,7 +168,7 @@ def test_two_levels_of_a_gather_land_together() -> None:
 
 
 def test_the_levels_of_a_sum_take_turns() -> None:
-    """Each has its line for a key, as FSDP2's sums do."""
+    """Each level's collective has its own line as its key, as in FSDP2's sums."""
     flights = Flights()
     for line in (("z inside nodes", "reduce_scatter", "gradients"), ("z across nodes", "reduce_scatter", "gradients")):
         flights.issue(line, line, 8, 10)
@@ -201,7 +202,7 @@ def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_o
     flights.land(1)
     flights.land(3)
     assert not +flights.waited
-    flights.land(2)  # it began when the first of its axis was done
+    flights.land(2)  # it began when the first collective of its axis was done
     assert +flights.waited == {LINE: 50}
     flights.issue(1, other, 1, 70)
     flights.land(1)
@@ -225,7 +226,7 @@ def seconds_of(
 
 
 def thin_links() -> Machine:
-    """A machine where a tiny model's collectives take about as long as its matmuls."""
+    """Return a machine that takes about as long for a tiny model's collectives as for its matmuls."""
     machine = load_machine("dgx-h100")
     slow = {name: getattr(machine, name) / 20 for name in ("achieved_fp32", "attention", "memory_bandwidth")}
     return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)
@@ -300,7 +301,7 @@ AGREEMENT = {
     "x4 y2 recomputed in parts of tokens": ({"x": 4, "y": 2}, 1, 4, "full"),
     "x8 y2 recomputed in four parts": ({"x": 8, "y": 2}, 4, 4, "full"),
 }
-"""Grid, sequences of a micro-batch, its parts, recompute."""
+"""Grid, number of sequences in a micro-batch, number of its parts, and recompute."""
 GPT_20B = {"preset": "gpt-20b", "num_hidden_layers": 16}
 
 
@@ -348,7 +349,7 @@ def test_parts_of_other_blocks_take_the_planners_time(
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_attention_takes_the_planners_time(cap: float) -> None:
-    """With capped scores it is single operations, which take longer than a fused kernel."""
+    """If scores are capped, attention consists of single operations, which take longer than a fused kernel."""
     run = tiny_run(LLAMA | {"attn_logit_softcapping": cap}, {})
     machine, work = load_machine("dgx-a100"), workload_of(run)
     durations = Durations(run, machine)
@@ -361,7 +362,7 @@ def test_attention_takes_the_planners_time(cap: float) -> None:
 
 
 def test_a_product_added_to_a_sum_takes_a_products_time() -> None:
-    """As the weight gradient of the head in float32, a chunk of logits at a time."""
+    """The weight gradient of the head in float32 is computed in this way, a chunk of logits at a time."""
     durations = Durations(tiny_run(LLAMA, {}), load_machine("dgx-a100"))
     total, left, right = (torch.empty(sizes, device="meta") for sizes in ((64, 32), (64, 128), (128, 32)))
     assert durations.operation("addmm_", [total, left, right]) == durations.operation("mm", [left, right]) > 0

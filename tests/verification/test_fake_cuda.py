@@ -20,11 +20,11 @@ from fourfold.huggingface.architectures.written_config import config_of
 
 SCRIPT = Path(__file__).parents[1] / "fake_cuda_steps.py"
 FIGURES = "step_checks.py:figures_of_all_ranks: reads numbers"
-"""The one wait of a step: the loss, the gradient norm and the flags of all ranks."""
+"""The only wait of a step, for the loss, the gradient norm, and the flags of all ranks."""
 
 COUNTS = "grouped.py:read: waits for an event"
-"""The counts of an exchange of rows, which NCCL takes from the host. The copy began before the rows were taken. Once a
-layer with experts and micro-batch, never when the layer runs again."""
+"""The wait for the counts of an exchange of rows, which NCCL takes from the host. Their copy began before the rows were
+taken. There is one for each layer with experts and each micro-batch, and none when the layer runs again."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the step itself shows it")
 
@@ -35,11 +35,11 @@ FAST = {
     "experts, y2 ep2 z2": 4,
     "experts, x2 ep2 dp2": 4,
 }
-"""Cases, and how often the counts are waited for: two layers with experts, two micro-batches."""
+"""Cases, with the number of waits for counts. There are two layers with experts and two micro-batches."""
 
 
 def waits(*names: str) -> dict[str, dict[str, int]]:
-    """Return the lines where the host waits in a step of each case, without the names of all cases."""
+    """Return the lines that make the host wait in a step of each case. Without names, this is for all cases."""
     done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout)
@@ -55,7 +55,7 @@ def test_a_step_waits_for_the_gpu_once_and_for_the_counts_of_experts() -> None:
 
 
 def test_the_cases_have_every_family_and_every_axis() -> None:
-    """The slow test takes a step of each family on each axis, and experts also along ep."""
+    """The slow test takes a step of each family on each axis, and with experts also along ep."""
     types = {config_of(ModelConfig(**preset))["model_type"] for preset in PRESETS.values()}
     assert types <= test_parity.FAMILIES.keys()
     assert set(AXES) == test_parity.ONE_AXIS.keys()

@@ -1,4 +1,5 @@
-"""In low precision a grid is as far from float64 as one process is, with room for the rounding of partial sums."""
+"""In low precision, a grid is about as far from float64 as one process is. The limit has room for the rounding of
+partial sums."""
 
 from __future__ import annotations
 
@@ -50,14 +51,15 @@ def test_tuned_products_round_as_others_do(pool: Pool, grid: dict[str, int], tmp
 
 
 def alone(run: RunConfig) -> RunConfig:
-    """The run on one process, with products as stored."""
+    """Return the run on one process, with products as they are stored."""
     training = run.training.model_copy(update={"tuned_products": "off"})
     return run.model_copy(update={"parallel": ParallelConfig(), "training": training})
 
 
 @pytest.fixture(scope="module")
 def errors_alone() -> dict[str, PrecisionError]:
-    """Errors of one process in each precision, computed once. The errors of all grids are compared with them."""
+    """Return the errors of one process in each precision, computed once. The errors of all grids are compared with
+    them."""
     return {}
 
 

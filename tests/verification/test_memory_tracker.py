@@ -1,4 +1,4 @@
-"""The trace against torch's own memory tracker, which knows nothing of it, on small models."""
+"""Compare the trace on small models with torch's own memory tracker, which knows nothing of the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fourfold.verification.trace import fake_processes, trace
 
 
 def tracked_peak(run: RunConfig) -> int:
-    """Bytes of everything that is alive at once in one training step, as torch counts them, inputs aside."""
+    """Return the bytes of everything that is alive at once in one training step, without inputs, as torch counts
+    them."""
     with fake_processes(run.parallel.world_size):
         grid = Grid(run.parallel, "cpu")
         stages = meta_stages(run, grid)
@@ -31,7 +32,7 @@ def tracked_peak(run: RunConfig) -> int:
                 MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(2)))
                 for _ in range(run.gradient_accumulation_steps)
             ]
-            for index in range(len(job.trained)):  # a first step has none while it looks for its peak
+            for index in range(len(job.trained)):  # otherwise the first step creates moments after its peak
                 job.optimizer.moments(index)
             tracker = MemTracker()
             tracker.track_external(*(stage.model for stage in job.stages.values()), job.optimizer.adamw)
@@ -43,7 +44,7 @@ def tracked_peak(run: RunConfig) -> int:
 
 def check_against_tracker(model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]) -> None:
     """Compare the peak of a run's trace with the peak of torch's tracker."""
-    # The tracker knows one forward of a module.
+    # The tracker supports only one forward per module.
     batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
     training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}
     run = tiny_run(model, grid, training=training, **sections)

@@ -20,8 +20,9 @@ from fourfold.verification.parity_report import ParityReport
 
 
 class Settings(NamedTuple):
-    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: shards. experts: 0
-    for dense MLPs, else the ranks that share the experts. window: tokens, or 0. norms: their placement."""
+    """One layout of at most 8 processes. ``accumulate`` means four micro-batches a step, not one. ``per_node`` is the
+    number of shards. ``experts`` is the number of ranks that share the experts, or 0 for dense MLPs. ``window`` is a
+    number of tokens, or 0. ``norms`` is their placement."""
 
     x: int
     y: int
@@ -115,7 +116,7 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
     model |= {"sliding_window": s.window, "norm_placement": s.norms}
     if s.experts:
-        # In lower precision every expert: a choice between two that are nearly equal is more than rounding.
+        # In lower precision, choose every expert. Rounding could decide between two experts with almost equal scores.
         chosen = 2 if precision == "fp32" else 4
         model |= {"num_experts": 4, "num_experts_per_tok": chosen, "moe_intermediate_size": 48}
     grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}
@@ -186,7 +187,7 @@ def test_every_setting_is_in_some_case_of_each_precision() -> None:
     ids=[" ".join(map(str, (p, *case))) for p, case in zip(PRECISIONS, CASES, strict=True)],
 )
 def test_lower_precision_only_rounds(pool: Pool, settings: Settings, precision: str, tmp_path: Path) -> None:
-    """A grid is as far from float64 as one process is in the same precision, but for half."""
+    """A grid is at most half as much again as far from float64 as one process in the same precision."""
     run = run_of(settings, str(tmp_path), precision)
     alone = run.model_copy(update={"parallel": ParallelConfig()})
     grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))

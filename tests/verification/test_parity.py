@@ -1,4 +1,4 @@
-"""The backbone: every layout computes what one process computes."""
+"""The backbone of the tests: every layout computes what one process computes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS | {"moe_intermediate_size": 176, "qk_norm": True, "qk_norm_over": "all_heads"},
     "glm4_moe": EXPERTS | SHARED | DEEPSEEK | {"partial_rotary_factor": 0.5},
 }
-"""One model that only this family of transformers computes."""
+"""For each family of transformers, a model that only this family computes."""
 
 ONE_AXIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "x": ({"x": 2}, GOLDFISH),
@@ -115,7 +115,7 @@ def test_a_model_that_transformers_does_not_have_is_refused(pool: Pool, tmp_path
 
 @pytest.mark.parametrize("strategy", ["hash", "hash-table", "static", "random"])
 def test_the_references_own_masks_are_the_loaders(strategy: str) -> None:
-    """Two programs of one rule, on samples with documents and tokens before the sequence."""
+    """Two programs follow one rule, on samples with documents and with tokens before the sequence."""
     goldfish = {"strategy": strategy, "k": 3, "h": 3, "exempt": [5, 9], "seed": 7}
     run = tiny_run(LLAMA, masks={"goldfish": goldfish})
     samples = RandomSamples(run)
@@ -152,7 +152,8 @@ def test_a_gradient_that_is_missing_is_the_largest_deviation() -> None:
 
 
 def test_what_is_zero_in_theory_is_measured_in_the_rounding_of_one_process() -> None:
-    """As a key bias's gradient: the grid's rounding is no error, however large relative to the exact value."""
+    """An example is the gradient of a key bias. The grid's rounding is no error, however large it is relative to the
+    exact value."""
     exact = torch.full((4,), 1e-18, dtype=torch.float64)
     assert deviation("k_proj.bias", torch.full((4,), 3e-10), torch.full((4,), 1e-10), exact).ratio < 10
     assert deviation("k_proj.bias", torch.full((4,), 3e-8), torch.full((4,), 1e-10), exact).ratio > 10

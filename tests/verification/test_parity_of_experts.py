@@ -1,4 +1,4 @@
-"""Refusals of mixtures of experts, the grids they resume on, and the errors of lower precision."""
+"""Mixtures of experts: what is refused, what grids they resume on, and how large the errors of lower precision are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
             MIXTURE | {"num_experts": 6},
             {"dp": 3, "z": 2, "ep": 3},
             {"training": {"global_batch_size": 12}},
-            "ep = 3 and z = 2 must divide each other",
+            "ep = 3 must divide z = 2 or be a multiple of it",
         ),
         (MIXTURE, {"x": 2}, {"overlap": {"batch_parts": 2}}, "overlap.batch_parts = 2 is for dense models"),
         (

@@ -83,7 +83,7 @@ CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
         ),
     ),
 }
-"""Family, keys of config.json, and the fault of our reader."""
+"""Family, keys of config.json, and a fault of our reader."""
 WEIGHT_FAULTS = {
     "every rank reads the first experts": (
         "qwen3_moe",

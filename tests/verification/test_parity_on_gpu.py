@@ -1,4 +1,4 @@
-"""Parity on a GPU that is simulated: what is gathered on the CPU meets what the references compute on the GPU."""
+"""Parity on a simulated GPU: what is gathered on the CPU meets what the references compute on the GPU."""
 
 from __future__ import annotations
 

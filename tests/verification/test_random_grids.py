@@ -1,4 +1,4 @@
-"""No run file of any legal settings is computed wrongly, and none is called wrong that is right."""
+"""No run file of legal settings is computed wrongly, and none that is right is called wrong."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from fourfold.verification.parity_report import ParityReport
 
 RUNS = 100
 FAST = (30, 61, 71)
-"""Small ones: key biases in bf16, whose gradients are only rounding; experts, masks and a ring on sharded weights; and
-AdamW, which hides the noise of most weights.
-"""
+"""Seeds of small runs. The first has key biases in bf16, whose gradients are only rounding. The second has experts,
+masks, and a ring on sharded weights. The third has AdamW, which hides the noise of most weights."""
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
@@ -32,7 +31,8 @@ def check(pool: Pool, table: Table, folder: Path) -> ParityReport:
 
 
 def is_wrong(pool: Pool, table: Table, folder: Path) -> bool:
-    """A smaller run may leave nothing to compare, which parity refuses. That says nothing of its numbers."""
+    """Return whether parity fails. It may refuse a smaller run that leaves nothing to compare, which says nothing about
+    its numbers."""
     try:
         return not check(pool, table, folder).ok
     except UserError:
@@ -51,7 +51,7 @@ def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tm
 
 
 def test_random_runs_are_many_kinds() -> None:
-    """Every axis, some of size 3, every section that may be left out, and no two alike."""
+    """They have every axis, some axes of size 3, and every section that may be left out. No two are alike."""
     tables = [random_table(seed) for seed in range(60)]
     sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
     assert all(sizes[axis, 2] for axis in AXES)

@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 
 Line = tuple[str, str, str]
 LATE = 0.2
-"""How many seconds one rank is late to each step."""
+"""One rank begins each step this many seconds late."""
 
 
 def methods_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -51,7 +51,7 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
     dist.all_gather_object(processes, os.getpid())
     for step in range(6):
         if rank == late:
-            wait_until(lambda: sleeps(processes[0]))  # in its first collective of the step
+            wait_until(lambda: sleeps(processes[0]))  # rank 0 waits in the step's first collective
             time.sleep(LATE)
         job.train_step(random_micro_batches(run, step, grid, device), step)
         ends.append(time.perf_counter())
@@ -62,8 +62,8 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
 
 
 def sleeps(process_id: int) -> bool:
-    """Return whether a process waits for another one. A busy machine can keep it from running, but then it is ready to
-    run."""
+    """Return whether a process waits for another one. A busy machine can also keep a process from running, but such a
+    process is ready to run."""
     for _ in range(10):
         if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             return False
@@ -110,7 +110,7 @@ def test_a_step_sends_what_the_trace_says_and_its_parts_add_up(
         assert sent == {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in stage}
         assert set(rank["axes"]) == {axis for axis, _, _ in sent}
         assert rank["compute"] + rank["exposed"] + rank["idle"] == pytest.approx(rank["seconds"])
-        assert rank["seconds"] <= measured * 1.001  # which includes the time to start the profiler
+        assert rank["seconds"] <= measured * 1.001  # ``measured`` also includes the profiler's start
         assert min(rank["compute"], rank["exposed"], rank["idle"]) > 0
         assert sum(times["exposed"] for times in rank["axes"].values()) == pytest.approx(rank["exposed"])
         for times in rank["axes"].values():
@@ -160,7 +160,7 @@ def test_the_trace_shows_steps_and_the_collectives_under_way(pool: Pool, tmp_pat
         assert ends.get(flight["tid"], 0.0) <= flight["ts"]  # else no viewer could draw them
         ends[flight["tid"]] = flight["ts"] + flight["dur"]
     assert len(ends) > 1  # while one part computes, another part's collective is in flight
-    # A collective begins in its range, and is over when the wait for it ends.
+    # A collective begins in the profiler's range of its call, and is over when the wait for it ends.
     (first,) = [event for event in flights if event["ts"] == min(each["ts"] for each in flights)]
     of_name = [event for event in events if event["name"].endswith(first["name"]) and event is not first]
     issued, waited = sorted((e for e in of_name if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])[:2]
@@ -173,7 +173,7 @@ of_axes = st.lists(st.tuples(st.sampled_from("xz"), spans), max_size=6)
 
 
 def moments(some: list[Span]) -> set[float]:
-    """The microseconds, by their beginnings, in a window from 0 to 30."""
+    """Return the microseconds in a window from 0 to 30 that these spans cover, each by its beginning."""
     return {moment for start, end in some for moment in range(int(start), int(end)) if 0 <= moment < 30}
 
 
@@ -205,7 +205,7 @@ def test_times_are_those_of_every_microsecond(
 
 
 def test_kernels_of_nccl_belong_to_the_range_that_launched_them(tmp_path: Path) -> None:
-    """A trace as torch writes it on a GPU: kernels, their launches, and ranges of the CPU."""
+    """This is a trace as torch writes it on a GPU, with kernels, their launches, and ranges of the CPU."""
 
     def event(category: str, name: str, thread: int, start: int, end: int, launch: int | None = None) -> dict[str, Any]:
         arguments = {} if launch is None else {"correlation": launch}

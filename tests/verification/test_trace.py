@@ -1,4 +1,4 @@
-"""The trace equals closed formulas, the real run, and itself continued from a few layers."""
+"""The trace equals closed formulas and the real run, and a trace continued from a few layers equals the whole trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ GRIDS = [
 
 
 def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
-    """Return the bytes of one block's and micro-batch's collectives, forward and backward, from the 4D layer's table.
+    """Return the bytes of the collectives of one block and one micro-batch, forward and backward, by the 4D layer's
+    table.
 
     Bytes count the full tensor, as gathered or before the reduction.
     """
@@ -59,7 +60,7 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
         ("x", "reduce_scatter", "up: input gradient"): residual,
         ("x", "all_gather", "o_proj: output gradient"): residual,
         ("x", "reduce_scatter", "qkv: input gradient"): residual,
-        # Once a step, on what dp and z have left of them: weights (and biases) of two norms, biases of two projections.
+        # Once per step, for this rank's shards: weights (and biases) of two norms, and biases of two projections.
         ("x", "all_reduce", "gradients of norms and biases"): vectors * model.hidden_size // grid.y // grid.z * 4,
     }
     over_y = {
@@ -89,7 +90,7 @@ FORMULA_CASES = [
 
 @pytest.mark.parametrize(("model", "grid"), FORMULA_CASES, ids=str)
 def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[str, int]) -> None:
-    """A block is the difference between two models with one layer more."""
+    """A block's bytes are the difference between two models whose numbers of layers differ by one."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(model | {"num_hidden_layers": n}, grid, training=batch) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True)) for run in runs)
@@ -146,7 +147,8 @@ def test_continuing_from_short_pipelines_is_exact(model: dict[str, Any], grid: d
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("pp", [2, 6])
 def test_small_pipelines_have_layers_of_the_same_kinds(pp: int, schedule: str) -> None:
-    """In each stage of the rank that is traced, as many as they have."""
+    """In each stage of the traced rank, the layers of the small pipeline are of the same kinds as the first layers of
+    the whole one."""
     kinds = THIRDS | DEEPSEEK | {"num_hidden_layers": 72, "first_k_dense_replace": 3}
     run = tiny_run(kinds, {"pp": pp, "schedule": schedule}, training={"global_batch_size": 96, "micro_batch_size": 1})
     for pp_rank in range(pp):
@@ -166,7 +168,7 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    # The trace has no padding, and for text no mask of it.
+    # The trace has no padding. For text, it has no padding mask either.
     masks = run.model.num_experts > 0 and run.data.format != "text"
     micro_batches = [
         replace(batch, is_data=torch.ones_like(batch.tokens, dtype=torch.bool) if masks else None)
@@ -201,7 +203,7 @@ def test_memory_of_states_is_what_the_sizes_say() -> None:
 
 
 def test_recomputed_blocks_store_their_inputs_only() -> None:
-    """Activations of a block under full recompute: its input, [b, s/x, H/y]."""
+    """Under full recompute, the activations of a block are its input, [b, s/x, H/y]."""
     grid = {"x": 2, "y": 2}
     peaks = [
         trace(
@@ -219,7 +221,8 @@ def test_recomputed_blocks_store_their_inputs_only() -> None:
 
 
 def wire_bytes(report: TraceReport, run: RunConfig) -> float:
-    """Bytes that a rank sends under ring algorithms: (n − 1)/n of a full tensor, twice that for an all-reduce."""
+    """Return the bytes that a rank sends with ring algorithms: (n − 1)/n of a full tensor, and twice that for an
+    all-reduce."""
     grid = run.parallel
     sizes = {axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp")}
     sizes |= {"dp_z": grid.dp * grid.z, "y_x": grid.y * grid.x, "world": grid.world_size}
@@ -233,7 +236,7 @@ def wire_bytes(report: TraceReport, run: RunConfig) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_the_best_grid_never_sends_more_than_one_tensor_axis_with_fsdp(ranks: int) -> None:
-    """Weights that are large compared with the batch, so that a tensor axis pays."""
+    """The weights are large compared with the batch, so that a tensor axis saves traffic."""
     model = LLAMA | {"num_key_value_heads": 8, "hidden_size": 128, "head_dim": 16, "intermediate_size": 512}
     sent: dict[tuple[int, int, int], float] = {}
     for x in (1, 2, 4, 8):
@@ -277,9 +280,10 @@ def test_the_largest_models_are_traced_in_8_gib(preset: str, grid: dict[str, int
 
 @pytest.mark.slow
 def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
-    """175B on 128 GPUs of 64 GB: 4 × 16-way model parallel, ZeRO-1 over 2, fp16, micro-batch 1, full recompute.
+    """The run is 175B on 128 GPUs of 64 GB, with 4 × 16-way model parallel, ZeRO-1 over 2, fp16, micro-batch 1, and
+    full recompute.
 
-    28 to 34 GB were measured for each of these GPUs by Megatron-DeepSpeed on Frontier.
+    Megatron-DeepSpeed on Frontier measured 28 to 34 GB for each of these GPUs.
     """
     run = make_run(
         {
@@ -302,7 +306,8 @@ def test_a_pipeline_of_175b_has_the_memory_that_was_measured() -> None:
     for rank in report.pipeline:
         memory = rank.memory
         assert 28e9 < memory.total_peak < 34e9
-        # Per parameter of the stage: fp32 weights and AdamW's moments over 2, fp16 weights and gradients whole.
+        # Per parameter of the stage, 12 bytes of fp32 weights and AdamW's moments are split over 2 ranks. Whole are
+        # 2 bytes of fp16 weights and 2 bytes of gradients.
         parameters = memory.parameters / 4 * 2
         assert memory.optimizer == 2 * memory.parameters
         assert memory.total_peak == pytest.approx((12 / 2 + 2 + 2) * parameters + memory.activations_peak, rel=0.06)

@@ -1,4 +1,5 @@
-"""The trace of a mixture of experts: closed formulas for every collective, the real run, and torch's memory tracker."""
+"""The trace of a mixture of experts equals closed formulas for every collective, the real run, and torch's memory
+tracker."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ Lines = dict[tuple[str, str, str], int]
 EVEN = [1.0] * 4
 UNEVEN = [5.0, 2.0, 1.0, 0.0]
 UNBIASED = DEEPSEEK | {"router_bias": False}
-"""torch's tracker knows no frozen parameters."""
+"""A model without the router's bias, because torch's tracker does not know frozen parameters."""
 FOUR_EXPERTS = MIXTURE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GATED = {"shared_expert_intermediate_size": 40, "shared_expert_gate": True}
 
 
 def expected(run: RunConfig, load: list[float]) -> Lines:
-    """Bytes of one layer's experts and one micro-batch, on the first rank."""
+    """Return the bytes of one layer's experts and one micro-batch, on the first rank."""
     model, grid = run.model, run.parallel
     hidden, width, experts = model.hidden_size // grid.y, model.moe_intermediate_size // grid.x, model.num_experts
     tokens = run.training.micro_batch_size * run.training.seq_length // (grid.cp * grid.x)
@@ -72,7 +73,7 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
 def test_a_layer_sends_what_the_formulas_say(
     model: dict[str, Any], grid: dict[str, int], moe: dict[str, float], load: list[float]
 ) -> None:
-    """A layer is the difference between two models with one layer more."""
+    """A layer's bytes are the difference between two models whose numbers of layers differ by one."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(FOUR_EXPERTS | model | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True, expert_load=load)) for run in runs)
@@ -127,7 +128,8 @@ def test_continuing_from_few_layers_is_exact(
     "data", [{"source": "python-stdlib"}, {"format": "sft", "train": [{"path": "nowhere"}]}], ids=["text", "sft"]
 )
 def test_a_real_run_sends_what_the_trace_says(pool: Pool, data: dict[str, Any], grid: dict[str, int]) -> None:
-    """With all experts of each token chosen the load is even. Data that pads needs the number of its tokens, too."""
+    """Every token chooses all experts, so the load is even. If data has padding, a run also needs the number of its
+    tokens."""
     run = tiny_run(MIXTURE | {"num_experts_per_tok": 4}, grid, data=data, training={"device": "cpu"})
     traced = trace(run)
     for collectives, parameters in pool.run(4, recorded_body, run):

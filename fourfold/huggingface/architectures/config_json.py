@@ -38,7 +38,7 @@ OF_SLIDING = {"rope_type", "rope_theta"}
 """Keys that the rotary table of sliding-window layers can have."""
 
 MOST_LAYERS = 10_000
-"""Limit on the number of layers, up to which layer types are listed one by one. No model has more layers."""
+"""Largest number of layers whose types are listed one by one. No model has more layers."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
@@ -116,7 +116,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for theirs in NONE_IS_0:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
-    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # A single key sets all four.
+    # In these families, attention_bias also decides whether the output projection has a bias.
+    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys["num_experts"]:
         raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")

@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
         _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
-        # In the family's first files, "gelu" also means the approximation, and transformers reads it that way.
+        # The family's first files say "gelu" but mean the tanh approximation, and transformers reads it that way.
         _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
         required={"use_bidirectional_attention": (None, False)},
     ),
@@ -305,7 +305,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}  # The norms' width is hidden_size.
+        # The query and key norms span all heads and have hidden_size weights, so head_dim follows from hidden_size.
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"}
         | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
         _LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}

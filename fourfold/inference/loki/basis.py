@@ -77,8 +77,8 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """Fraction of the best quarter of the keys that ranking by a quarter of the dims finds, by kind and layer. Empty
-    if no windows were held out."""
+    """By kind, one number per layer: if a quarter of the dims ranks the keys, the fraction of the best quarter of the
+    keys that the ranking finds. Empty if no windows were held out."""
 
     @property
     def layers(self) -> int:

@@ -63,7 +63,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     if state.recipe.basis is not None:
         state.recipe.basis.to(hidden_states.device)
     state.release()
-    cache = keywords.get("cache", keywords.get("past_key_values"))  # transformers before 5.24 uses the other name.
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # Before 5.24, transformers used the second name.
     if isinstance(cache, Cache):
         attention = cast(AttentionModule, module)
         is_loki = attention.config._attn_implementation == NAME

@@ -27,10 +27,10 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore):
     """The attention core, for this rank's share of the work.
 
-    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads, or otherwise by "batch" or by
-    "sequence" (of the queries), and then only x splits the heads. If the key-value heads do not divide like the query
-    heads, the ranks that share them gather them and sum their gradients. ``method`` sets how the cp ranks, which share
-    the sequence, attend.
+    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads. Otherwise they share it by
+    "batch" or by "sequence" (of the queries), and only x splits the heads. If the key-value heads do not divide like
+    the query heads, the ranks that share them gather them and sum their gradients. ``method`` sets how the cp ranks,
+    which share the sequence, attend.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
 """CUDA's kernels need a head width that is a multiple of ``WIDTH_MULTIPLE``, so torch's public attention pads too.
 FlashAttention takes no wider heads than ``WIDEST_FLASH``, and cuDNN gets none wider than ``WIDEST_CUDNN``.
 
-torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do not before cuDNN 9.23, so blocks of these
+torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do so only from cuDNN 9.23 on. So blocks of these
 widths use FlashAttention.
 """
 

@@ -43,8 +43,8 @@ class Units:
 
     The weights of a unit are gathered together, and its gradients are summed together.
 
-    Each block is a unit, and so is each module in ``last``, which follow the blocks. Modules in no unit belong to the
-    root.
+    Each block is a unit. The modules in ``last`` follow the blocks, and each of them is a unit too. Modules in no unit
+    belong to the root.
     """
 
     embeddings: list[nn.Module]

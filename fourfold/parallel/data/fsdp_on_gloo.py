@@ -163,9 +163,10 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The replicas of a shard, in the background. FSDP2 uses this object as a process group and calls these methods.
+    """The group of a shard's replicas, with sums in the background. FSDP2 uses this object as a process group and calls
+    these methods.
 
-    It equals the real group, because torch looks the group up to describe an error.
+    It compares equal to the real group, because torch looks the group up to describe an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:

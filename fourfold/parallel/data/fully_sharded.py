@@ -100,7 +100,7 @@ class FullySharded(DataParallel):
         super().materialize(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # The variable is typed as Any, because FSDP2 stores sums in another dtype than the weight's.
+                # None allows gradients of any dtype. FSDP2's gradient sums can have another dtype than the weight.
                 parameter.grad_dtype = None
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -290,7 +290,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
-    """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG).
+    """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
     If a unit names nothing to prefetch in the backward, FSDP2 prefetches the unit that ran before it in the forward.
     That unit may belong to another micro-batch. Naming the root, which has no weights of its own, prevents this.

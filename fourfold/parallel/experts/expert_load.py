@@ -3,7 +3,8 @@
 With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
 2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
 plain sum over tokens, like the cross-entropy. Its gradient is the same on every grid, with any number of micro-batches,
-and needs no collective. Without a loss, a bias of each expert follows the sign of its load (arXiv 2408.15664).
+and needs no collective. Without a loss, each expert's bias moves against the sign of its excess load (arXiv
+2408.15664).
 """
 
 from __future__ import annotations
@@ -216,8 +217,9 @@ class _WithLosses(Function):
         model, moe = load.run.model, load.run.moe
         factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
-            # Differentiate E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and times P_e
-            # (1 − s_e) otherwise. E f_e − 1 has the same differences and is exactly zero for an even load.
+            # A token's loss is Σ c_e P_e, with c_e = E f_e and P = s / Σ s. Its gradient is slope_e · (c_e − Σ c P).
+            # The slope is P_e for softmax scores and P_e (1 − s_e) for sigmoid scores. Subtracting 1 from every c_e
+            # does not change the gradient, but makes it exactly zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()

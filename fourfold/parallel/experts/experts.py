@@ -50,7 +50,7 @@ class ParallelMixture(nn.Module):
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
         routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
-        # With a capacity limit, a document's score would depend on the other documents in the batch.
+        # Evaluation has no capacity limit. Otherwise a document's score would depend on other documents in the batch.
         if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)

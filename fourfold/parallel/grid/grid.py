@@ -40,10 +40,8 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return a name of the group that only its ranks have.
-
-        Groups with equal names differ in their first or last rank.
-        """
+        """Return the axis's name with the first and the last rank of the group, which no other group of the axis
+        has."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
@@ -163,7 +161,7 @@ class Grid:
             ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
-            ranks = self.ranks.numel() // self.pp.size  # These ranks are neighbors, because pp is the outermost axis.
+            ranks = self.ranks.numel() // self.pp.size  # Their numbers are consecutive: pp is the outermost axis.
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]
@@ -216,8 +214,8 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, weights of experts are not sharded here. Such an ep needs zero 3, which shards them
-        # over all of these ranks.
+        # If ep does not divide z, ``expert_shards`` has one rank. Such an ep needs zero = 3, which shards the experts'
+        # weights over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)

@@ -89,7 +89,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     config = getattr(model, "config", None)
     of_config = getattr(config, "base_model_tp_plan", None) or PLANS.get(getattr(config, "model_type", ""), {})
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
-    # Plans leave routers whole without naming them. Every rank sends the same tokens to the same experts.
+    # Plans do not name routers. Each rank keeps the whole router, so all ranks send a token to the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
     names = {module: name for name, module in model.named_modules()}
     for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):

@@ -67,7 +67,8 @@ class ParallelHead(Tiled):
 
 
 def where_differentiated(weight: Tensor) -> Tensor:
-    """Detach the weight if gradients are disabled. In an autograd function, a parameter always seems to need one."""
+    """Detach the weight if gradients are disabled. In an autograd function, a parameter always seems to need a
+    gradient."""
     return weight if torch.is_grad_enabled() else weight.detach()
 
 

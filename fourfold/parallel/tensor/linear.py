@@ -120,7 +120,7 @@ class _Backward(FunctionOfMany):
     def backward(ctx: Context[Layers], *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, first = ctx.kept, ctx.kept[0]
         gathering_grads = first.writes.start_gathers(grads, f"{first.name}: output gradient")
-        kept, *matrices = ctx.saved_tensors  # In recomputation, this runs the block.
+        kept, *matrices = ctx.saved_tensors  # If the block is recomputed, this runs its forward again.
         gathering_x = gather_kept(first, kept)
         grads = gathering_grads()
         d_x = start_input_gradient(layers, grads, matrices) if ctx.needs_input_grad[0] else None

@@ -91,7 +91,10 @@ def copied(matrix: Tensor, how: Copy) -> Tensor:
         by_columns = not by_columns
     rows = matrix.T if by_columns else matrix
     width = rows.shape[1] if how == "turned" else padded_width(rows.shape[1], rows.element_size())
-    copy = rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)
+    padded = rows.new_empty(rows.shape[0], width)
+    # A kernel may multiply the padding by zero (oneDNN on AMX, in bf16), so the padding must not be NaN.
+    padded[:, rows.shape[1] :].zero_()
+    copy = padded[:, : rows.shape[1]].copy_(rows)
     return copy.T if by_columns else copy
 
 

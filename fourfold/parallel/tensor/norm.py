@@ -20,7 +20,7 @@ class Norm(Tiled):
     Args:
         axis: the axis whose ranks share the channels, by default y.
         tile: the tile of the weights. By default they belong to the residual stream, and their gradients are sums over
-            the tokens of x.
+            the tokens of all x ranks.
     """
 
     weight: nn.Parameter

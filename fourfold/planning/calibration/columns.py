@@ -104,7 +104,7 @@ class MeasuredRow(BaseModel):
     capacity_factor: Size | None = None
     """An expert takes at most this many times its equal share of the tokens. Default: no limit."""
     vocab: Count | None = None
-    """Rows of the vocabulary. Default: GPT-2's, 51,200."""
+    """Size of the vocabulary, with padding. Default: GPT-2's, 51,200."""
 
     seq_len: Count | None = None
     """Tokens of a sequence."""
@@ -152,8 +152,8 @@ class MeasuredRow(BaseModel):
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations the backward recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the attention core (attention), everything except attention and every second
-    matmul (ops, which is torchtitan's per-op), or some of the layers (layers)."""
+    """What selective recompute repeats: the attention core (attention), everything except the attention core and every
+    second matmul, which are kept (ops: torchtitan's per-op), or some of the layers (layers)."""
     recompute_every: Count = 1.0
     """Recompute only every n-th layer."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -161,8 +161,8 @@ class MeasuredRow(BaseModel):
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
-    """What hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also the matmuls that
-    read them, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's."""
+    """What hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also the matmuls that use
+    their results, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 

@@ -60,8 +60,8 @@ def validate(
     """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
     calibration.
 
-    Rows in both are held out of the fit. If ``leave_out`` is "source" or "machine", the rows of each source or machine
-    are predicted with constants fitted to all remaining rows.
+    Rows of ``file`` are held out of the fit. If ``leave_out`` is "source" or "machine", the rows of each source or
+    machine are predicted with constants fitted to all remaining rows.
 
     Raises:
         UserError: There are no rows to predict or fit.

@@ -161,7 +161,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     p = tensor_bytes(work)
     weight = model.hidden_size * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # The gradients before the activation are of the same size.
+    activation = mlp_made_again(work)  # The gradients of the activation's inputs are as large.
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
@@ -172,7 +172,8 @@ def attention_backward(work: Workload) -> Number:
     The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
     """
     model, p = work.model, tensor_bytes(work)
-    # A ring sums the gradients of queries, of its own keys and values, and of those that pass by, in 32 bits.
+    # A ring sums gradients in 32 bits: of the queries, of the rank's own keys and values, and of the keys and values
+    # that pass by.
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
@@ -203,7 +204,7 @@ def is_replicated(work: Workload) -> Flag:
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of the z shards of weights that zero 1 and 2 keep between forward and backward
-    (docs/parallelism.md). The first number is for one block with its experts, and the second for the tables."""
+    (docs/parallelism.md). The first number is for one block with its experts, and the second for embedding and head."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -335,8 +336,8 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     """Return the bytes that a rank's blocks keep for a micro-batch, and the largest number of bytes that the backward
     of one block adds.
 
-    During its backward, a block's own weights (``kept_weights``, with an average of of_block bytes) are whole and
-    counted as gathered.
+    During its backward, a block's weights are whole and counted as gathered. So its kept weights (``kept_weights``, on
+    average ``of_block`` bytes) are subtracted here.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers) - of_block

@@ -36,8 +36,8 @@ class Kind:
     whole_keys: bool
     """Whether the y ranks share the queries, and gather keys and values."""
     attention_again: bool
-    """Whether selective recompute repeats the attention, the activation, the norms before attention and MLP, or the
-    gathers."""
+    """Whether selective recompute repeats the attention. The next fields tell the same for the activation, the norms
+    before attention and MLP, and the gathers."""
     activation_again: bool
     norms_again: bool
     gathers_again: bool

@@ -87,7 +87,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_matmul": np.where(model.output_norms, 0, down),  # With output norms, a norm reads the result.
+        "last_matmul": np.where(model.output_norms, 0, down),  # An output norm needs the result, so none is skipped.
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
@@ -156,7 +156,7 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Return the seconds of the forward, the input gradients, and the weight gradients of the four linear layers
     (with q, k, v joined, and gate and up joined)."""
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means, where a block without an MLP counts as 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. A block without an MLP counts as 0.
     shapes = (
         (model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
         (model.queries / layout.x, model.hidden_size / layout.y, 1),

@@ -12,7 +12,7 @@ from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
 """Bytes that are kept for each choice of a token: the expert, the choice's position among the rows, and the inverse of
-that position, in 64 bits, and the weights."""
+that position (64 bits each), and the weights."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are kept for each received row to sort it by expert. Forward and backward each keep a permutation and its
 inverse, in 64 bits."""
@@ -148,7 +148,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     ranks, and then for whole weights.
 
     There are two candidates for the peak: the gradients of gate, up, and their product, or the gradients of the rows in
-    arrival order and in expert order. Each is freed before the other is allocated.
+    arrival order and in expert order. One candidate is freed before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y

@@ -91,7 +91,7 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
 
 
 def exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
-    """Return the exposed seconds of ``sending`` weights and gradients during ``computing``."""
+    """Return the exposed seconds if ``sending`` weights and gradients runs during ``computing``. Both are seconds."""
     return sending - np.where(work.program.overlap_z, hidden(sending, computing, constants.exposed), 0.0)
 
 

@@ -224,8 +224,8 @@ def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockByt
 
 
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
-    """Return the bytes of gathered weights or 16-bit copies on a rank. Add a block's whole gradients while they are
-    summed, and subtract the bytes that have been freed by then."""
+    """Return the bytes of gathered weights or 16-bit copies on a rank. These include a block's whole gradients while
+    they are summed, minus the ``freed`` bytes."""
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
@@ -301,7 +301,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    if layout.layers_per_stage is not None:  # A single layout can have any number of blocks on each rank.
+    if layout.layers_per_stage is not None:  # The user chose the numbers of blocks, so any rank can be the fullest.
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
@@ -335,7 +335,7 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the bytes that a step really needs, if its ``peak_memory`` is ``predicted``.
 
-    These are fewer bytes, because PyTorch frees cached blocks before memory runs out.
+    It needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
     """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)

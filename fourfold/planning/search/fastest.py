@@ -40,7 +40,7 @@ MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
 """Ratio of two step times that still counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""Probability of running out of memory from which on a layout is discarded, with any number of batch parts."""
+"""A layout is discarded for any number of batch parts if its probability of running out of memory is at least this."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
 """Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")

@@ -15,7 +15,7 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workloa
 NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
 """Names of choices that a layout stores as indices."""
 MEASURED = 10
-"""Largest number of the fastest layouts that the proposed search is required to include."""
+"""The proposed search includes the fastest layouts, up to this number."""
 
 
 @dataclass(frozen=True)

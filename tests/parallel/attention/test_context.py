@@ -18,7 +18,7 @@ from fourfold.parallel.attention.ring import block_of_step, merge
 
 @dataclass(frozen=True)
 class Place:
-    """An axis as far as the layout asks: no group."""
+    """A stand-in for an axis. It has what the layout asks for, and no process group."""
 
     size: int
     rank: int
@@ -91,7 +91,8 @@ def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documen
 
 
 def test_ranks_that_no_window_reaches_are_skipped() -> None:
-    """8 chunks of 4 tokens on 4 ranks: a window of 4 tokens reaches the previous chunk, on the rank before or after."""
+    """Four ranks hold 8 chunks of 4 tokens. A window of 4 tokens reaches only the previous chunk, which is on the rank
+    before or after."""
     blocks = {source: block_of_step(source, 8, None, Place(4, 1), 4, torch.device("cpu")) for source in range(4)}
     assert blocks[3] is None
     assert blocks[0] is not None and (blocks[0].queries, blocks[0].keys) == (slice(0, 4), slice(0, 4))
@@ -100,7 +101,8 @@ def test_ranks_that_no_window_reaches_are_skipped() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_has_the_same_work(ranks: int) -> None:
-    """Pairs of queries and keys that a step computes, causal ones by half: the reason of the head–tail layout."""
+    """Count the pairs of queries and keys that each rank computes, and half of the pairs in causal blocks. Equal counts
+    are the reason for the head–tail layout."""
     tokens, work = 8, set()
     for rank in range(ranks):
         pairs = 0.0
@@ -117,7 +119,8 @@ MASKS = ["none", "causal", "documents", "rows that see nothing"]
 
 
 def case_of(mask: str, kv_heads: int) -> tuple[list[Tensor], bool, Tensor | None, Tensor]:
-    """(q, k, v and the output's gradient), causal, the mask given, and what may be seen."""
+    """Return q, k, v, and the output's gradient, then whether attention is causal, the mask to give, and the pairs that
+    may be seen."""
     generator = torch.Generator().manual_seed(3)
     queries, keys = 12, 12 if mask in ("causal", "documents") else 20
     shapes = [(2, 4, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16), (2, 4, queries, 16)]
@@ -147,7 +150,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         out, lse = attend_block(q, k, v, causal, given, SCORES)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
-    if mask == "rows that see nothing":  # their gradients: below, if other keys are seen
+    if mask == "rows that see nothing":  # the next tests check gradients with more keys
         assert (out[0, :, 3:6] == 0).all()
         assert (lse[0, :, 3:6] == -torch.inf).all()
         return
@@ -198,7 +201,8 @@ def test_capped_scores_are_never_all_in_memory() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "rows that see nothing"])
 def test_parts_merge_to_the_whole(mask: str) -> None:
-    """Over two blocks of keys: outputs and log-sum-exps by ``merge``, gradients of each block from the merged."""
+    """Attend to two blocks of keys. ``merge`` joins outputs and log-sum-exps, and each block's gradients follow from
+    the merged results."""
     (q, k, v, grad), _, given, seen = case_of(mask, kv_heads=2)
     if given is not None:
         seen[..., 0] = True  # the ring's first block has a key for every query
@@ -229,7 +233,8 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
 def test_log_sum_exps_have_the_length_that_a_gpus_kernel_wants(
     monkeypatch: pytest.MonkeyPatch, multiple: int, padded: int
 ) -> None:
-    """CUDA's kernel under a mask pads them, and AMD's refuses padded ones. This uses tensors without values."""
+    """If there is a mask, CUDA's kernel expects padded log-sum-exps, and AMD's kernel refuses them. The tensors here
+    have no values."""
     lengths = []
 
     class Watching(TorchDispatchMode):

@@ -27,7 +27,7 @@ ENDS = torch.tensor([[7, 8, 20, 20], [20, 20, 20, 20], [1, 9, 10, 20]])
 
 
 def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
-    """q, k, v, whose tokens are not next to one another, and the output's gradient."""
+    """Return q, k, v, whose tokens are not next to one another in memory, and the output's gradient."""
     generator = torch.Generator().manual_seed(kv_heads)
     wide = torch.randn(3, 20, 8 + 2 * kv_heads, 16, generator=generator, dtype=torch.float64).to(dtype)
     q, k, v = wide[:, :, :4], wide[:, :, 8 : 8 + kv_heads], wide[:, :, 8 + kv_heads :]
@@ -51,7 +51,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25, window: int = 0,
 
 
 def assert_equal_to_dense(tensors: list[Tensor], *options: float) -> None:
-    """options: scale, window and softcap."""
+    """Compare with dense attention. ``options`` are scale, window, and softcap."""
     found = with_gradients(lambda q, k, v: attend_documents(q, k, v, ENDS, *options)[0], *tensors)
     exact = with_gradients(lambda q, k, v: dense(q, k, v, *options), *(t.double() for t in tensors))
     plain = with_gradients(lambda q, k, v: dense(q, k, v, *options), *tensors)
@@ -79,7 +79,7 @@ def test_windows_and_caps_are_those_of_dense_attention(
 
 
 def test_time_follows_the_window() -> None:
-    """The keys of every piece, without documents."""
+    """Without documents, count the keys of every piece."""
     q = torch.empty(1, 4096, 1, 8)
     pieces = list(pieces_of(KeyLimits(None, 64), q, AttentionScores(1.0)))
     assert sum(len(range(4096)[queries]) * len(range(4096)[keys]) for _, queries, keys in pieces) < 4096 * 128
@@ -95,7 +95,7 @@ def test_the_operators_keep_to_torchs_rules() -> None:
 
 
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
-    """By torch's own account of its kernel, without a GPU."""
+    """torch tells the shapes of its kernel's results on ``meta`` tensors, so this needs no GPU."""
     q, k, v, grad = (t.to("meta") for t in inputs(torch.bfloat16, 2))
     limits, scores = KeyLimits(ENDS.to("meta"), 5), AttentionScores(0.25)
     said = attend_documents(q, k, v, limits.document_ends_BE, 0.25, 5)
@@ -112,7 +112,8 @@ def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ulysses"}], ids=str)
 @pytest.mark.parametrize("modules", [[], ["attention"]], ids=["whole", "attention again"])
 def test_documents_cost_no_memory(grid: dict[str, Any], modules: list[str]) -> None:
-    """32K tokens of packed documents train in the memory of one text, and the tables of their positions."""
+    """Training on 32K tokens of packed documents needs the memory of training on one text, and in addition the tables
+    of positions."""
     sections = {"activation_checkpoint": {"mode": "selective", "modules": modules} if modules else {}}
     peaks = []
     for mask_documents in (False, True):

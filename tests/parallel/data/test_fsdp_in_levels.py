@@ -22,7 +22,7 @@ LENGTH = 3
 
 
 def moved(rank: int, world_size: int, sizes: dict[str, int], name: str, per_node: int) -> list[bool]:
-    """Whether gathers and sums are right, first as on a GPU and then as on a CPU."""
+    """Return whether gathers and sums are right, first as on a GPU and then as on a CPU."""
     grid = Grid(ParallelConfig(**sizes), "cpu")
     group, whole = grid.shards(name, per_node), grid.axis(name)
     assert isinstance(group, TwoLevels) and group is grid.shards(name, per_node)
@@ -80,7 +80,7 @@ def nodes_of(rank: int, world_size: int) -> list[list[int]]:
 
 
 def test_a_node_has_neighbors(pool: Pool) -> None:
-    """x is fastest: of nodes of four ranks, two of z are in each."""
+    """Ranks of x are neighbors, so a node of four ranks has two ranks of z."""
     groups = pool.run(8, nodes_of)
     assert groups[0] == [[0, 2], [0, 4]]
     assert groups[7] == [[5, 7], [3, 7]]

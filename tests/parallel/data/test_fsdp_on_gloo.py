@@ -27,7 +27,7 @@ from fourfold.verification.batches import random_micro_batches
 
 
 class Slow:
-    """An exchange of two equal parts that arrives when it is waited for."""
+    """An exchange of two equal parts, which arrives only when it is waited for."""
 
     def __init__(self, received: Tensor, sent: Tensor) -> None:
         self.received, self.sent = received, sent
@@ -45,7 +45,7 @@ class Two:
 
 @pytest.fixture
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
-    """The exchanges that were started. gloo carries out none of them."""
+    """Return the exchanges that were started. None of them is carried out by gloo."""
     started: list[Slow] = []
 
     def start(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Slow:
@@ -102,7 +102,7 @@ def test_sums_over_replicas_follow_those_over_shards(
 
 
 def groups_of_a_mesh(rank: int, world_size: int) -> None:
-    """A mesh keeps its levels when its replicas are in the background, and an error of theirs stays what it is."""
+    """Check that a mesh keeps its levels when its replicas are summed in the background."""
     grid = Grid(ParallelConfig(z=world_size), "cpu")
     levels = object()
     mesh = replicas_in_background(MeshWithGroups(grid.hybrid_mesh, {1: levels}), SumInBackground())
@@ -125,7 +125,7 @@ def test_a_gather_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bool]:
-    """For each micro-batch of a step, whether gradient sums are waited for when FSDP2 asks for them."""
+    """Return for each micro-batch of a step whether gradient sums are waited for as soon as FSDP2 asks for them."""
     run = make_run(
         {
             "model": {"preset": "llama-tiny", "vocab_size": 128},

@@ -23,13 +23,14 @@ BF16 = {"precision": "bf16", "master_weights": "bf16"}
 
 
 def gradients(run: RunConfig) -> tuple[dict[str, torch.Tensor] | None, set[torch.dtype]]:
-    """The complete gradients of a step at weights that bf16 can hold, whole on rank 0, and their types."""
+    """Return the complete gradients of a step, whole on rank 0, and their types. The weights are numbers that bf16 can
+    hold."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for shard in job.shards:
         shard.local.copy_(shard.local.bfloat16())
     job.publish()
-    # The same labels count at every size: the samples are micro-batches of one sequence, joined.
+    # Join micro-batches of one sequence, so that the same labels count at every micro-batch size.
     size, one = run.training.micro_batch_size, {"micro_batch_size": 1}
     each = random_micro_batches(
         run.model_copy(update={"training": run.training.model_copy(update=one)}), 0, job.grid, CPU
@@ -42,7 +43,7 @@ def gradients(run: RunConfig) -> tuple[dict[str, torch.Tensor] | None, set[torch
 
 
 def joined(parts: list[MicroBatch[torch.Tensor]]) -> MicroBatch[torch.Tensor]:
-    """One micro-batch of all sequences."""
+    """Join micro-batches into one that has all their sequences."""
     positions = [part.positions for part in parts if part.positions is not None]
     return MicroBatch(
         torch.cat([part.tokens for part in parts]),
@@ -52,7 +53,7 @@ def joined(parts: list[MicroBatch[torch.Tensor]]) -> MicroBatch[torch.Tensor]:
 
 
 def errors_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[float] | None:
-    """The relative error of all gradients of each run but the first, whose gradients are the right ones."""
+    """Return the relative error of all gradients for each run but the first, whose gradients are taken as right."""
     whole, types = zip(*map(gradients, runs), strict=True)
     for run, found in zip(runs, types, strict=True):
         low = "fp32" not in (run.training.reduce_dtype, run.training.master_weights)
@@ -71,7 +72,8 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def errors(pool: Pool, model: dict[str, Any], grid: dict[str, Any], training: dict[str, Any]) -> list[float]:
-    """The relative errors of a step with the largest micro-batch that the grid can have, and with the smallest."""
+    """Return the relative errors of a step with the largest micro-batch that the grid can have, and with the
+    smallest."""
     ranks = grid.get("dp", 1) * grid.get("z", 1)
     sizes = {"global_batch_size": SEQUENCES, "seq_length": 16}
     stages = 2 if "pp" in grid else 1
@@ -119,7 +121,7 @@ def test_small_micro_batches_are_as_accurate_as_a_large_one(
 def test_sums_of_a_low_type_are_the_same_on_every_grid(
     pool: Pool, grid: dict[str, Any], master: dict[str, str]
 ) -> None:
-    """A run file that asks for sums in bf16 gets them on one process too."""
+    """If a run file asks for sums in bf16, it gets them on one process too."""
     low = {"precision": "bf16", "reduce_dtype": "bf16"} | master
     large, small = errors(pool, LLAMA, grid, low)
     assert small > 1.3 * large

@@ -1,4 +1,4 @@
-"""Costs of many processes: cores next to the GPU, and groups that are not created one by one."""
+"""What many processes must not cost: each gets cores next to its GPU, and groups are not created one by one."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def settings_after_a_grid(rank: int, world_size: int) -> str | None:
 def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    warn_of_other_nodes(8)  # no launcher says anything
+    warn_of_other_nodes(8)  # no launcher has set the number of local processes
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
     warn_of_other_nodes(8)

@@ -1,4 +1,4 @@
-"""A grid in a program of the user's own: the process group that it starts, or what it says instead."""
+"""A grid in a user's own program: the process group that it starts, or the sentence that refuses it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_grid_of_one_process_needs_none() -> None:
 
 
 def meet(server: Store, world_size: int, seconds: float = PATIENCE) -> list[Store]:
-    """The part of a server's store that each rank of one attempt gets, all at once."""
+    """Return the part of a server's store that each rank of one attempt gets. All ranks ask at once."""
     with ThreadPoolExecutor(world_size) as threads:
         ranks = [
             threads.submit(attempt_store, server, rank, world_size, timedelta(seconds=seconds))
@@ -64,12 +64,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def meet_in_rounds(rank: int, world_size: int, port: int) -> list[float]:
-    """Start the default group again and again, as after the failures of another node."""
+    """Start the default group again and again, as a job does after failures on another node."""
     dist.destroy_process_group()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     sums = []
     for restarts in range(2):
-        count = restarts if rank == 0 else 0  # the second rank's node has been replaced, and its agent counts anew
+        count = restarts if rank == 0 else 0  # rank 1's node was replaced, so its agent counts from 0
         place = Place(rank, rank, world_size, world_size, "torchrun", count)
         start_process_group(place, f"tcp://127.0.0.1:{port}", torch.device("cpu"), timedelta(seconds=PATIENCE))
         one = torch.ones(1)

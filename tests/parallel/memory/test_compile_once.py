@@ -23,7 +23,7 @@ SELECTIVE = {"mode": "selective", "modules": ["attention", "mlp", "norms", "gath
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove code of earlier tests. What is captured is not compiled further."""
+    """Remove the code that earlier tests compiled. Graphs are captured in this test, but not compiled to kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield
@@ -33,7 +33,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def graphs(
     model: dict[str, Any], layers: int, grid: dict[str, int], mode: dict[str, Any], steps: int = 2, **sections: Any
 ) -> int:
-    """The number of graphs that the first steps compile, on one of the processes of a grid."""
+    """Return the number of graphs that the first steps compile, on one of the processes of a grid."""
     torch._dynamo.reset()
     counters.clear()
     sections |= {"training": {"compile": True}, "activation_checkpoint": mode}
@@ -67,7 +67,8 @@ def test_more_blocks_compile_nothing_more(model: dict[str, Any], grid: dict[str,
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "none"}], ids=lambda mode: mode["mode"])
 def test_documents_compile_nothing_more(mode: dict[str, Any]) -> None:
-    """Neither later blocks nor steps with more or fewer documents compile. The first block with another number may."""
+    """With packed documents, later blocks compile nothing, and neither do steps with more or fewer documents. Only the
+    first block that has another number of documents may compile."""
     packed = {"source": "python-stdlib", "mask_documents": True}
     first = graphs(LLAMA, 2, {}, mode, steps=2, data=packed)
     assert graphs(LLAMA, 10, {}, mode, steps=2, data=packed) == first

@@ -1,4 +1,5 @@
-"""Inputs of blocks move to the CPU's memory and back. On simulated streams, reads wait for what they read."""
+"""Inputs of blocks move to the CPU's memory and back. On simulated streams, no operation reads a tensor before it has
+arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ GPU = torch.device("cuda")
 
 
 class Device:
-    """A GPU whose other streams run as late as waits allow, or as early: values show a wait that is missing."""
+    """A GPU whose other streams run either as late as waits allow or as early as possible. If a wait is missing, values
+    are wrong."""
 
     def __init__(self, early: bool) -> None:
         self.early, self.computation = early, Stream(self)
@@ -35,7 +37,7 @@ class Device:
 
 
 class Stream:
-    """Work in order. ``run`` takes what has been issued up to a point."""
+    """Work that runs in order. ``run`` does what has been issued up to some point."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.work, self.done = device, list[object](), 0
@@ -63,7 +65,7 @@ class Stream:
 
 
 class Late(Tensor):
-    """A tensor whose copies run when its stream does."""
+    """A tensor whose copies run when their stream does."""
 
     device_of_all: Device
 
@@ -95,7 +97,7 @@ def test_a_copy_runs_after_what_was_issued_before_and_before_what_waits_for_it(d
     device.computation.issue(lambda: source.fill_(1))
     wait = copies.start(out, source)
     wait()
-    device.computation.issue(lambda: source.fill_(2))  # its memory is used again
+    device.computation.issue(lambda: source.fill_(2))  # later work reuses the source's memory
     device.computation.run()
     assert out.item() == 1
 
@@ -109,7 +111,7 @@ def test_computation_that_does_not_wait_goes_on(device: Device) -> None:
 
 
 class Chain(nn.Module):
-    """Blocks that multiply by a weight of their own, and note when copies come and products run."""
+    """Blocks that each multiply by a weight of their own, and note when a copy or a product runs."""
 
     def __init__(self, weights: list[float], notes: list[str]) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Copies and products in the order of their issue."""
+    """Return copies and products in the order of their issue."""
     notes: list[str] = []
     start = CopyStream.start
 
@@ -159,7 +161,7 @@ def test_an_input_is_on_its_way_before_the_backward_comes_to_it(notes: list[str]
 
 
 def test_micro_batches_under_way_at_once_do_not_meet(notes: list[str]) -> None:
-    """As in a pipeline: the second's forward comes before the first's backward."""
+    """As in a pipeline, the second micro-batch's forward comes before the first one's backward."""
     chain = Chain([0.5, 1.5], notes)
     xs = [torch.tensor([value], requires_grad=True) for value in (0.3, 0.7)]
     outs = [chain(x) for x in xs]
@@ -180,7 +182,8 @@ def test_evaluation_copies_nothing(notes: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_trace_counts_inputs_that_are_back() -> None:
-    """At the peak, in a block's backward, its input and the one before it are there, however many blocks there are."""
+    """Memory peaks in a block's backward. Then the GPU has this block's input and the input of the block before it,
+    however many blocks there are."""
     peaks = {}
     for layers in (3, 5):
         for on_cpu in (False, True):

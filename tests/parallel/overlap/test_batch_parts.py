@@ -1,4 +1,4 @@
-"""Work in turn, and blocks that a batch does not divide for."""
+"""Batch parts that take turns, also if the batch does not divide into equal parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.parallel.overlap.batch_parts import HookedVisit, JoinedAttention, 
 
 
 def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
-    """The steps of parts a, b, … in the order they are taken."""
+    """Run parts a, b, … in turn, and return the order of their steps."""
     taken: list[str] = []
 
     def steps(name: str) -> Steps[str]:
@@ -34,7 +34,8 @@ def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str
 
 
 def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
-    """Attention and MLP over x: of three parts one gathers for the MLP while another has not begun its attention."""
+    """The steps are of attention and MLP over x. With three parts, one part gathers for the MLP while another has not
+    begun its attention."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     assert taken_in_turn(2, ends) == "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4"
     assert taken_in_turn(3, ends) == "a0 b0 c0 a1 b1 a2 c1 b2 a3 c2 b3 a4 c3 b4 c4"
@@ -54,7 +55,7 @@ def test_parts_wait_for_the_others() -> None:
 
 
 def test_a_recomputation_that_ends_early_keeps_the_order_of_the_forward() -> None:
-    """Its last products are left out, and nothing else moves."""
+    """Only the last products are left out. All other steps keep their places."""
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     for parts in (2, 3, 4):
         whole, again = taken_in_turn(parts, ends).split(), taken_in_turn(parts, [*ends, Until.ALL_PARTS]).split()
@@ -92,7 +93,8 @@ def logits_body(rank: int, world_size: int, run: RunConfig) -> list[torch.Tensor
 
 
 def test_batches_of_any_size_are_evaluated(pool: Pool) -> None:
-    """Two sequences are two parts. One sequence, or three, are split into two parts of their tokens."""
+    """Two sequences are split into two parts of one sequence. One sequence, or three sequences, are split into two
+    parts of their tokens."""
     parts, whole = (pool.run(2, logits_body, tiny_run(LLAMA, {"x": 2}, overlap={"batch_parts": n}))[0] for n in (2, 1))
     for of_parts, of_whole in zip(parts, whole, strict=True):
         torch.testing.assert_close(of_parts, of_whole, rtol=1e-5, atol=1e-6)
@@ -100,7 +102,7 @@ def test_batches_of_any_size_are_evaluated(pool: Pool) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_sees_all_tokens_in_order(ranks: int) -> None:
-    """Two ranks share the residual stream: a part has tokens of both, and each of them has consecutive ones."""
+    """If two ranks share the residual stream, a part has consecutive tokens from each of them."""
     x_BSF = torch.arange(2 * 12 * 3).reshape(2, 12, 3).float()
     seen: list[torch.Tensor] = []
 

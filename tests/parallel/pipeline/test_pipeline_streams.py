@@ -27,18 +27,19 @@ def of_all(sender: int, receiver: int) -> Hashable:
 class Streams:
     """The streams of all ranks: one that computes, and one for each group.
 
-    The host issues a rank's whole list at once. A transfer begins when both of its ranks have computed what they issued
-    before it, and their streams for its group are done with earlier transfers. It takes no time. A computation waits
-    for what it has received, and a send waits for the previous send to the same rank.
+    The host issues a rank's whole list at once. A transfer begins when both of its ranks have computed what was issued
+    before it, and when their streams for its group have finished earlier transfers. It takes no time. A computation
+    waits for what it receives, and a send waits for the previous send to the same rank.
     """
 
     def __init__(self, grid: ParallelConfig, micro_batches: int, group: Group) -> None:
         self.grid, self.group = grid, group
         self.lists = with_transfers(schedule_ops(grid, micro_batches), grid)
         self.computed = [0.0] * grid.pp
-        """When each rank's computing stream is done with what was issued."""
+        """Time when each rank's computing stream has finished what was issued."""
         self.issued: list[dict[Hashable, deque[tuple[Op, float]]]] = [defaultdict(deque) for _ in self.lists]
-        """Transfers that have not begun, by group, as the sender calls them, with the time of their issue."""
+        """Transfers that have not begun, by group, with the time of their issue. Both ranks know a transfer by the
+        sender's operation."""
         self.done: list[dict[Hashable, float]] = [defaultdict(float) for _ in self.lists]
         self.arrived: dict[Op, float] = {}
         self.last_sent: dict[tuple[str, tuple[int, int]], Op] = {}
@@ -94,7 +95,7 @@ class Streams:
         return moved
 
     def received(self, rank: int, op: Op) -> Op | None:
-        """The transfer that a computation waits for."""
+        """Return the transfer that a computation waits for, or None."""
         last = self.grid.pp * stages_per_rank(self.grid) - 1
         if op.kind == "F" and op.stage > 0:
             sent = Op("SEND_F", op.stage - 1, op.micro_batch)

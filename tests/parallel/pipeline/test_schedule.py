@@ -1,4 +1,5 @@
-"""The lists of operations of every schedule: complete, in an order that ends, and as idle as the papers say."""
+"""The lists of operations of every schedule are complete, can be carried out in their order, and idle for as long as
+the papers say."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ CASES = [
     for schedule in SCHEDULES
     for pp in (2, 4)
     for m in (1, pp, 2 * pp, 4 * pp, 3 * pp + 1)
-    # What fourfold.config.layout refuses.
+    # Leave out what fourfold.config.layout refuses.
     if not (schedule == "DualPipeV" and m < 2 * pp)
     if not (schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and m % max(1, m // pp))
 ]
 
 
 def in_flight(ops: list[Op]) -> int:
-    """The most forwards whose backward has not been, at one moment."""
+    """Return the largest number of forwards that still wait for their backward."""
     most = now = 0
     for op in ops:
         now += {"F": 1, "B": -1, "I": -1}.get(op.kind, 0)
@@ -37,7 +38,7 @@ def in_flight(ops: list[Op]) -> int:
 
 
 def test_the_schedules_are_those_of_torch() -> None:
-    """A new release of torch may bring one."""
+    """This fails if a new release of torch brings another schedule."""
     of_torch = {name.removeprefix("Schedule") for name in pipelining.__all__ if name.startswith("Schedule")}
     assert of_torch == set(SCHEDULES)
 
@@ -60,7 +61,8 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str, pp: int, micro_b
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """For each pair of ranks and direction, what one sends first, its peer receives first, and nothing is left over."""
+    """For each pair of ranks and direction, a rank receives in the order of its peer's sends, and nothing is left
+    over."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
@@ -83,7 +85,7 @@ def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, mic
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_two_ranks_see_their_transfers_in_one_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """In both directions together, no two ranks wait for each other's next transfer forever."""
+    """If transfers in both directions run in one order, no two ranks wait forever for each other's next transfer."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     queues: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for rank, ops in enumerate(with_transfers(schedule_ops(grid, micro_batches), grid)):
@@ -102,7 +104,8 @@ def test_two_ranks_see_their_transfers_in_one_order(schedule: str, pp: int, micr
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_batches: int) -> None:
-    """(p − 1)/(m + p − 1), Narayanan et al. 2021 (arXiv 2104.04473), at any cost of a backward."""
+    """The idle fraction is (p − 1)/(m + p − 1), as in Narayanan et al. 2021 (arXiv 2104.04473), whatever a backward
+    costs."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     for backward in (1.0, 2.0, 3.0):
         spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
@@ -115,7 +118,7 @@ def test_one_stage_a_rank_idles_by_the_formula(schedule: str, pp: int, micro_bat
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(
     schedule: str, chunks: int, micro_batches: int
 ) -> None:
-    """(p − 1)/v in addition to m micro-batches of work: Narayanan et al. 2021, section 2.2."""
+    """A rank idles for (p − 1)/v, in addition to m micro-batches of work (Narayanan et al. 2021, section 2.2)."""
     grid = ParallelConfig(pp=4, schedule=schedule, stages_per_rank=chunks)
     waiting = 3 / chunks
     assert bubble(timeline(schedule_ops(grid, micro_batches), grid)) == pytest.approx(
@@ -125,7 +128,7 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(
 
 @pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_weight_gradients_fill_the_bubble(schedule: str) -> None:
-    """With 2·pp micro-batches or more less than half of what interleaving leaves."""
+    """From 2·pp micro-batches on, ranks idle for less than half as long as with interleaving."""
     for micro_batches in (8, 16):
         grid = ParallelConfig(pp=4, schedule=schedule)
         interleaved = ParallelConfig(pp=4, schedule="Interleaved1F1B")
@@ -201,7 +204,7 @@ def test_no_other_split_has_a_smaller_largest_stage(ends: tuple[float, float]) -
 
 
 def test_schedules_that_are_written_out_need_no_torch() -> None:
-    """Its import would be most of the time that the page of a small plan takes."""
+    """The page of a small plan takes little time, and most of it would be the import of torch."""
     code = (
         "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel.pipeline import schedule; "
         "[schedule.schedule_ops(ParallelConfig(pp=2, schedule=name), 4) for name in ('GPipe', '1F1B')]; "

@@ -1,4 +1,4 @@
-"""Times of a pipeline's operations are the device's if the host only issues them."""
+"""If the host only issues a pipeline's operations, their times are measured on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.verification.batches import random_micro_batches
 
 
 class Device:
-    """A GPU with one stream: what is issued runs later, in order."""
+    """A GPU with one stream, which runs what was issued later and in order."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -55,7 +55,7 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     device = Device()
     monkeypatch.setattr(Event, "device", device, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # the host has issued everything at once
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)  # the host issues everything at the same time
     stopwatch = Stopwatch(torch.device("cuda"))
     forward, backward, received = Op("F", 0, 0), Op("B", 0, 0), Op("RECV_B", 0, 0)
     with stopwatch.span(forward):
@@ -72,7 +72,7 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 
 
 def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[Span], list[Span]]:
-    """The times of the second of two steps."""
+    """Return the times of the second of two steps."""
     device = torch.device("cpu")
     job = Job(run, Grid(run.parallel, "cpu"), device)
     job.initialize(0)

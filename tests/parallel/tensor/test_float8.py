@@ -33,7 +33,7 @@ from fourfold.verification.trace import trace
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIXTEENS = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 192}
-"""Key and value features of 64, so 32 are left for x = 2 and 16 for x·y = 4."""
+"""Keys and values have 64 features, so there are 32 for x = 2 and 16 for x·y = 4."""
 
 
 def bf16_run(grid: dict[str, int], float8: str = "none", **sections: object) -> RunConfig:

@@ -1,4 +1,5 @@
-"""The 4D layers beyond parity: overlap, precision, initial weights, and what stock functions would get wrong."""
+"""The 4D layers beyond parity: overlap, precision, initial weights, and what torch's own functions would compute
+wrongly."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_bf16_follows_fp32(pool: Pool, grid: dict[str, int], master: str) -> Non
 
 
 class _Order(TorchDispatchMode):
-    """The matmuls and collectives in the order of their issue."""
+    """Record the matmuls and collectives in the order of their issue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
 
 
 def after(issued: list[str], collective: str, layers: int) -> list[str]:
-    """For every time that a collective is issued, what follows up to the first wait."""
+    """Return what follows each issue of a collective, up to the first wait."""
     places = [at for at, line in enumerate(issued) if line == collective]
     assert len(places) == layers, "the collective has another name"
     return [",".join(issued[at + 1 : issued.index("wait", at)]) for at in places]
@@ -93,7 +94,8 @@ def after(issued: list[str], collective: str, layers: int) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: Pool, overlap: bool) -> None:
-    """Between the start of the reduction and the wait for it are the matmuls that hide it, or nothing."""
+    """Between the start of the reduction and the wait for it are the matmuls that hide it. Without overlap there is
+    nothing."""
     run = tiny_run(LLAMA, {"x": 2, "y": 2}, overlap={"input_gradients": overlap})
     model, tokens = run.model, run.training.micro_batch_size * run.training.seq_length
     weight_gradient = f"mm {(model.intermediate_size // 2, tokens)} {(tokens, model.hidden_size // 2)}"
@@ -181,7 +183,7 @@ FORBIDDEN = {
 def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
     allowed = {
         Path("verification", "one_process.py"): set(FORBIDDEN),  # its one process is plain torch on purpose
-        Path("data", "hub.py"): {"state_dict"},  # a dataset's
+        Path("data", "hub.py"): {"state_dict"},  # the state of a dataset
     }
     root = Path(fourfold.__file__).parent
     for path in root.rglob("*.py"):
@@ -207,7 +209,7 @@ def test_compiled_blocks_compute_the_same(pool: Pool, grid: dict[str, int]) -> N
 
 
 def dropped_body(rank: int, world_size: int, run: RunConfig) -> bool:
-    """Whether a job that nobody refers to any more gives its memory and its groups back."""
+    """Return whether a job gives back its memory and its groups when nothing refers to it any more."""
     job = job_of(run)
     job.train_step(random_micro_batches(run, 0, job.grid, job.device), 0)
     kept = [weakref.ref(part) for part in (job.grid, *job.stages.values())]
@@ -225,7 +227,7 @@ def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [RMSNorm(64, 1e-5), torch.nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
 def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Module, dtype: torch.dtype) -> None:
-    """A GPU runs it if every rank has all channels."""
+    """A GPU runs this kernel if every rank has all channels."""
     with fake_processes(1):
         layer = Norm(norm, Grid(ParallelConfig(), "cpu"), "norm").to_empty(device="cpu").to(dtype)
         for parameter in layer.parameters():

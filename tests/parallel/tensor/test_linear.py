@@ -1,4 +1,4 @@
-"""The 4D linear layer computes what ``nn.Linear`` computes, and its steps compute the same bits."""
+"""The 4D linear layer computes what ``nn.Linear`` computes. Run in steps, it computes the same bits as in one piece."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRIDS = [{}, {"x": 2}, {"y": 2}, {"z": 2}, {"x": 2, "y": 2}]
 
 
 class Layers(nn.Module):
-    """Two times gate, up, and down."""
+    """Twice the layers gate, up, and down."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layers(nn.Module):
         return x
 
     def on(self, grid: Grid, over_y: OverY, overlap: OverlapConfig, gather_again: bool) -> Layers:
-        """The same layers as tiles of this rank."""
+        """Return the same layers as tiles of this rank."""
         tiled = Layers(self.downs[0].weight.dtype)
         for number in range(2):
             tiled.ups[number] = LinearGroup(self.ups[number], grid, over_y, "up", overlap)
@@ -70,7 +70,7 @@ def tile_of(tiled: nn.Module, name: str, whole: Tensor, grid: Grid) -> Tensor:
 
 
 def share_of(whole: Tensor, grid: Grid) -> Tensor:
-    """This rank's tokens and channels of the residual stream."""
+    """Return this rank's tokens and channels of the residual stream."""
     return whole.chunk(grid.x.size, 1)[grid.x.rank].chunk(grid.y.size, 2)[grid.y.rank].contiguous()
 
 
@@ -96,7 +96,7 @@ def against_one_process_body(rank: int, world_size: int, axes: dict[str, int]) -
 
 
 def bits_body(rank: int, world_size: int, axes: dict[str, int], overlaps: bool, gather_again: bool) -> list[str]:
-    """What differs between the layers in one piece and in steps."""
+    """Return what differs between the layers in one piece and the layers in steps."""
     grid, whole = Grid(ParallelConfig(**axes), "cpu"), Layers(torch.float32)
     x, grad = (share_of(t, grid) for t in torch.randn(2, SEQUENCES, TOKENS, HIDDEN))
     overlap, differ = OverlapConfig(input_gradients=overlaps, gate_sum=overlaps), list[str]()

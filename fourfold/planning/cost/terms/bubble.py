@@ -82,8 +82,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
     """Return the seconds of sending activations to the next stage.
 
-    The bytes are sent through the network, because the slowest hop sets the pace. Only if the whole job is inside one
-    node or domain, they are sent through the links inside it.
+    The bytes are sent through the network, because the slowest hop sets the pace. If the whole job is inside one node
+    or domain, they are sent through the links inside it.
 
     Args:
         size: Bytes to send.

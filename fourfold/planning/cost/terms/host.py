@@ -1,4 +1,4 @@
-"""Compute the time of the host. One thread launches kernels one after another, and the device waits if it is faster."""
+"""Compute the time of the host. One thread launches kernels one after another. A faster device waits for it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A kernel gives every processor one tile of the output at a time. If the last wave is not full, it costs as much as a
 full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among
-tile sizes, so the time is that of the fastest tile size. Smaller tiles reuse less of the data that they load.
+tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of the data that they load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def matmul_seconds(
 ) -> Number:
     """Return the seconds of [m, k] @ [k, n].
 
-    If ``groups`` is above 1, this is one grouped matmul of so many such matmuls, whose tiles share the waves.
+    If ``groups`` is above 1, one grouped matmul computes this many such matmuls, and their tiles share the waves.
 
     Args:
         m: Number of rows of the output.

@@ -72,7 +72,7 @@ PLACING_PASSES = 2.0
 """Passes that replace ``SORT_PASSES`` and ``ROW_PASSES`` if the exchange delivers rows in the right order, and sums the
 rows that return."""
 PADDING_PASSES = 4.0
-"""Passes over these rows in 8 bits, to pad each expert's rows to a multiple and to remove the padding."""
+"""Passes over the rows of a rank's experts in 8 bits: pad each expert's rows to a multiple, and remove the padding."""
 ROUNDING_PASSES = 2.0
 """Passes, in 16 bits, that round an operand of a matmul to 8 bits by rows and by columns."""
 EXPERT_GATE_PASSES = 3.0, 6.0
@@ -153,7 +153,7 @@ def expert_bytes(
         scores: Number of bytes of the router's scores.
         sent: Number of bytes of the rows of a rank's tokens.
         here: Number of bytes of the rows of the rank's experts.
-        inner: Number of bytes of the latter rows at the experts' width.
+        inner: Number of bytes of the rows of the rank's experts, if rows are as wide as an expert.
         how: How the program moves rows.
     """
     passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)

@@ -1,0 +1,21 @@
+"""Run code at the start of every Python process of a test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def run_at_start(folder: Path, code: str, *paths: Path) -> dict[str, str]:
+    """Return the environment in which Python processes run this code before anything else.
+
+    Python imports ``sitecustomize`` at its start, if it finds one.
+
+    Args:
+        folder: Folder for the file with the code.
+        code: The code.
+        paths: More folders from which the processes import.
+    """
+    (folder / "sitecustomize.py").write_text(code)
+    places = [str(folder), *map(str, paths), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(places)}
