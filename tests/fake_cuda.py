@@ -83,6 +83,7 @@ class HostWaits(TorchDispatchMode):
                 "stream": lambda _: nullcontext(),
                 "current_device": lambda: 0,
                 "synchronize": lambda *_: self.note("torch.cuda.synchronize"),
+                "max_memory_allocated": lambda *_: 0,
                 "get_device_capability": lambda *_: (9, 0),
                 "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
             }.items():

@@ -100,7 +100,7 @@ class RunRecord:
             tokens_per_second=tokens_per_second,
             model_tflops_per_device=tflops,
             mfu=mfu(tflops, self.peak),
-            peak_memory_bytes=peak_memory_bytes(self.job.device),
+            peak_memory_bytes=max(figures.peak_memory_bytes, peak_memory_bytes(self.job.device)),
             step_seconds=seconds,
             trained_token_share=figures.kept / self.losses_per_step,
             validation_loss=more.get("validation_loss"),

@@ -25,6 +25,7 @@ from fourfold.training.bad_steps import (
     set_bad_steps_aside,
 )
 from fourfold.training.job import Job, StepResult
+from fourfold.training.metrics import peak_memory_bytes
 
 REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
@@ -42,6 +43,9 @@ class SharedFigures(NamedTuple):
 
     failed: bool
     """Whether rank 0 failed to write the record of the previous step."""
+
+    peak_memory_bytes: int
+    """The peak memory so far of the rank that has used the most."""
 
 
 class Verdict(NamedTuple):
@@ -227,7 +231,7 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the results of a step and the flags of all ranks in one all-reduce. This waits for the device.
+    """Combine the results of a step, the flags, and the peak memory of all ranks. This waits for the device.
 
     All ranks should have the same loss and gradient norm, and then their mean is exactly that value. The mean is NaN if
     any rank has NaN.
@@ -240,7 +244,10 @@ def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Sha
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]
     shared = torch.stack(figures + flags)  # In float64, the sum of equal float32 numbers is exact.
+    peak = shared.new_full((1,), float(peak_memory_bytes(shared.device)))
     with purpose("figures of the step"):
         dist.all_reduce(shared)
-    loss, grad_norm, kept, any_stopped, any_failed = (shared / dist.get_world_size()).tolist()
-    return SharedFigures(loss, grad_norm, round(kept), any_stopped > 0, any_failed > 0)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    means_and_peak = torch.cat([shared / dist.get_world_size(), peak]).tolist()
+    loss, grad_norm, kept, any_stopped, any_failed, peak_memory = means_and_peak
+    return SharedFigures(loss, grad_norm, round(kept), any_stopped > 0, any_failed > 0, round(peak_memory))

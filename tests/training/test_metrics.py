@@ -6,11 +6,15 @@ import re
 import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from pool import Pool
 
 from fourfold.errors import UserError
+from fourfold.training import step_checks
+from fourfold.training.job import StepResult
 from fourfold.training.metrics import MetricsWriter, StepMetrics, add_record, peak_memory_bytes, read_metrics
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "model_tflops_per_device", "mfu"]
@@ -137,6 +141,16 @@ def test_a_missing_file_is_the_users_error(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def peaks_body(rank: int, world_size: int) -> int:
+    result = StepResult(torch.ones(()), torch.ones(()), torch.ones(()))
+    with patch.object(step_checks, "peak_memory_bytes", lambda device: 2**40 + rank):
+        return step_checks.figures_of_all_ranks(result, False, False).peak_memory_bytes
+
+
+def test_peak_memory_is_that_of_the_fullest_rank(pool: Pool) -> None:
+    assert pool.run(2, peaks_body) == [2**40 + 1] * 2
+
+
 def test_peak_memory_on_cpu_is_the_high_water_mark_of_this_process():
     status = Path("/proc/self/status").read_text()
     kib = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
@@ -147,9 +161,9 @@ def test_peak_memory_on_cpu_is_the_high_water_mark_of_this_process():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_peak_memory_on_a_gpu_is_what_was_allocated():
     torch.cuda.reset_peak_memory_stats()
-    before = peak_memory_bytes()
+    before = peak_memory_bytes(torch.device("cuda"))
     torch.empty(2**26, dtype=torch.uint8, device="cuda")
-    assert peak_memory_bytes() - before == 2**26
+    assert peak_memory_bytes(torch.device("cuda")) - before == 2**26
 
 
 def test_a_short_record_has_each_step_once_and_none_after_the_last(tmp_path):
