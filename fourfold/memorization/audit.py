@@ -21,7 +21,7 @@ from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.audit_record import AuditInputs, audit_record
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
 from fourfold.memorization.generation import continue_greedily
-from fourfold.memorization.goldfish_check import REPLAYABLE, check_replayable
+from fourfold.memorization.goldfish_check import check_replayable, is_replayable
 from fourfold.memorization.scored_model import (
     ScoredModel,
     ScoringRequest,
@@ -123,7 +123,7 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
             raise UserError(f"{request.run} has no goldfish mask to replay; set masks.goldfish.strategy in it")
         check_replayable(config)
         return config
-    if run is None or run.masks.goldfish.strategy not in REPLAYABLE:
+    if run is None or not is_replayable(run.masks.goldfish):
         return None
     return run.masks.goldfish
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from fourfold.data.canaries import Canaries
 from fourfold.data.sources import read_json_lines
-from fourfold.data.transformers_tokenizer import AnyTokenizer, eod_of, has_ids_of
+from fourfold.data.tokenizer import begin_of
+from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer, eod_of, has_ids_of
 from fourfold.errors import UserError
 
 Tokens = NDArray[np.int64]
@@ -142,7 +143,9 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
         raise UserError(
             f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"
         )
-    return np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
+    # The tokenizers of transformers put a beginning-of-text token before a text themselves.
+    begin = [] if isinstance(tokenizer, TransformersTokenizer) else begin_of(tokenizer)
+    return np.array([*begin, *tokenizer.encode_batch([text])[0]], dtype=np.int64)
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:

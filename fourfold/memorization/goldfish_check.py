@@ -25,6 +25,7 @@ COPIES = 300
 """Number of copies of each near-duplicate canary whose masks are compared."""
 
 REPLAYABLE = ("hash", "hash-table")
+"""Strategies whose mask depends on a document's tokens only."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,22 @@ class MaskReplay:
     """Whether a token was dropped [T - 1]."""
 
 
+def is_replayable(config: GoldfishConfig) -> bool:
+    """Return whether a document's tokens determine its mask in every step."""
+    return config.strategy in REPLAYABLE and config.start_step == 0
+
+
 def check_replayable(config: GoldfishConfig) -> None:
     """Check that a mask can be replayed on single documents.
 
     Raises:
-        UserError: The mask depends on the document's position in its sequence.
+        UserError: The mask depends on the document's position in its sequence, or on the step.
     """
+    if config.start_step:
+        raise UserError(
+            f"masks.goldfish.start_step = {config.start_step}: earlier steps had no mask, so it is unknown which masks "
+            "a document had; use a run with start_step = 0"
+        )
     if config.strategy not in REPLAYABLE:
         raise UserError(
             f"masks.goldfish.strategy = '{config.strategy}' depends on where a document stood in its sequence, so its "

@@ -13,7 +13,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction, match_rate
-from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
+from fourfold.memorization.goldfish_check import is_replayable, replay_mask
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling, TokenScores
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -80,7 +80,7 @@ class CanaryAudit:
             "loss": float(np.mean([each.loss for each in found])),
         }
         goldfish = self.run.masks.goldfish
-        if goldfish.strategy in REPLAYABLE:
+        if is_replayable(goldfish):
             exempt = tuple(sorted({*self.exempt, *goldfish.exempt}))
             replays = [replay_mask(goldfish, exempt, document.tokens, document.shift) for document in documents]
             for name, wanted in (("loss_kept", False), ("loss_dropped", True)):

@@ -12,10 +12,14 @@ import pytest
 import torch
 from command_line import Cli
 from tiny_corpus import line, make_corpus
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.data.transformers_tokenizer import TransformersTokenizer
+from fourfold.huggingface.import_model import import_huggingface
+from fourfold.jobs import audit
+from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.documents import read_documents, with_others_before
 from fourfold.memorization.scorers import HuggingFaceScorer
 from fourfold.memorization.scores import AttackSampling
@@ -62,6 +66,29 @@ def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path
     record = json.loads(output)
     assert record["generation"]["agrees_with_one_pass"] == 1
     assert record["token_agreement"]["mean"] > record["control"]["token_agreement"]["mean"]
+
+
+def test_an_imported_model_has_the_scores_of_its_folder(tmp_path: Path) -> None:
+    """Its tokenizer puts a beginning-of-text token before a text, and the model was trained with that token."""
+    transformers = pytest.importorskip("transformers")
+    folder, documents = tmp_path / "model", tmp_path / "documents.jsonl"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["hello"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    small_model(folder, vocab_size=len(fast), bos_token_id=0, eos_token_id=1)
+    documents.write_text("".join(line(text=f"the {n} quick brown foxes and {n * n} lazy dogs") for n in range(3)))
+    import_huggingface(str(folder), tmp_path / "imported")
+    of_folder, imported = (
+        audit(AuditRequest(model=str(tmp_path / name), documents=documents, suffix=8, prefix=8))
+        for name in ("model", "imported")
+    )
+    assert imported["loss"]["mean"] == pytest.approx(of_folder["loss"]["mean"], rel=1e-5)
+    assert imported["median_log10_p"] == pytest.approx(of_folder["median_log10_p"], rel=1e-5)
 
 
 def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
@@ -217,7 +244,7 @@ def small_model(folder: Path, **keys: Any) -> Path:
     import transformers
 
     sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, **keys)
+    config = transformers.LlamaConfig(**sizes | keys, num_attention_heads=4, initializer_range=0.3)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -17,7 +17,7 @@ from fourfold.inference.generate import check_sampling
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import exposure, extraction, matches_after, prefix_lengths
 from fourfold.memorization.generation import common_span, common_subsequence, edit_distance, text_likeness
-from fourfold.memorization.goldfish_check import goldfish_check, near_duplicates, replay_mask
+from fourfold.memorization.goldfish_check import goldfish_check, is_replayable, near_duplicates, replay_mask
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.intervals import auc, auc_interval, bootstrap, difference, true_positive_rate, wilson
 from fourfold.memorization.membership import attacks, bag_of_words_guard, conclusion, membership_scores
@@ -289,6 +289,13 @@ def test_replay_parts_kept_from_dropped() -> None:
 def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
     with pytest.raises(UserError, match="'static' depends on where a document stood"):
         goldfish_check(GoldfishConfig(strategy="static"), (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
+
+
+def test_a_mask_that_begins_during_training_is_not_replayed() -> None:
+    late = GoldfishConfig(strategy="hash", start_step=100)
+    assert not is_replayable(late)
+    with pytest.raises(UserError, match="start_step = 100: earlier steps had no mask"):
+        goldfish_check(late, (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
 
 
 @pytest.mark.parametrize(
