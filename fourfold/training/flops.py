@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 FLOP_FORMULA = (
     "training FLOPs per token = 3 x forward, without recompute; forward = 2 x matmul parameters (LM head with padding, "
-    "no embedding lookup) + layers x 4 x K x heads x head_dim, K keys: S / 2 (causal), fewer in a sliding window"
+    "no embedding lookup) + layers x 4 x K x heads x head_dim, K keys: S / 2 (causal), fewer in a sliding window; "
+    "documents that data.mask_documents keeps apart count as one sequence"
 )
 """PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
 the keys that a token sees count (S / 2 with a causal mask, not S). N counts only parameters that are multiplied. In a
