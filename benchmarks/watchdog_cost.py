@@ -35,9 +35,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rounds, count, ranks = (2, 1000, 1) if arguments.tiny else (arguments.rounds, SIGNS, 2)
     memory = Heartbeat(_shared_memory())
-    heartbeat.watched(memory)
+    heartbeat.send_signs_to(memory)
     with_watchdog = min(timeit.repeat(_sign, number=count, repeat=5)) / count
-    heartbeat.watched(None)
+    heartbeat.send_signs_to(None)
     without = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     print(f"a sign of life: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
     signs, seconds = run_on_ranks(ranks, 1, steps_on_grid, ranks, rounds)
@@ -59,7 +59,7 @@ def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     job.initialize(0)
     memory = Heartbeat(_shared_memory())
-    heartbeat.watched(memory)
+    heartbeat.send_signs_to(memory)
     batches = random_micro_batches(run, 0, job.grid, job.device)
     seconds, counts = [], []
     for step in range(rounds):
