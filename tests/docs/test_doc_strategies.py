@@ -81,12 +81,12 @@ def test_a_border_sends_what_the_page_says(grid: dict[str, int]) -> None:
         assert sent(report, rank)[over, operation, tied] == formula_in(formula, **letters)
 
 
-KEPT = "model | kept | bytes"
+KEPT = "model | what the backward recomputes | bytes kept"
 
 
-def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
+def kept_by_a_block(model: str, recomputed: str, run: RunConfig) -> float:
     """Return the bytes that the formula in docs/memory.md gives for a block."""
-    ((_, _, formula),) = [row for row in tables_of(MEMORY)[KEPT] if row[0] in (model, "both") and row[1] == kept]
+    ((_, _, formula),) = [row for row in tables_of(MEMORY)[KEPT] if row[0] in (model, "both") and row[1] == recomputed]
     return formula_in(formula, **letters_of(run))
 
 
@@ -103,7 +103,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     run = tiny_run(sizes, {"pp": 4, "layers_per_stage": [1, 2, 2, 1]}, training=training)
     letters = letters_of(run) | {
         "L": 2,
-        "C": kept_by_a_block(model, "everything", run),
+        "C": kept_by_a_block(model, "nothing", run),
         "R": run.model.head_dim / 2 if model == "Llama" else 0,
     }
     report = trace(run, whole=True)
@@ -120,11 +120,11 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
 )
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
     """The bytes of a block are the difference between a model and a model with one more layer."""
-    model, kept, formula = row
-    recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", kept) or ["", "none"])[1]}
-    if modules := re.search(r"\[\"(\w+)\"\]", kept):
+    model, recomputed, formula = row
+    recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", recomputed) or ["", "none"])[1]}
+    if modules := re.search(r"\[\"(\w+)\"\]", recomputed):
         recompute["modules"] = [modules[1]]
-    recompute["offload"] = "offload" in kept
+    recompute["offload"] = "offload" in recomputed
     peaks, sizes = [], LLAMA if model == "Llama" else GPT
     for layers in (2, 3):
         run = tiny_run(
@@ -148,7 +148,7 @@ def test_the_context_axis_keeps_its_share(method: str) -> None:
         peaks.append(trace(run, whole=True).memory.activations_peak)
     text = CONTEXT.read_text(encoding="utf-8")
     more = formula_after(text, "Ulysses keeps", **letters_of(run)) if method == "ulysses" else 0
-    assert peaks[1] - peaks[0] == kept_by_a_block("Llama", "everything", run) + more
+    assert peaks[1] - peaks[0] == kept_by_a_block("Llama", "nothing", run) + more
 
 
 @pytest.mark.parametrize(
