@@ -3,7 +3,8 @@
 The script replaces these marks of the template:
 
 - {{page.md; cells; column}}: the cell of a table in another page or in planner_figures.json, in the row that begins
-  with these cells. {{share; …}} shows it as a percentage.
+  with these cells. {{share; …}} shows it as a percentage. {{rate; …}} is the number in bold, and {{before colon; …}}
+  and {{after colon; …}} are the two parts of the cell.
 - {{plan; name}}: a prediction that is made now.
 - {{gaps; mask; key}}: a figure of figures/mask_gaps.json.
 - {{law; k; S}}: the drop law.
@@ -58,6 +59,12 @@ def value_of(mark: list[str]) -> str:
         return said(HERE / mark[1], mark[2])
     if mark[0] == "share":
         return share(float(value_of(mark[1:])))
+    if mark[0] == "rate":
+        return value_of(mark[1:]).split("**")[1]
+    if mark[0] == "before colon":
+        return value_of(mark[1:]).partition(": ")[0]
+    if mark[0] == "after colon":
+        return value_of(mark[1:]).partition(": ")[2]
     return cell(HERE / mark[0], mark[1:-1], mark[-1])
 
 
@@ -81,7 +88,7 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
 def runs() -> str:
     """Return a table of measured runs on Slingshot networks and their predictions."""
     rows, _ = read_rows([HERE / "slingshot_runs.csv"])
-    lines = ["| run | GPUs | measured s | predicted s | error |", "|---|---|---|---|---|"]
+    lines = ["| run | GPUs | measured s per step | predicted s per step | error |", "|---|---|---|---|---|"]
     for found in predict_rows(rows, shipped()):
         row = found.row
         assert row.seconds is not None and found.seconds is not None and found.error is not None

@@ -58,21 +58,22 @@ class MeasuredRow(BaseModel):
     derived: str = ""
     """Which values are not in the source but computed from values in the source."""
     complete: Flag = True
-    """`no` if the source leaves part of the configuration open. Such rows are scored separately."""
+    """`no` if the source leaves part of the configuration open. The errors of such rows are reported separately."""
     doubt: str = ""
-    """Why the measurement is doubtful. Such rows are scored separately and never fitted."""
+    """Why the measurement is doubtful. The errors of such rows are reported separately, and nothing is fitted to
+    them."""
 
     machine: str | None = None
     """A machine that comes with fourfold, or your own `.toml`."""
     gpus: Count
     """Number of GPUs of the run."""
     gpus_per_node: Count | None = None
-    """Number of GPUs per node. Default: the machine's."""
+    """Number of GPUs per node. Default: the value of the machine."""
     node_gbits: Size | None = None
-    """Gb/s of all network adapters of a node together. Default: the machine's."""
+    """Bandwidth of all network adapters of a node together, in Gb/s. Default: the value of the machine."""
 
     model: str = ""
-    """The model's name, which is the same in all rows of a sweep."""
+    """The model's name. Rows that differ only in layout (a sweep) have the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
     """Kind of model. The planner does not predict `hybrid` models (latent attention, or blocks other than attention and
     MLP)."""
@@ -83,8 +84,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """Type of the MLP. `swiglu` also means rotary embeddings, and separate tables for embedding and head. `gelu` and
-    `geglu` mean that embedding and head share a table."""
+    """Type of the MLP. With `swiglu`, the model has rotary embeddings, and embedding and head have separate tables.
+    With `gelu` and `geglu`, embedding and head share a table."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
@@ -100,7 +101,7 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of blocks without experts. Their MLP is ffn_hidden wide."""
+    """Number of blocks without experts in a mixture of experts. Their MLP is ffn_hidden wide."""
     capacity_factor: Size | None = None
     """An expert takes at most this many times its equal share of the tokens. Default: no limit."""
     vocab: Count | None = None
@@ -118,74 +119,78 @@ class MeasuredRow(BaseModel):
     tp: Count | None = None
     """Tensor parallel size."""
     pp: Count | None = None
-    """Number of pipeline stages."""
+    """Pipeline parallel size."""
     vpp: Count = 1.0
-    """Chunks of layers per stage (interleaved 1F1B)."""
+    """Number of pipeline stages per rank (interleaved 1F1B)."""
     cp: Count = 1.0
     """Context parallel size."""
     ep: Count = 1.0
     """Expert parallel size."""
     experts_over_tp: Flag = True
-    """Whether tp splits each expert. With `no`, experts are not split, and ep includes the ranks of tp."""
+    """Whether tp splits each expert. With `no`, every expert is whole, and ep also divides the experts over the ranks
+    of tp."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """How often a token is sent: once to each of its experts (alltoall), or once to each GPU that has any of them
-    (deepep: DeepEP, HybridEP)."""
+    """How often a token is sent: once to each of its experts (alltoall), or only once to each GPU with any of its
+    experts (deepep, for DeepEP and HybridEP)."""
     fused_experts: Flag = False
-    """Whether the expert matmuls also compute the activation and round to 8 bits, and the exchanges deliver rows in the
-    right order."""
+    """Whether the experts run as fused kernels. The kernels of their matmuls then also compute the activation and round
+    to 8 bits, and tokens arrive from the exchange already sorted by expert."""
     ep_overlap: Flag = False
-    """Whether matmuls of another micro-batch hide the exchange of tokens."""
+    """Whether matmuls of another micro-batch hide the exchange."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
-    """What the host launches at once: one kernel (none), all kernels of a block except the experts' (blocks), or all
-    kernels of a step (step)."""
+    """What the host launches at once: one kernel (none), all kernels of a block except the experts' kernels (blocks),
+    or all kernels of a step (step)."""
     seq_parallel: Flag | None = None
-    """Whether the residual stream is sharded over tp. Default: what the program does."""
+    """Whether the residual stream is sharded over tp. Default: as in the program."""
     end_layers: Flag = False
-    """Whether embedding and head count as one layer each when layers are divided into stages."""
+    """Whether the split into pipeline stages counts embedding and head as one layer each."""
 
     program: Annotated[str, AfterValidator(_program)]
     """The training program, a name in `planning/calibration/programs.py`."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
-    """What data-parallel ranks shard. `hsdp` shards within a group, by default one node."""
+    """What data-parallel ranks shard. `hsdp` shards only within groups, by default within a node."""
     shard_group: Count | None = None
     """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations the backward recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the attention core (attention), everything except the attention core and every
-    second matmul, which are kept (ops: torchtitan's per-op), or some of the layers (layers)."""
+    """What selective recompute repeats: the core of attention (attention), some of the layers (layers), or everything
+    except the core of attention and every second matmul (ops, torchtitan's per-op mode)."""
     recompute_every: Count = 1.0
     """Recompute only every n-th layer."""
     attention: Literal["flash", "unfused"] = "flash"
-    """Whether attention is one fused kernel, or several kernels that write the scores to memory."""
+    """How attention runs: as one fused kernel (flash), or as several kernels that write the scores to memory
+    (unfused)."""
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
-    """What hides tensor-parallel collectives: nothing (none), weight gradients (backward), or also the matmuls that use
-    their results, piece by piece (pieces: AsyncTP, tp_comm_overlap). Default: the program's."""
+    """Which computation hides tensor-parallel collectives: none, the weight gradients (backward), or these and the
+    matmul that needs the collective's result, one piece at a time (pieces, as in AsyncTP and tp_comm_overlap). Default:
+    as in the program."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
     time_from: Literal["printed", "tokens", "flops"] = "printed"
-    """Whether the source prints the step time, or the step time was computed from the source's tokens/s or FLOP/s."""
+    """Where the step time comes from: printed in the source (printed), or computed from the source's tokens/s (tokens)
+    or FLOP/s (flops)."""
     memory_gb: Size | None = None
     """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """Whether the memory is everything on the device (device, from nvidia-smi) or only what PyTorch's allocator
+    """What the memory counts: everything on the device (device, from nvidia-smi), or only what PyTorch's allocator
     reserved (allocator)."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
-    """How cp splits the attention: keys and values are gathered or passed around a ring, or heads are exchanged for
-    tokens (ulysses)."""
+    """How cp splits attention: it gathers keys and values (gathered), passes them around a ring (ring), or exchanges
+    heads for tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """Whether the loss (loss), or also the MLP (both), processes the tokens in chunks. A chunk has as many tokens as
-    the hidden size."""
+    """What processes the tokens in chunks: nothing (none), the loss (loss), or the loss and the MLP (both). A chunk has
+    as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is kept in the host's memory: inputs of recomputed blocks (inputs), or gradients, optimizer states, and
-    32-bit weights (optimizer)."""
+    """What is kept in the host's memory: only the inputs of recomputed blocks (inputs), only gradients, optimizer
+    states, and 32-bit weights (optimizer), or both."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
