@@ -18,9 +18,10 @@ class ChecksConfig(Strict):
     and `roll_back` returns to the newest checkpoint and skips the bad batch this time. Gradients that overflow in fp16
     are handled by [loss_scaling](#loss_scaling) instead."""
     spike: Literal["off", "stop", "skip", "roll_back"] = "off"
-    """What to do if a loss or gradient norm is far above the previous steps. `off` ignores it."""
+    """What to do if a loss or gradient norm is far above its values in previous steps. `off` ignores it. The other
+    choices are as in `non_finite`."""
     spike_sigma: float = Field(6.0, gt=0)
-    """How many standard deviations above the window's mean count as a spike."""
+    """A value this many standard deviations above the window's mean is a spike."""
     spike_window: int = Field(128, ge=2)
     """Number of recent good steps in the window. Nothing is a spike until the window is full."""
     roll_back_batches: int = Field(1, ge=1)

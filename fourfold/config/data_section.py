@@ -10,22 +10,22 @@ from fourfold.config.strict import PathText, Strict
 
 
 class Corpus(Strict):
-    """One tokenized corpus of a mixture."""
+    """One tokenized corpus. If there are several, each sample comes from one of them."""
 
     path: PathText = Field(examples=["data/corpus"])
     """Prefix of an indexed corpus: PATH.bin and PATH.idx."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of the samples among all corpora."""
+    """Share of the samples that come from this corpus, relative to the weights of all corpora."""
 
 
 class DataConfig(Strict):
-    """The data to train on. Give either `train` (prepared corpora) or `source` (built-in text or a streamed
-    dataset)."""
+    """The data to train on. Give either `train` (prepared corpora) or `source` (built-in text or a streamed dataset).
+    Keys whose description begins with *hf:* are for streamed datasets only."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`: whole conversations share a
-    sequence without attending to each other (mask_documents), and only answers are trained. `preferences` is pairs of
-    answers from `fourfold prepare --format preferences`, for [dpo]."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. Several whole conversations
+    share a sequence, they do not attend to each other (mask_documents), and only answers are trained. `preferences` is
+    pairs of answers from `fourfold prepare --format preferences`, for [dpo]."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
@@ -36,22 +36,22 @@ class DataConfig(Strict):
     'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized
     during training."""
     tokenizer: PathText | None = Field(None, examples=["bytes"])
-    """'bytes', or the path of a tokenizer.json. By default it is the corpus's own tokenizer. For source =
-    'python-stdlib', the default is a new byte-pair tokenizer with model.vocab_size tokens."""
+    """'bytes', or the path of a tokenizer.json. Required for a source 'hf:…'. Default: the corpus's own tokenizer, or
+    for source = 'python-stdlib' a new byte-pair tokenizer with model.vocab_size tokens."""
     cache_dir: PathText = "data"
     """Folder for the tokenized built-in source."""
     mask_documents: bool = False
-    """Keep attention inside each document of a packed sequence, and restart positions there."""
+    """Keep attention inside each document of a sequence, and restart positions at each document."""
 
     text_key: str = "text"
     """hf: name of the column that holds the text."""
     eos_token: str | None = None
     """hf: the special token that ends every document. By default it is the tokenizer's own."""
     bos_token: str | None = None
-    """hf: the special token that begins every document. 'auto' uses the tokenizer's own."""
+    """hf: the special token that begins every document. 'auto' uses the tokenizer's own. By default there is none."""
     streams: int = Field(1, ge=1)
-    """hf: number of streams that the dataset's files are divided into. A process reads only the streams of its own
-    samples. Must divide global_batch_size and be at most the number of files."""
+    """hf: number of streams to divide the dataset's files into. A process reads only the streams of its own samples.
+    The number must divide global_batch_size, and may be at most the number of files."""
     shuffle_buffer: int = Field(0, ge=0)
     """hf: number of a stream's documents to shuffle together, in memory. 0 keeps the dataset's order."""
     read_ahead: int = Field(2, ge=1)

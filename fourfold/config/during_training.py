@@ -26,7 +26,7 @@ class ValidationConfig(Strict):
     patience: int = Field(0, ge=0)
     """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
     min_improvement: float = Field(0.0, ge=0)
-    """A loss counts as lower only if it is more than this much below the lowest so far."""
+    """A validation loss counts as lower only if it is below the lowest loss so far by more than this."""
 
     @model_validator(mode="after")
     def _there_are_validations(self) -> ValidationConfig:
@@ -42,12 +42,13 @@ class ValidationConfig(Strict):
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    It is saved and validated together with the weights, and `fourfold checkpoint export-hf --ema` exports it
+    Checkpoints hold it, validation measures it too, and `fourfold checkpoint export-hf --ema` exports it
     ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the average that a step keeps, such as 0.999. 0 keeps no average."""
+    """Each step sets the average to decay × average + (1 − decay) × weights, for example with 0.999. 0 keeps no
+    average."""
 
 
 class DPOConfig(Strict):

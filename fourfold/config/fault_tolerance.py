@@ -20,8 +20,8 @@ class FaultToleranceConfig(Strict):
     grace_period: float = Field(0, ge=0)
     """Number of seconds that the job has to save after a stop signal. 0 sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """How often a job that keeps failing at the same step is restarted from its newest checkpoint. torchrun and SLURM
-    restart jobs themselves. For them, this limits the attempts at one step."""
+    """How often a job that keeps failing at the same step is restarted from its newest checkpoint. If torchrun or SLURM
+    restarts the job, this limits how often the same step may fail."""
     failing_step: Literal["stop", "skip"] = "stop"
     """What to do if a step fails more often than `max_restarts` times: `stop` ends the job and names the step, and
     `skip` leaves out its batch and continues."""

@@ -18,15 +18,16 @@ class GoldfishConfig(Strict):
     """
 
     strategy: Strategy = "none"
-    """How to choose the masked tokens. `hash` decides by the h preceding tokens, so every copy of a passage has the
-    same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th token of a sequence.
-    `random` draws a new mask at every reading, which protects nothing (for comparison)."""
+    """How to choose the masked tokens. `none` masks no token. `hash` decides by the h preceding tokens, so every copy
+    of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th
+    token of a sequence. `random` masks other tokens in every copy and every pass. It protects nothing and serves for
+    comparison."""
     k: int = Field(4, ge=2)
     """One token in k is left out. A smaller k protects more and trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
     """Number of preceding tokens that decide whether a token is masked (hash, hash-table)."""
     start_step: int = Field(0, ge=0)
-    """First optimizer step with the mask."""
+    """First optimizer step that uses the mask."""
     include_target: bool = True
     """For `hash-table`: whether the h tokens include the target, as in the published code. With false, the h tokens
     precede the target."""
@@ -44,12 +45,12 @@ class GoldfishConfig(Strict):
 class ResponsesConfig(Strict):
     """Fine-tuning on responses: only the tokens between the markers, and the closing marker, are trained on.
 
-    A response lasts until the closing marker or the end of its document. A response whose opening marker comes before
-    the sequence is left out.
+    A response lasts until the closing marker or the end of its document. If its opening marker lies before the start of
+    the sequence, the response is not trained on.
     """
 
     start: str | list[int] | None = None
-    """Text or token ids that open a response. By default there is no such mask."""
+    """Text or token ids that open a response. By default, training is not limited to responses."""
     end: str | list[int] | None = None
     """Text or token ids that close a response. Default: the document's end."""
 
@@ -69,8 +70,8 @@ class ResponsesConfig(Strict):
 
 
 class MasksConfig(Strict):
-    """Masks on the loss. A token is trained on if every mask keeps it. The first token of a document is never
-    trained on."""
+    """Masks on the loss. A token is trained on if every mask keeps it. The first token of a document is never trained
+    on, because no token of the document precedes it."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""

@@ -10,10 +10,11 @@ from fourfold.config.strict import Strict
 
 
 class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's dtype, without optimizer states.
+    """Fine-tuning with low-rank adapters. The model itself is frozen. It is stored in the dtype of training.precision,
+    without optimizer states.
 
-    It needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes them in peft's
-    format, or merged into the model ([huggingface.md](huggingface.md#lora)).
+    It needs `model.from_hf`. Checkpoints hold only the adapters. `fourfold checkpoint export-hf` writes the adapters in
+    peft's format, or merges them into the model ([huggingface.md](huggingface.md#lora)).
     """
 
     rank: int = Field(0, ge=0)

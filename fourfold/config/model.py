@@ -58,19 +58,20 @@ class ModelConfig(Strict):
     num_attention_heads: Size = Field(examples=[12])
     """Number of query heads."""
     num_key_value_heads: Size = UNSET
-    """Number of key and value heads (GQA). Must divide num_attention_heads, which is the default."""
+    """Number of key and value heads (GQA). Must divide num_attention_heads. Default: num_attention_heads."""
     head_dim: Size = UNSET
     """Width of one head. Default: hidden_size / num_attention_heads."""
     intermediate_size: int = Field(UNSET, gt=0)
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
-    """Length of the longest sequence, and number of rows in a learned position table."""
+    """Length of the longest sequence. With position_embedding = 'learned', the number of rows in the position table."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Type of the MLP: gated by SiLU (swiglu) or GELU (geglu) with three matrices, or plain GELU (gelu) with two."""
+    """Type of the MLP: three matrices with a gate by SiLU (swiglu) or GELU (geglu), or two matrices with a plain GELU
+    (gelu)."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
-    """Approximation of GELU in geglu and gelu. `none` computes it exactly, with the error function."""
+    """Formula of GELU in geglu and gelu: its tanh approximation (tanh), or exactly, with the error function (none)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization of attention and MLP."""
+    """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
     """Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both (around, Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
@@ -80,21 +81,22 @@ class ModelConfig(Strict):
     parallel_residual: bool = False
     """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
-    """`rope` rotates queries and keys. `learned` adds a row of a table to the embedding."""
+    """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
-    """Stretch the rotary frequencies for longer contexts. Without it, or with rope_type = 'default', they stay as
+    """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
     trained."""
     sliding_window: int = Field(0, ge=0)
-    """Number of tokens that a query in a sliding-window layer sees, including itself. 0 turns windows off."""
+    """Number of tokens that a query in a sliding_attention layer sees, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
-    """Attention types of the layers, as a pattern that repeats. Only sliding_attention layers use sliding_window.
-    Default: all layers do."""
+    """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
+    sliding_window. By default all layers use it."""
     rope_local_base_freq: float = Field(0.0, ge=0)
-    """Rotary base in sliding-window layers, without rope_scaling (Gemma 3). 0 uses the same base in all layers."""
+    """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
+    rope_theta."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
@@ -116,20 +118,21 @@ class ModelConfig(Strict):
     scale_embeddings: bool = False
     """Multiply token embeddings by √hidden_size (Gemma)."""
     initializer_range: float = Field(0.02, gt=0)
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the initial weights. For o_proj and down_proj, it is divided by √(2 ·
+    num_hidden_layers)."""
     num_experts: int = Field(0, ge=0, le=2**16)
     """Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."""
     num_experts_per_tok: Size = 2
     """Number of experts each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(UNSET, ge=0)
-    """Inner width of one expert. Default with experts: intermediate_size."""
+    """Inner width of one expert. 0 uses intermediate_size."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3)."""
     norm_topk_prob: bool = True
     """Divide the chosen experts' scores by their sum."""
     router_bias: bool = False
-    """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. This
-    balances the load (DeepSeek-V3)."""
+    """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
+    moe.bias_update_rate, it balances the load (DeepSeek-V3)."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)

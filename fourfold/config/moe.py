@@ -11,11 +11,12 @@ class MoEConfig(Strict):
     """Training of a mixture of experts ([moe.md](moe.md)). The experts themselves are keys of [model](#model)."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """In training, each expert takes at most this many times its equal share of a sequence's tokens. Later tokens skip
-    it. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0 means no limit."""
+    """In training, each expert takes at most this many times an equal share of a sequence's tokens. Later tokens of the
+    sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0 sets
+    no limit in training either."""
     load_balancing_loss: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss: experts × load × router probability, per token. Raise it if a few experts
-    get most tokens."""
+    """Coefficient of the [load-balancing loss](moe.md#balance), per token: the number of experts times the sum, over
+    the experts, of the expert's load times its router probability. Raise it if a few experts get most tokens."""
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z-loss, logsumexp(logits)², per token. It keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)

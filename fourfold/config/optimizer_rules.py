@@ -49,16 +49,16 @@ class OptimizerConfig(Strict):
     """
 
     name: Rule = "adamw"
-    """`adamw`, `lion`, or `muon`. `muon` uses Muon for the layers' matrices, and AdamW with the same `lr` for
-    embeddings, head, norms, biases, and routers."""
+    """`muon` uses Muon for the layers' matrices, and AdamW with the same `lr` for embeddings, head, norms, biases, and
+    routers."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     """Decay of AdamW's running means of the gradient and of its square, or Lion's β1 and β2. Lion's authors use [0.95,
     0.98] for language models."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW adds eps to the denominator of its update. Lion steps by update / eps instead of the update's sign if the
-    update is smaller than eps."""
+    """AdamW adds eps to the denominator of its update. Lion uses u / eps instead of the sign of its interpolated
+    momentum u if u is between -eps and eps."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of Muon's running mean of the gradient."""
     weight_decay: float = Field(0.1, ge=0)
@@ -66,8 +66,8 @@ class OptimizerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global norm."""
     stochastic_rounding: bool = False
-    """With training.master_weights = 'bf16', round updates up or down at random, so updates that are too small for bf16
-    are right on average. Moments stay in float32."""
+    """With training.master_weights = 'bf16', round updated weights up or down at random, so updates that are too small
+    for bf16 are right on average. The optimizer states stay in float32."""
     groups: list[ParameterGroup] = Field([], examples=[[{"parameters": ["embed_tokens.*"], "lr_ratio": 0.1}]])
     """Parameters with their own learning rate or weight decay."""
 

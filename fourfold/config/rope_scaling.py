@@ -10,10 +10,11 @@ from fourfold.config.strict import Strict
 
 
 class RopeScaling(Strict):
-    """Rotary frequencies stretched beyond the trained context. The keys are those in Hugging Face's files."""
+    """Rotary frequencies, stretched for contexts longer than the model was trained on. The keys have the same names as
+    in Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
-    """The method that stretches the frequencies."""
+    """How to stretch the frequencies. A description that begins with a method's name applies to this method only."""
     factor: float = Field(gt=0)
     """How many times longer the context becomes."""
     original_max_position_embeddings: int | None = Field(None, gt=0)

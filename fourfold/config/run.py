@@ -40,32 +40,32 @@ class ParallelConfig(Strict):
     """Sizes of the grid's axes. Their product is the number of processes."""
 
     x: AxisSize = 1
-    """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between linear
-    layers. This axis communicates the most, so keep it inside a node."""
+    """Tensor-parallel axis over the output features of q, k, v, up, and gate, and over the sequence between the layers.
+    This axis communicates the most, so keep it inside a node."""
     y: AxisSize = 1
     """Tensor-parallel axis over the input features of q, k, v, up, and gate, and over the hidden size of the residual
     stream. Use it if x alone would be large."""
     z: AxisSize = 1
     """Split the batch, and shard the stored weights (FSDP)."""
     dp: AxisSize = 1
-    """Split the batch. Weights are replicated, or sharded as `zero` says."""
+    """Split the batch. Weights are replicated unless `zero` shards them."""
     cp: AxisSize = 1
     """Split the sequence (context parallel). Use it for long sequences."""
     pp: AxisSize = 1
     """Split the layers into stages (pipeline parallel)."""
     ep: AxisSize = 1
-    """Split the experts over this many neighboring processes of dp·cp·z. It adds no processes."""
+    """Split the experts over this many neighboring processes of dp·cp·z. This axis adds no processes."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Also shard over dp·cp: optimizer states (1), gradients too (2), parameters too (3). Higher saves more memory."""
+    """Also shard over dp·cp: stored weights and optimizer states (1), gradients too (2), the weights in use too (3)."""
 
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How cp splits the attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). `auto`
-    uses ulysses if the heads can be divided evenly, and otherwise ring."""
+    """How cp splits attention: pass keys and values around (ring), or exchange heads for tokens (ulysses). `auto` uses
+    ulysses if the heads can be divided evenly, and otherwise ring."""
     schedule: Schedule = "1F1B"
     """Order of the micro-batches in the pipeline, by torch's schedule names."""
     stages_per_rank: int = Field(2, ge=2)
-    """Number of stages per pp rank in the interleaved schedules. V-shaped schedules always have 2, and the remaining
-    schedules have 1. More stages shrink the bubble and add transfers."""
+    """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
+    have 2, GPipe and 1F1B have 1. More stages shrink the bubble and add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
     """Number of layers in each stage. By default the stages are balanced, including the work of embedding and head."""
 
@@ -95,13 +95,13 @@ class OverlapConfig(Strict):
     batch_parts: int = Field(1, ge=1)
     """Number of parts of a micro-batch that take turns (default 1). One part computes while another part's collectives
     run over x and y. More parts hide more communication, but each matmul gets smaller. The number must divide
-    micro_batch_size, or otherwise the number of a sequence's tokens on one rank. No effect if x·y = 1."""
+    micro_batch_size or the number of tokens of a sequence on one rank. No effect if x·y = 1."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of use (OAG). Higher values hide more communication and use
     more memory. 0 gathers weights when they are needed."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks of a shard group (z, or dp·cp·z with parallel.zero) in one node: the node's GPUs / (x·y). Above
-    1, collectives run in two levels, inside and across nodes, instead of in one ring over all ranks."""
+    1, the group's collectives run in two levels, inside and across nodes, not in one ring over all ranks."""
 
 
 class TrainingConfig(Strict):
@@ -118,13 +118,13 @@ class TrainingConfig(Strict):
     master_weights: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the stored weights and optimizer states. bf16 halves their memory and needs precision = 'bf16'."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of gradient sums over a step's micro-batches and over ranks, on every grid. Use fp32, or the same as
-    `precision`, which halves memory and traffic but loses accuracy with every micro-batch."""
+    """Dtype of gradient sums over a step's micro-batches and over ranks. Use fp32, or the dtype of `precision`, which
+    halves memory and traffic but loses accuracy with every micro-batch."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Run the blocks' matmuls in float8, with this torchao recipe. Needs precision = 'bf16' and a GPU with float8."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
     """Memory layouts of the blocks' matmuls. `cached` uses the layouts that `fourfold machine tune-matmul` found faster
-    on this machine. `measured` also measures missing sizes at the start."""
+    on this machine. `measured` also measures missing sizes when the run starts."""
     compile: bool = False
     """Compile each block with torch.compile."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -169,7 +169,7 @@ class SchedulerConfig(Strict):
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate falls after the warm-up. `wsd` lowers it only in the last `decay_ratio` of the run."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """wsd: fraction of the steps in which the rate decays."""
+    """wsd: fraction of the run's steps, at its end, in which the rate decays."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate relative to optimizer.lr."""
 
@@ -187,7 +187,7 @@ class CheckpointConfig(Strict):
     """`async` continues training while a checkpoint is written."""
     on_failed_save: Literal["warn", "stop"] = "warn"
     """What to do if a checkpoint cannot be written, for example on a full disk: continue with a warning, or end the
-    run. If it is the run's last checkpoint, the run always ends with an error."""
+    run. If the run's last checkpoint cannot be written, the run always ends with an error."""
     resume: PathText = "auto"
     """'auto' resumes from the run's newest checkpoint, 'never' starts from scratch, and a path resumes from there."""
 
@@ -212,7 +212,7 @@ class RunConfig(Strict):
     """A whole run file."""
 
     name: PathText = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    """Name of the run, and of its folder inside output_dir."""
+    """Name of the run, and of the run's folder inside output_dir."""
     output_dir: PathText = "runs"
     """Folder that holds the folders of all runs."""
     model: ModelConfig = Field(examples=[{"preset": "gpt2"}])
