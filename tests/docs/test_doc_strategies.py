@@ -147,7 +147,7 @@ def test_the_context_axis_keeps_its_share(method: str) -> None:
         )
         peaks.append(trace(run, whole=True).memory.activations_peak)
     text = CONTEXT.read_text(encoding="utf-8")
-    more = formula_after(text, "Ulysses keeps", **letters_of(run)) if method == "ulysses" else 0
+    more = formula_after(text, "Ulysses needs", **letters_of(run)) if method == "ulysses" else 0
     assert peaks[1] - peaks[0] == kept_by_a_block("Llama", "nothing", run) + more
 
 
