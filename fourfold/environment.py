@@ -17,7 +17,7 @@ external step."""
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one process in a job. "local" refers to the processes on the same machine."""
+    """The place of one process in a job. `local_rank` and `local_world_size` count only processes on its machine."""
 
     rank: int
     local_rank: int

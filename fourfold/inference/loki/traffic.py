@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
-    """Return the size in bytes of all tensors in a cache, including recurrent states, not counting unused room.
+    """Return the size in bytes of all tensors in a cache, including recurrent states.
 
-    Return None for a model without a cache.
+    Room that a growing cache has in reserve does not count. Return None for a model without a cache.
     """
     if cache is None:
         return None

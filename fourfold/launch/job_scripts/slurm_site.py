@@ -1,6 +1,6 @@
 """Load the conventions of a SLURM site: nodes, options of sbatch and srun, and environment variables.
 
-Sites are TOML files in `fourfold/launch/job_scripts/sites`. Every value in them names its source.
+Sites are TOML files in `fourfold/launch/job_scripts/sites`. Their comments name the sources of the values.
 """
 
 from __future__ import annotations

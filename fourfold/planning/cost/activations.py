@@ -84,10 +84,12 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # Either gathered inputs are kept, or only one shard of each, which is gathered again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output projection keeps its input after it was gathered over y. The attention kernel also keeps its own part.
+    # The output projection keeps its input, which was gathered over y. The attention kernel also keeps its output,
+    # which is this rank's part of that input.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    # The same holds if cp exchanges heads for tokens, because the projection reads the tokens after the exchange.
+    # With Ulysses, the projection reads the kernel's output after an exchange over cp, which is another tensor. So the
+    # kernel also keeps its own output.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | copies_heads(work), p.queries, 0)
     # In parallel blocks, the norms of attention and MLP read and keep the same tensor.

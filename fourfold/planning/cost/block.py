@@ -119,7 +119,8 @@ def _time_with_experts(
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    one = block.x_forward / (2 + 2 * model.mlps)  # This is one all-gather or sum of a tensor of all tokens.
+    # The seconds of one collective over x (an all-gather or a reduce-scatter) of a tensor with all tokens.
+    one = block.x_forward / (2 + 2 * model.mlps)
     return replace(
         block,
         forward=block.forward + more.forward,
