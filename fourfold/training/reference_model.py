@@ -104,7 +104,8 @@ def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        are_numbers = isinstance(values, list) and all(isinstance(value, float | int) for value in values)
+        # Answers that are left out have None.
+        are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "

@@ -149,6 +149,17 @@ def test_a_resumed_run_keeps_its_reference(corpus: str, tmp_path: Path) -> None:
         train(longer)
 
 
+def test_a_resumed_run_keeps_a_reference_that_left_pairs_out(tmp_path: Path) -> None:
+    long = {"prompt": "a prompt without any room for its answer", "chosen": "yes", "rejected": "no"}
+    prepare_conversations(
+        [write_rows(tmp_path / "rows.jsonl", [*ROWS, long])], tmp_path / "c", tokenizer="bytes", format="preferences"
+    )
+    run = run_of(str(tmp_path / "c"), tmp_path, training={"train_steps": 1})
+    train(run)
+    longer = run.model_copy(update={"training": run.training.model_copy(update={"train_steps": 2})})
+    assert len(train(longer)) == 2
+
+
 def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
