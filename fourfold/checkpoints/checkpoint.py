@@ -300,9 +300,11 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
-    # Without this, the first update would restart the average.
-    if job.average is not None and job.optimizer.steps_taken():
-        _begin_average(job.trained, job.average, state.has_averages)
+    if job.average is not None:
+        # The first update starts the average, also in a run that goes back to before it. A later update must not.
+        job.average.has_begun = False
+        if job.optimizer.steps_taken():
+            _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
     torch.set_rng_state(generator.get_state())
     return state.step

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fourfold.config.optimizer_rules import STATES, rule_of
-from fourfold.config.run import RunConfig
+from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.data.files import WriteFailed
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
@@ -62,16 +62,24 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
     if not saves and not run.checkpoint.save_last:
         return
     check_room(folder, run)
-    at_once = min(saves + 1, run.checkpoint.keep_latest_k + 1) if run.checkpoint.keep_latest_k else saves + 1
-    at_once += run.validation.keep_best
+    at_once = _kept_at_once(run.checkpoint, saves) + run.validation.keep_best
     saved = len(list(folder.glob("step_*")))
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:
         print(
             f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has room for {_size(free)}; "
-            "lower checkpoint.keep_latest_k, or free some space",
+            "keep fewer (checkpoint.keep_latest_k, checkpoint.keep_every), or free some space",
             file=sys.stderr,
         )
+
+
+def _kept_at_once(config: CheckpointConfig, saves: int) -> int:
+    """Return how many checkpoints exist when the last one is complete, after this many saves during the run."""
+    older = saves - config.keep_latest_k
+    if not config.keep_latest_k or older <= 0:
+        return saves + 1
+    forever = older * config.interval // math.lcm(config.interval, config.keep_every) if config.keep_every else 0
+    return config.keep_latest_k + 1 + forever
 
 
 def _size(count: int) -> str:

@@ -6,6 +6,7 @@ import os
 import resource
 from pathlib import Path
 
+from fourfold.config.optimizer_rules import STATES
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
@@ -24,9 +25,7 @@ def check_machine_memory(run: RunConfig) -> None:
     """
     if run.training.device == "cuda" or (run.training.device == "auto" and any(Path(file).exists() for file in GPUS)):
         return
-    bits = run.training.precision if run.lora.rank else run.training.master_weights
-    copies = 1 if run.lora.rank else 4
-    needed = run.model.num_parameters * copies * (4 if bits == "fp32" else 2)
+    needed = run.model.num_parameters * _bytes_per_parameter(run)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
@@ -36,3 +35,14 @@ def check_machine_memory(run: RunConfig) -> None:
             f"training [model] takes at least {needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
             "memory; make it smaller, or train on more machines"
         )
+
+
+def _bytes_per_parameter(run: RunConfig) -> int:
+    """Return the bytes of a weight, its gradient, and its moments. Muon keeps one moment for most weights."""
+    training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
+    if run.lora.rank:
+        return size[training.precision]
+    weight = size[training.master_weights]
+    moment = 4 if run.optimizer.stochastic_rounding else weight
+    # Gradients are added up in reduce_dtype, and the optimizer needs them in the dtype of the weights.
+    return weight + max(weight, size[training.reduce_dtype]) + moment * len(STATES[run.optimizer.name])

@@ -8,16 +8,18 @@ the same numbers on any grid.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 
 from fourfold.data.files import write_output
 from fourfold.data.loader import Loader
-from fourfold.data.masks import LossMask
+from fourfold.data.masks import LossMask, labels_of
 from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
 from fourfold.parallel.grid.communicate import all_reduce
@@ -27,6 +29,8 @@ from fourfold.training.corpora import Corpora, micro_batches
 from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
+MASKED_SAMPLES = 1024
+"""Number of answers on which a digest detects other masks, or a little more. This takes a fraction of a second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
@@ -42,14 +46,15 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
             the reference.
 
     Raises:
-        UserError: A resumed run has no file with the log-probabilities, or the file belongs to other pairs.
+        UserError: A resumed run has no file with the log-probabilities, or the file belongs to other pairs or masks.
     """
     sources = corpora.pairs()
+    digests = decided_by_rank_0(lambda: {_digest_key(s): digest_of(s, corpora.train.masks) for s in sources})
     if checkpoint is None:
         found = [reference_log_probabilities(job, source, corpora.train.masks) for source in sources]
     else:
         places = [run_dir / REFERENCE_FILE, checkpoint.resolve().parent.parent / REFERENCE_FILE]
-        found = decided_by_rank_0(lambda: _read(places, sources))
+        found = decided_by_rank_0(lambda: _read(places, sources, digests))
     for source, values in zip(sources, found, strict=True):
         source.reference = values
     with failing_together():
@@ -58,7 +63,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
                 str(source.corpus.prefix): [None if np.isnan(value) else float(value) for value in values]
                 for source, values in zip(sources, found, strict=True)
             }
-            write_output(run_dir / REFERENCE_FILE, json.dumps(kept))
+            write_output(run_dir / REFERENCE_FILE, json.dumps(kept | digests))
 
 
 @torch.no_grad()
@@ -90,7 +95,23 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     return found
 
 
-def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np.float32]]:
+def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
+    """Return a digest of the tokens of a corpus of pairs, and of which of them count in the log-probabilities."""
+    digest = xxhash.xxh3_128()
+    for corpus in (source.corpus, source.answers):
+        digest.update(corpus.read(0, corpus.tokens).data)
+    in_order = np.argsort(source.documents_of(np.arange(len(source))))
+    spread = in_order[:: len(source) // MASKED_SAMPLES | 1]  # An odd stride takes both chosen and rejected answers.
+    for first in range(0, len(spread), 32):
+        digest.update(labels_of(source.read(spread[first : first + 32]), masks).data)
+    return digest.hexdigest()
+
+
+def _digest_key(source: PreferencePairs) -> str:
+    return f"digest of {source.corpus.prefix}"
+
+
+def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str, str]) -> list[NDArray[np.float32]]:
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         raise UserError(
@@ -104,11 +125,18 @@ def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np
     found = []
     for source in sources:
         values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
-        are_numbers = isinstance(values, list) and all(isinstance(value, float | int) for value in values)
+        # Answers that are left out have None.
+        are_numbers = isinstance(values, list) and all(isinstance(value, float | int | None) for value in values)
         if not are_numbers or values is None or len(values) != source.corpus.documents:
             raise UserError(
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
+            )
+        # Earlier versions wrote no digest.
+        if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
+            raise UserError(
+                f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "
+                "them back, or start again with checkpoint.resume = 'never'"
             )
         found.append(np.array(values, dtype=np.float32))
     return found

@@ -17,7 +17,7 @@ from saved_jobs import equal, new_job, tensors_of, train
 from tiny_corpus import run_file
 from tiny_runs import GPT, LLAMA, tiny_run
 
-from fourfold.checkpoints import checkpoint
+from fourfold.checkpoints import checkpoint, disk_space
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.disk_space import check_room_at_start, checkpoint_bytes, free_bytes
 from fourfold.checkpoints.leftover_checkpoints import tidy
@@ -190,6 +190,19 @@ def test_too_little_room_for_the_kept_checkpoints_is_warned_of(
     fill(folder, checkpoint_bytes(run) // 2)
     with pytest.raises(WriteFailed, match="a checkpoint needs"):
         check_room_at_start(folder, run)
+
+
+@pytest.mark.parametrize(("keep_every", "kept"), [(0, 3), (10, 11), (25, 4), (20, 7), (1000, 3)])
+def test_checkpoints_that_are_kept_forever_need_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keep_every: int, kept: int
+) -> None:
+    """Of ten saves, at steps 10, 20, … 100, and one at the end, some are kept."""
+    config = {"interval": 10, "keep_latest_k": 2, "keep_every": keep_every}
+    run = tiny_run(checkpoint=config, training={"train_steps": 105})
+    for room, warning in ((kept, ""), (kept - 1, "warning: the run's checkpoints will need")):
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder, room=room: room * checkpoint_bytes(run))
+        check_room_at_start(tmp_path, run)
+        assert capsys.readouterr().err[:40] == warning[:40]
 
 
 @pytest.mark.slow

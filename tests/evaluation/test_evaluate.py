@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 import torch
 from command_line import Cli
 from pool import Pool
+from tiny_chat import write_rows
 from tiny_huggingface import make_model
 from tiny_task import Uniform, make_task
 
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
+from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -114,6 +117,20 @@ def test_perplexity_of_a_run_is_that_by_hand(trained: Path, cli: Cli) -> None:
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
     code, out, err = cli("evaluate", "--model", trained / "run", "--text", trained / "text.txt", "--overlap", 16)
     assert code == 0 and "perplexity" in out, err
+
+
+def test_runs_on_pairs_and_on_streams_are_evaluated(trained: Path, cli: Cli, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} is ", "chosen": "even", "rejected": "odd"} for i in range(2, 12, 2)]
+    prepare_conversations(
+        [write_rows(tmp_path / "rows.jsonl", rows)], tmp_path / "pairs", tokenizer="bytes", format="preferences"
+    )
+    preferences = f'format = "preferences"\ntrain = [{{ path = "{tmp_path / "pairs"}" }}]\n[dpo]\nbeta = 0.1'
+    expected = cli("evaluate", "--model", trained / "run", "--text", trained / "text.txt", "--json")[1]
+    for name, data in (("pairs", preferences), ("streams", 'source = "hf:x"\ntokenizer = "bytes"\nstreams = 16')):
+        shutil.copytree(trained / "run", tmp_path / name)
+        (tmp_path / name / "run.toml").write_text(f'[model]\npreset = "llama-tiny"\n[data]\n{data}\n')
+        code, out, err = cli("evaluate", "--model", tmp_path / name, "--text", trained / "text.txt", "--json")
+        assert code == 0 and json.loads(out)["texts"] == json.loads(expected)["texts"], err
 
 
 def evaluated_body(rank: int, world_size: int, request: EvaluationRequest) -> dict[str, Any] | None:

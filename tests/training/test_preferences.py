@@ -149,6 +149,34 @@ def test_a_resumed_run_keeps_its_reference(corpus: str, tmp_path: Path) -> None:
         train(longer)
 
 
+def test_a_resumed_run_keeps_a_reference_that_left_pairs_out(tmp_path: Path) -> None:
+    long = {"prompt": "a prompt without any room for its answer", "chosen": "yes", "rejected": "no"}
+    prepare_conversations(
+        [write_rows(tmp_path / "rows.jsonl", [*ROWS, long])], tmp_path / "c", tokenizer="bytes", format="preferences"
+    )
+    run = run_of(str(tmp_path / "c"), tmp_path, training={"train_steps": 1})
+    train(run)
+    longer = run.model_copy(update={"training": run.training.model_copy(update={"train_steps": 2})})
+    assert len(train(longer)) == 2
+
+
+def test_a_resumed_run_refuses_the_reference_of_other_masks_or_pairs(tmp_path: Path) -> None:
+    pairs, corpus = tmp_path / "rows.jsonl", str(tmp_path / "c")
+    prepare_conversations([write_rows(pairs, ROWS)], corpus, tokenizer="bytes", format="preferences")
+    train(run_of(corpus, tmp_path, training={"train_steps": 1}))
+    longer, after_v = {"train_steps": 2}, {"responses": {"start": [ord("v")]}}
+    with pytest.raises(UserError, match=r"reference.json was computed for other pairs"):
+        train(run_of(corpus, tmp_path, training=longer, masks=after_v))
+    last = {**ROWS[-1], "chosen": "odd!"}
+    prepare_conversations([write_rows(pairs, [*ROWS[:-1], last])], corpus, tokenizer="bytes", format="preferences")
+    with pytest.raises(UserError, match=r"reference.json was computed for other pairs"):
+        train(run_of(corpus, tmp_path, training=longer))
+    reference = tmp_path / "run" / REFERENCE_FILE
+    kept = {key: value for key, value in json.loads(reference.read_text()).items() if not key.startswith("digest")}
+    reference.write_text(json.dumps(kept))
+    assert len(train(run_of(corpus, tmp_path, training=longer))) == 2, "files of earlier versions have no digest"
+
+
 def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)

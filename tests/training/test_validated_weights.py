@@ -196,6 +196,21 @@ def test_an_average_may_begin_later(tmp_path: Path, prefix: str) -> None:
     train(load_run(run_file(tmp_path, prefix, training__train_steps=10)))  # resuming with an average works too
 
 
+def go_back_to_the_start(rank: int, world_size: int, run: RunConfig, folder: Path) -> None:
+    job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(run.training.seed)
+    Checkpointer(folder, job, CheckpointConfig()).save(1)  # as if fp16 gradients overflowed in the first step
+    for step in (1, 2):
+        job.train_step(random_micro_batches(run, step, job.grid, CPU), step)
+    load_checkpoint(folder / "step_1", job)
+    job.train_step(random_micro_batches(run, 1, job.grid, CPU), 1)
+    assert all(torch.equal(s.local, a) for s, a in zip(job.trained, job.average.averages, strict=True))
+
+
+def test_an_average_begins_again_after_going_back_to_before_the_first_update(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, go_back_to_the_start, tiny_run(GPT, {}, ema={"decay": 0.5}), tmp_path)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     for section in ({"keep_best": True}, {"patience": 3}):
         with pytest.raises(UserError, match="and interval = 0 never validates"):
