@@ -55,6 +55,10 @@ def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor]
 
 
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Return dA = s · (dout B)ᵀ x and dB = s · doutᵀ (x Aᵀ)."""
+    """Return dA = (dout (s B))ᵀ x and dB = doutᵀ (x (s A)ᵀ).
+
+    B is small at first, so dout B may underflow in fp16. The factor s comes first, as in autograd's gradient of s · (x
+    Aᵀ) Bᵀ.
+    """
     (a, b), exact = adapter, Matmuls()
-    return exact.weight_gradient(grad @ b, x).mul_(scale), exact.weight_gradient(grad, x @ a.T).mul_(scale)
+    return exact.weight_gradient(grad @ (scale * b), x), exact.weight_gradient(grad, x @ (scale * a).T)
