@@ -164,9 +164,9 @@ class MeasuredRow(BaseModel):
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
-    """Which computation hides tensor-parallel collectives: none, the weight gradients (backward), or these and the
-    matmul that needs the collective's result, one piece at a time (pieces, as in AsyncTP and tp_comm_overlap). Default:
-    as in the program."""
+    """Which computation hides tensor-parallel collectives: no computation (none), the weight gradients (backward), or
+    the weight gradients and, piece by piece, the matmul that needs the collective's result (pieces, as in AsyncTP and
+    tp_comm_overlap). Default: as in the program."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
