@@ -72,7 +72,8 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {request.model} is unknown; give --tokenizer")
-    prefix = prefix_token(tokenizer, subject)
+    source = None if subject.checkpoint is None else source_of(subject.checkpoint)
+    prefix = prefix_token(tokenizer, subject.name, source)
     model = open_scorer(subject, request, device)
     context = _context(model, subject, request)
     if not 1 <= request.overlap <= context:
@@ -91,15 +92,19 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     return {**record, "failed": failed} if failed else record
 
 
-def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
+def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
     """Return the token that the first token of a text is predicted from.
 
     It is the beginning-of-text token if there is one, and otherwise the end-of-text token. A corpus records a
-    beginning-of-text token only if its documents begin with one. For an imported model, the original tokenizer can also
-    name one.
+    beginning-of-text token only if its documents begin with one. For a model that was imported or that began as a
+    Hugging Face model, the original tokenizer can also name one.
+
+    Args:
+        tokenizer: The tokenizer of the texts.
+        name: The name of the model, for errors.
+        source: The folder of the original Hugging Face model.
     """
     begin = tokenizer.bos_id
-    source = None if subject.checkpoint is None else source_of(subject.checkpoint)
     if begin is None and source is not None and (source / TOKENIZER_FILE).is_file():
         with suppress(NoSuchToken):
             original = load_tokenizer(source, tokenizer.eod_id)
@@ -107,7 +112,7 @@ def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(
-            f"the tokenizer of {subject.name} has no token that begins or ends a text, to predict its first token; "
+            f"the tokenizer of {name} has no token that begins or ends a text, to predict its first token; "
             "name an eos_token in its tokenizer_config.json"
         )
     return token

@@ -12,8 +12,9 @@ from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import prefix_token
+from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.model_folder import SMALL_FILES
 from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse
-from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import AttackSampling
 from fourfold.parallel.grid.shared_failure import failing_together
@@ -43,7 +44,8 @@ class TasksInTraining:
             rehearse(self.config.tasks, self.folder, self.config.num_fewshot)
         from fourfold.evaluation.harness import HarnessModel
 
-        prefix = prefix_token(tokenizer, ScoredModel(run.name))
+        source = None if run.model.from_hf is None else local_folder(run.model.from_hf, SMALL_FILES)
+        prefix = prefix_token(tokenizer, run.name, source)
         self.model = HarnessModel(GridScorer(job, AttackSampling()), tokenizer, prefix, run.training.seq_length)
         self.failed_after: list[int] = []
 

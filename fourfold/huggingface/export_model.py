@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from fourfold.huggingface.model_folder import (
     keep_small_files,
     source_of,
 )
-from fourfold.huggingface.tokenizer_file import write_tokenizer
+from fourfold.huggingface.tokenizer_file import add_end_token, write_tokenizer
 from fourfold.huggingface.weight_names import TheirTensor, name_map
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.mixture import is_router_bias
@@ -111,6 +111,10 @@ def export_huggingface(
             found = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(checkpoint)
             has_tokenizer = found is not None
             config |= write_tokenizer(partial_folder, found, saved.model)
+        with suppress(UserError):  # The run's corpora or its original model can be gone.
+            trained = _tokenizer_of(checkpoint)
+            if trained is not None:
+                config = add_end_token(partial_folder, config, trained.eod_id)
         write_whole(partial_folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
         files = write_tensor_files(partial_folder, entries)
     return Transferred(str(out), config["model_type"], count_parameters(tensors), files, has_tokenizer)

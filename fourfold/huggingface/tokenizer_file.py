@@ -18,6 +18,7 @@ from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.model_folder import GENERATION_FILE, TOKENIZER_FILE
+from fourfold.parsing import parse_json
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
@@ -101,3 +102,21 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
                 written.save(str(folder / TOKENIZER_FILE))
         write_whole(folder / "tokenizer_config.json", (json.dumps(about) + "\n").encode())
     return {"bos_token_id": None, **ids}
+
+
+def add_end_token(folder: Path, config: dict[str, Any], end: int) -> dict[str, Any]:
+    """Add the token that ends a trained document to the ids that end a text, before the original model's own ids.
+
+    Changes the folder's generation_config.json, and returns the changed keys of config.json.
+    """
+    file = folder / GENERATION_FILE
+    settings = parse_json(file.read_bytes()) if file.is_file() else None
+    if isinstance(settings, dict) and (changed := _with_end(settings, end)) != settings:
+        write_whole(file, (json.dumps(changed, indent=2) + "\n").encode())
+    return _with_end(config, end)
+
+
+def _with_end(keys: dict[str, Any], end: int) -> dict[str, Any]:
+    own = keys.get("eos_token_id")
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    return keys if end in ids else keys | {"eos_token_id": [end, *ids] if ids else end}

@@ -10,7 +10,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import write_output
 from fourfold.planning.budget import checkpoint_seconds
 from fourfold.planning.cost.optimizer_cost import saved_bytes
-from fourfold.planning.request import Request
+from fourfold.planning.request import Request, training_keys
 from fourfold.planning.search.plan import Prediction
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
@@ -43,9 +43,7 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
         "seq_length": int(work.step.seq_length),
     }
     if request.precision is not None or request.run is None:
-        float8 = request.precision == "fp8"
-        table["training"] |= {"precision": "bf16" if float8 else request.precision or "bf16",
-                              "float8": "tensorwise" if float8 else "none"}  # fmt: skip
+        table["training"] |= training_keys(request.precision or "bf16")
     if request.optimizer is not None:
         table["optimizer"] = table.get("optimizer", {}) | {"name": request.optimizer}
     table["overlap"] = table.get("overlap", {}) | {"batch_parts": record["batch_parts"]}

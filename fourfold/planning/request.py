@@ -86,7 +86,8 @@ def request_from_options(
             raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}, such as 8")
     run = own = note = None
     if run_file is not None:
-        run = load_run(run_file, overrides)
+        changed = {} if precision is None else training_keys(precision)
+        run = load_run(run_file, [*overrides, *(f"training.{key}={value}" for key, value in changed.items())])
         sizes, name, own = run.model, run.name, workload_of(run)
         gpus = gpus or run.parallel.world_size
         base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch_size=1, batch_parts=1, zero=0, recompute=0)
@@ -111,6 +112,13 @@ def request_from_options(
             f"--seq {sizes.max_position_embeddings} works"
         )
     return Request(name, sizes, base, gpus, own, run, precision, optimizer, note)
+
+
+def training_keys(precision: str) -> dict[str, str]:
+    """Return the keys of [training] for a precision of ``BITS``."""
+    if precision == "fp8":
+        return {"precision": "bf16", "float8": "tensorwise"}
+    return {"precision": precision, "float8": "none"}
 
 
 def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:

@@ -43,6 +43,11 @@ class RecordedRun:
             for record, until in zip(self.records, seconds, strict=True)
         }
 
+    @property
+    def is_in_nats(self) -> bool:
+        """Return whether the losses are nats a token. [dpo] records another loss."""
+        return not self.numbers("dpo_margin")
+
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
         """Return the values of one key, divided by ``unit``. A null becomes a gap. Lines without the key are left
         out."""
@@ -69,12 +74,13 @@ class RecordedRun:
         loss = next((value for at, value in reversed(losses) if validated in (None, at)), None)
         shown = last if step is None else next(record for record in self.records if record["step"] == step)
         seconds = self.places[last["step"]].seconds
+        has_perplexity = self.is_in_nats and loss is not None and loss < 700
         return {
             "step": last["step"],
             "tokens" + _at(step, ""): number_of(shown, "tokens"),
             "loss" + _at(step, ", last step"): number_of(shown, "loss"),
             "validation loss" + _at(validated, ", last"): loss,
-            "validation perplexity": f"{math.exp(loss):.4g}" if loss is not None and loss < 700 else None,
+            "validation perplexity": f"{math.exp(loss):.4g}" if has_perplexity else None,
             "tokens/s, median": round(median(speed)) if speed else None,
             "MFU, median": f"{median(utilization):.1%}" if utilization else None,
             "peak memory": format_bytes(max(memory)) if memory else None,

@@ -117,13 +117,17 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
         validation = "validation" if is_one else _validation_of(run, runs)
         losses.append(Curve("train" if is_one else run.name, run.points("loss"), color))
         losses.append(Curve(validation, run.points("validation_loss"), color + is_one, marked=True))
+        if is_one:
+            losses.append(Curve("validation of averages", run.points("ema_validation_loss"), 2, marked=True))
         marks += [Mark(run.places[step], color) for step in run.resumed]
 
     def of(title: str, key: str, of_unit: str, scale: float = 1.0, *, smooth: bool = True, zero: bool = True) -> str:
         curves = [Curve(title if is_one else run.name, run.points(key, scale), c) for c, run in enumerate(runs)]
         return curve_chart(title, curves, unit=of_unit, marks=marks, smooth=smooth, from_zero=zero)
 
-    loss = curve_chart("Loss", losses, unit="nats a token", marks=marks, is_loss=True, height=360)
+    in_nats = all(run.is_in_nats for run in runs)
+    unit_of_loss = "nats a token" if in_nats else ""
+    loss = curve_chart("Loss", losses, unit=unit_of_loss, marks=marks, is_loss=in_nats, height=360)
     others = [
         of("Gradient norm", "grad_norm", "before clipping", zero=False),
         of("Learning rate", "lr", "", smooth=False),

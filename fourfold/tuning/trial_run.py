@@ -19,7 +19,7 @@ from fourfold.tuning.result import Result
 
 RUN_FOLDER = "run"
 """Name of the run's folder inside the trial's folder."""
-LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
+LEFT_OUT = ("checkpoint", "validation", "audit", "evaluation", "sample", "metrics", "checks")
 """Sections that a trial leaves out, because they take time outside the steps."""
 HOPELESS, LEAST_STEPS = 1.5, 3
 """A trial ends early if every step after the first takes more than ``HOPELESS`` times as long as the best trial's step.

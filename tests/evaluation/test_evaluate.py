@@ -15,9 +15,11 @@ import torch
 from command_line import Cli
 from pool import Pool
 from tiny_chat import write_rows
+from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 from tiny_task import Uniform, make_task
 
+from fourfold.checkpoints.find import newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
@@ -27,9 +29,12 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import EvaluationRequest, prefix_token, run_evaluation
 from fourfold.evaluation.perplexity import rolling_windows
-from fourfold.huggingface.model_folder import SOURCE_FOLDER
-from fourfold.memorization.scored_model import ScoredModel, find_model
+from fourfold.evaluation.tasks_in_training import TasksInTraining
+from fourfold.huggingface.model_folder import source_of
+from fourfold.launch.job_processes import run_on_grid
+from fourfold.memorization.scored_model import find_model
 from fourfold.models.transformer import Transformer
+from fourfold.run_file.load import load_run
 
 TEXT = "What is not read is not known; what is read twice is known by heart. Ünd so weiter. " * 3
 
@@ -38,7 +43,6 @@ TEXT = "What is not read is not known; what is read twice is known by heart. Ün
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a text and a run that was trained on bytes."""
     from command_line import exit_code
-    from tiny_corpus import make_corpus
 
     folder = tmp_path_factory.mktemp("evaluated")
     prefix = make_corpus(folder)
@@ -211,19 +215,41 @@ def test_a_folder_and_its_import_have_the_same_numbers_with_a_token_before_a_tex
 
 
 def test_the_token_before_a_text_is_the_corpus_s_own_or_that_of_the_original_model(tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "checkpoint" / SOURCE_FOLDER, bos=True)
+    source = make_folder(tmp_path / "source", bos=True)
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     original = HFTokenizer(source)
     plain, begun = tmp_path / "plain", tmp_path / "begun"
     prepare([tmp_path / "a.txt"], plain, tokenizer=source, workers=1)
     prepare([tmp_path / "a.txt"], begun, tokenizer=source, bos_token="<s>", workers=1)
-    alone, imported = ScoredModel("m"), ScoredModel("m", tmp_path / "checkpoint")
     assert original.bos_id != original.eod_id
-    assert prefix_token(corpus_tokenizer(plain), alone) == original.eod_id
-    assert prefix_token(corpus_tokenizer(plain), imported) == original.bos_id
-    assert prefix_token(corpus_tokenizer(begun), alone) == original.bos_id
+    assert prefix_token(corpus_tokenizer(plain), "m") == original.eod_id
+    assert prefix_token(corpus_tokenizer(plain), "m", source) == original.bos_id
+    assert prefix_token(corpus_tokenizer(begun), "m") == original.bos_id
     larger = SimpleNamespace(bos_id=None, eod_id=original.vocab_size, fingerprint="of another tokenizer")
-    assert prefix_token(larger, imported) == original.vocab_size
+    assert prefix_token(larger, "m", source) == original.vocab_size
+
+
+def test_tasks_in_training_predict_a_text_from_the_token_that_evaluate_uses(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    source = make_folder(tmp_path / "source", bos=True)
+    prefix = make_corpus(tmp_path, tokenizer=str(source))
+    tasks = make_task(tmp_path, [{"question": "a", "choices": ["b", "c"], "label": 0}])
+    changes = {"model__preset": None, "model__from_hf": str(source), "training__train_steps": 1}
+    changes |= {"evaluation__interval": 1, "evaluation__tasks": ["tiny_choice"], "training__device": "cpu"}
+    run = load_run(run_file(tmp_path, prefix, evaluation__include_path=str(tasks), **changes))
+    used = []
+
+    def tasks_of(*run_and_job: Any) -> TasksInTraining:
+        callback = TasksInTraining(*run_and_job)
+        used.append(callback.model.prefix_token_id)
+        return callback
+
+    run_on_grid("fourfold.training.trainer:train", [run, [tasks_of]], 1, "cpu")
+    checkpoint = newest_checkpoint(tmp_path / "runs" / "run")
+    assert checkpoint is not None
+    assert (
+        used == [prefix_token(corpus_tokenizer(prefix), "run", source_of(checkpoint))] == [HFTokenizer(source).bos_id]
+    )
 
 
 def test_a_tokenizer_without_an_end_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -11,14 +11,18 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import save_file
+from tiny_corpus import run_file
 from tiny_huggingface import MODELS, make_model, ours_of, tokens, weights_of
 from tiny_runs import random_global_batch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.data.prepare import prepare
+from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.huggingface.architectures.written_config import config_of
@@ -219,6 +223,25 @@ def test_a_run_begins_with_an_import(pool: Pool, tmp_path: Path) -> None:
     assert steps == 0
     expected = ours_of(folder).state_dict()
     assert all(torch.equal(weight, expected[key].float()) for key, weight in weights.items())
+
+
+def test_an_exported_model_stops_at_the_end_of_a_trained_document(tmp_path: Path) -> None:
+    """The corpus ends documents with another token than the original model."""
+    source, checkpoint = make_model(tmp_path / "source", "llama", vocab_size=310), tmp_path / "run/checkpoints/step_0"
+    train_bpe(["grid axis tile shard"] * 20, 300, source / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    import_huggingface(source, checkpoint)
+    (tmp_path / "a.txt").write_text("grid axis tile shard")
+    for token, ids in {"<|im_end|>": [end, 0], None: 0}.items():
+        prepare([tmp_path / "a.txt"], tmp_path / f"corpus{ids}", tokenizer=source, eos_token=token, workers=1)
+        run = run_file(tmp_path / "run", str(tmp_path / f"corpus{ids}"), model__preset=None, model__from_hf=str(source))
+        assert run == tmp_path / "run" / "run.toml"
+        export_huggingface(checkpoint, tmp_path / f"out{ids}")
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((tmp_path / f"out{ids}" / name).read_text())["eos_token_id"] == ids, (name, token)
 
 
 def test_hub_files_may_name_the_experts_otherwise(tmp_path: Path) -> None:

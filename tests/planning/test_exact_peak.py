@@ -56,6 +56,23 @@ def test_the_peak_of_other_models_is_near_the_traces(model: str, layout: str, ot
     assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=0.07)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "seq", "training", "within"),
+    [
+        pytest.param({}, 4096, {"reduce_dtype": "bf16"}, 0.001, id="sums in bf16"),
+        pytest.param({}, 4096, {"precision": "fp32"}, 0.001, id="fp32"),
+        pytest.param({}, 64, {"reduce_dtype": "bf16"}, 0.035, id="sums in bf16, few tokens", marks=pytest.mark.slow),
+        pytest.param({}, 64, {"precision": "fp32"}, 0.001, id="fp32, few tokens", marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, 4096, {"reduce_dtype": "bf16"}, 0.001, id="sums in bf16, dp", marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_whole_weights_in_other_dtypes(
+    parallel: dict[str, int], seq: int, training: dict[str, str], within: float
+) -> None:
+    run = run_of(parallel, "none", 2, layers=2, seq=seq, training=training)
+    assert planned_peak(run) == pytest.approx(trace(run).memory.total_peak, rel=within)
+
+
 def test_a_second_micro_batch_adds_only_the_gradients_of_shards() -> None:
     one, two = (trace(run_of({"z": 4}, "none", number, layers=2)).memory for number in (1, 2))
     assert two.total_peak - one.total_peak == pytest.approx(one.gradients, rel=0.01)
@@ -73,6 +90,7 @@ def run_of(
     layers: int = 8,
     model: str = "llama3-8b",
     seq: int = 4096,
+    training: dict[str, str] | None = None,
     **sections: dict[str, Any],
 ) -> RunConfig:
     return make_run(
@@ -85,6 +103,7 @@ def run_of(
                 "global_batch_size": 4 // parallel.get("x", 1) * micro_batches,
                 "train_steps": 1,
                 "precision": "bf16",
+                **(training or {}),
             },
             "parallel": parallel,
             "activation_checkpoint": {"mode": recompute},

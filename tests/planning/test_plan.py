@@ -44,6 +44,7 @@ from fourfold.planning.search.space import AXES, SearchLimits
 from fourfold.planning.search.within_error import layouts_within_error
 from fourfold.planning.workload import Workload
 from fourfold.reports.plan_report import write_plan_report
+from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run, make_run
 
 H100 = load_machine("dgx-h100")
@@ -105,6 +106,18 @@ def test_states_are_those_of_the_exact_formulas(master_weights: str) -> None:
     held = stage_memory(workload_of(run), H100, 0)
     told = tuple(float(held[name]) for name in ("parameters", "gradients", "optimizer"))
     assert told == pytest.approx(stored_bytes(run, 0), rel=1e-3)
+
+
+def test_a_run_is_checked_in_the_precision_that_was_asked(tmp_path: Path) -> None:
+    keys = {"train_steps": 1, "precision": "bf16", "master_weights": "bf16", "global_batch_size": 8, "seq_length": 512}
+    path = tmp_path / "run.toml"
+    run = make_run({"model": {"preset": "gpt2"}, "data": {"source": "python-stdlib"}, "training": keys}, "test")
+    path.write_text(to_toml(run))
+    with pytest.raises(UserError, match=r"needs training\.precision = 'bf16', and it is 'fp32'"):
+        request_from_options(run_file=path, precision="fp32")
+    step = request_from_options(run_file=path, overrides=["training.master_weights=fp32"], precision="fp32").base.step
+    assert (step.bits, step.weight_bytes, step.moment_bytes) == (32, 4, 4)
+    assert request_from_options(run_file=path, precision="fp8").base.step.bits == 8
 
 
 def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> None:

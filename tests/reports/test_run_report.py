@@ -62,6 +62,26 @@ def test_a_mixture_has_a_curve_of_its_busiest_expert(tmp_path):
     assert "Load of the busiest expert" not in write_run_report(make_run(tmp_path / "dense", [record(1)])).read_text()
 
 
+def test_a_loss_of_preferences_is_not_a_perplexity(tmp_path):
+    trained, preferred = (
+        make_run(tmp_path / name, [record(1, loss=0.7, validation_loss=0.6931, **metrics)])
+        for name, metrics in {"trained": {}, "preferred": {"dpo_margin": 0.0}}.items()
+    )
+    html = write_run_report(trained).read_text()
+    assert "validation perplexity" in html and chart_specs(html)["Loss"]["unit"] == "nats a token"
+    html = write_run_report(preferred).read_text()
+    loss = chart_specs(html)["Loss"]
+    assert "validation perplexity" not in html and (loss["unit"], loss["isLoss"]) == ("", False)
+    write_comparison([trained, preferred], tmp_path / "both.html")
+    assert chart_specs((tmp_path / "both.html").read_text())["Loss"]["isLoss"] is False
+
+
+def test_the_validation_of_averaged_weights_is_a_curve(tmp_path):
+    records = [record(1, loss=4.0), record(2, loss=3.5, validation_loss=3.75, ema_validation_loss=3.625)]
+    html = write_run_report(make_run(tmp_path, records)).read_text()
+    assert points(html, "Loss")["validation of averages"][0][3] == 3.625
+
+
 def test_little_memory_is_shown_in_its_own_unit(tmp_path):
     html = write_run_report(make_run(tmp_path, [record(1, peak_memory_bytes=3 * 2**18)])).read_text()
     assert values(html, "Memory") == [[768]]

@@ -72,6 +72,11 @@ def test_a_trial_is_a_few_steps_of_a_run_of_its_own(tmp_path: Path, prefix: str)
     assert not list(trial.rglob("*.safetensors")) and not (trial / "run" / "sample.txt").exists()
 
 
+def test_a_trial_runs_no_tasks(tmp_path: Path, prefix: str) -> None:
+    run = load_run(run_file(tmp_path, prefix, evaluation__interval=1, evaluation__tasks=["hellaswag"]))
+    assert run.evaluation.tasks and not trial_run(run, tmp_path, 2).evaluation.tasks
+
+
 def test_a_process_beyond_its_memory_is_ended(tmp_path: Path, prefix: str) -> None:
     run, trial = tiny_trial(tmp_path, prefix)
     result = local(run, trial, limit=2e7)  # Python with NumPy holds more

@@ -130,7 +130,10 @@ def head_bytes(work: Workload) -> Number:
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
-    first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums) + step.item_bytes * weights
+    first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums)
+    # In fp32, our matmul adds to the weight's gradient itself, and only the backward makes a second gradient.
+    adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
+    first = np.where(adds, np.maximum(first, result), first + result)
     capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
     # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
@@ -145,12 +148,8 @@ def head_kept_bytes(work: Workload) -> Number:
     """Return the bytes that head and loss keep until their backward: the tokens and both gradients."""
     model, layout = work.model, work.layout
     p = tensor_bytes(work)
-    return (
-        p.residual
-        + p.gathered
-        + p.statistics
-        + work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)
-    )
+    weight = work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)
+    return p.residual + p.gathered + p.statistics + weight
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
-from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
+from fourfold.planning.cost.activations import BlockBytes, block_bytes, is_replicated, peak_bytes
 from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
 from fourfold.planning.cost.optimizer_cost import (
     AVERAGE_BYTES,
@@ -201,19 +201,17 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
     # A complete gradient is cast to its weight's dtype if that is wider.
     complete = np.maximum(step.reduce_bytes, step.weight_bytes) * entries / shards
-    gradients = np.where(
-        program.half_weights,
-        whole_gradients / np.where(layout.zero >= 2, shards, layout.z),
-        np.where(
-            (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1),
-            np.maximum(whole_gradients, complete),
-            complete,
-        ),
-    )
+    is_whole = (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1)
+    gradients = np.where(is_whole, np.maximum(whole_gradients, complete), complete)
+    in_half = whole_gradients / np.where(layout.zero >= 2, shards, layout.z)
+    gradients = np.where(program.half_weights, in_half, gradients)
+    # Whole weights keep sums of gradients in ``reduce_dtype``. They are cast when all activations have been freed.
+    late = np.where(is_replicated(work) & program.is_fourfold, complete - step.reduce_bytes * entries, 0)
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
     optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.moment_bytes * (2 * entries - single))
     optimizer = (optimizer + np.where(step.averaged, AVERAGE_BYTES * entries, 0)) / shards
-    return parameters, gradients, optimizer, np.where(program.gradient_copy, 4 * entries / shards, 0)
+    copied = late + np.where(program.gradient_copy, 4 * entries / shards, 0)
+    return parameters, gradients - late, optimizer, copied
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
