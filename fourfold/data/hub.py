@@ -90,7 +90,7 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                part.load_state_dict(state)  # Before the next row, `state_dict` would not return it.
+                part.load_state_dict(state)  # `state_dict` does not return this state before the next row.
             rows = iter(part)
             for row in rows:
                 if text := self._text(row):

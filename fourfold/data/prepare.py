@@ -30,7 +30,7 @@ from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, trai
 from fourfold.errors import UserError, given_as
 from fourfold.processes import available_cores
 
-_TRAINING_BYTES = 1 << 30  # Most bytes of input to train a tokenizer on. More would take hours and change little.
+_TRAINING_BYTES = 1 << 30  # Maximum number of bytes to train a tokenizer on. More would take hours and change little.
 _TRAINING_SAMPLE_SEED = 0
 
 

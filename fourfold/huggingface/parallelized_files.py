@@ -131,7 +131,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
         except ValueError as error:  # The error is either our own, or transformers refuses to write a configuration.
             raise UserError(str(error)) from None
         finally:
-            while waiting:  # All other ranks take part in this loop. Rank 0 joins them if it cannot write.
+            while waiting:  # Rank 0 gathers while it writes. All other ranks, and rank 0 after an error, gather here.
                 _gather(waiting.pop(0))
 
 

@@ -41,7 +41,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
-    # Do not print transformers' table of missing and unexpected weights. The code below raises an error if one matters.
+    # Do not print transformers' table of missing and unexpected weights. The code below checks them.
     transformers.logging.set_verbosity_error()
     try:
         settings = _generation_settings(Path(name), transformers)

@@ -197,7 +197,7 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # For every missing argument, transformers reads the model's configuration.
+        # For arguments that are missing in `own`, transformers reads the model's generation configuration.
         model.generation_config = own
         return model.generate(
             tokens,

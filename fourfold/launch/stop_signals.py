@@ -54,7 +54,7 @@ class StopRequest:
                 return
             if self._received:
                 raise KeyboardInterrupt
-            # Record the signal before the output, because a second signal may interrupt the output.
+            # Record the signal before writing the message, because a second signal may interrupt the writing.
             self._interrupted_at, self._received = now, True
             if self._announce:
                 os.write(2, SAVING)  # Do not use print, because the signal may have interrupted a print.

@@ -66,9 +66,9 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
 
 
 class _Device(NamedTuple):
-    pattern: str  # The names are substrings of torch.cuda.get_device_name().
+    pattern: str  # A regular expression that matches a part of torch.cuda.get_device_name().
     label: str
-    half: float  # Dense peaks of bf16 and fp16.
+    half: float  # Dense peak of bf16 and fp16, in FLOP/s.
     fp32: float
     source: str
 

@@ -37,7 +37,7 @@ class StepMetrics:
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
-    peak_memory_bytes: int  # Peak memory of the device that uses the most, or of a CPU process.
+    peak_memory_bytes: int  # Largest peak memory of any GPU, or of any process on the CPU.
     step_seconds: float
     trained_token_share: float  # Fraction of the step's tokens (with [dpo], of its pairs) that the loss includes.
     validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.

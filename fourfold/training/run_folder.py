@@ -42,8 +42,8 @@ def where_it_continues(run: RunConfig) -> str:
     """Tell the user which checkpoint a stopped run has, how many steps are lost, and which command continues it."""
     folder = folder_of(run)
     taken = steps_taken(folder)
-    # Ignore checkpoints of later steps. They exist if the run once got further, and then started again from scratch or
-    # from an earlier checkpoint.
+    # Ignore checkpoints of steps after `taken`. They exist if the run once got further, and then started again from
+    # scratch or from an earlier checkpoint.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:
         return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."

@@ -194,12 +194,12 @@ class Trainer:
         run, job, step = self.run, self.job, self.steps
         begin_step(step)
         started = time.perf_counter()
-        is_left_out = self.checks.leaves_out(step)  # The run rolled back from this batch, or kept failing in it.
+        is_left_out = self.checks.leaves_out(step)  # Earlier, this batch made the run roll back or fail.
         if is_left_out:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            kept = job.count_kept(batches)  # The summed losses are divided by this count over all ranks.
+            kept = job.count_kept(batches)  # Over all ranks. The sum of the losses is divided by this count.
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
             result = StepResult(loss, job.clip(), kept)

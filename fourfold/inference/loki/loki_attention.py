@@ -130,7 +130,7 @@ def loki_attention(
         out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(length):
-        if query.shape[2] == length and is_simple:  # The prompt starts the cache, so these are the same tokens.
+        if query.shape[2] == length and is_simple:  # Only this prompt is in the cache.
             out = simulate(query, key, value, basis_KDd, basis.d, config, scaling, attention_mask, state.probe)
             return out.transpose(1, 2).contiguous(), None
         raise UserError(
