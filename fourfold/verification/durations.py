@@ -51,7 +51,7 @@ class Durations:
         """If scores are capped, the number of keys per query for which they are computed, and otherwise 0. Capped
         scores have no fused kernel."""
         self.exposed = float(self._constants.exposed)
-        """Fraction of a hidden collective's duration by which it slows down concurrent computation."""
+        """A hidden collective slows down concurrent computation by this fraction of its own duration."""
         # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)
