@@ -80,7 +80,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback.
 
-    If the reader of its output has gone (``| head``), the command finishes its work silently.
+    If the reader of the output has gone (``| head``), the command finishes its work silently.
     """
     try:
         try:

@@ -58,7 +58,7 @@ Batch = Annotated[
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
-    """Return an option whose value the run file may set instead. Its names are separated by ``|``."""
+    """Return an option whose value the run file may set instead. ``names`` lists its values, separated by ``|``."""
     option: OptionInfo = typer.Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 

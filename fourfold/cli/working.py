@@ -27,7 +27,7 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     task = bar.add_task(name, total=None)
-    # The thread that draws the bar blocks all signals. Only this thread handles a job's signals, and it may delay them.
+    # The bar's thread inherits this mask and gets no signals. Only the main thread may handle or delay a job's signals.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         bar.start()

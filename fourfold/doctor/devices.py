@@ -35,7 +35,7 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 MOST_USED = 0.1
-"""Fraction of a GPU's memory in use above which another program must hold it."""
+"""If more than this fraction of a GPU's memory is in use, another program must hold some of it."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

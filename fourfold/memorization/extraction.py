@@ -38,8 +38,8 @@ class Extraction:
         """Return how many samples an attacker needs to see the suffix with probability p (Hayes et al., arXiv
         2410.19482).
 
-        n = ln(1 - p) / ln(1 - p_z), where p_z is the probability of one sample. The result is infinite if the sampling
-        scheme never draws the suffix.
+        n = ln(1 - p) / ln(1 - p_z), where p_z is the probability that one sample is the suffix. The result is
+        infinite if the sampling scheme never draws the suffix.
         """
         if self.log_p == -math.inf:
             return math.inf

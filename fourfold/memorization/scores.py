@@ -1,5 +1,5 @@
-"""Score every token in one teacher-forced pass. These scores are all that extraction at any position and membership
-inference need.
+"""Score every token in one teacher-forced pass. Membership inference, and extraction at any position, need only these
+scores.
 
 Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
 token after the true tokens before it. One forward pass therefore decides every prefix and suffix at once.

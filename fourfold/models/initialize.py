@@ -65,7 +65,7 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
 
 
 def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
-    """Draw the blocks on the CPU, with this process's share of the cores, so that every device gets the same values.
+    """Draw the blocks on this process's share of the CPU cores. Drawing on the CPU gives every device the same values.
 
     A GPU copies blocks from pinned memory while the next blocks are drawn.
     """

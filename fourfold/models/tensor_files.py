@@ -49,7 +49,7 @@ class TensorFiles:
         self.file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, str] = {}
-        """Dtypes, by their names in safetensors."""
+        """The dtype of each tensor, as safetensors names it."""
         check_model_folder(folder)
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:

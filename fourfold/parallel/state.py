@@ -67,7 +67,7 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 
     Before this call, each rank of x (or y) has only the part of the gradient from its own tokens or heads.
 
-    This takes one collective per set of axes and step, after the sums over dp, cp, and z. The order of the sums does
+    Each step takes one collective per set of axes, after the sums over dp, cp, and z. The order of the sums does
     not matter.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}

@@ -106,12 +106,12 @@ class ModelShape(ArrayFields):
 
     @property
     def mean_gate_up(self) -> Number:
-        """Return the mean number of outputs of that MLP's first matmul."""
+        """Return the mean number of outputs of the first matmul of ``mean_inner``'s MLP."""
         return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_expert_intermediate_size
 
     @property
     def mlps(self) -> Number:
-        """Return the fraction of the blocks that have an MLP of this kind."""
+        """Return the fraction of the blocks that have an MLP for every token."""
         shared = self.shared_expert_intermediate_size > 0
         return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * shared
 

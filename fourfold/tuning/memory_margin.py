@@ -24,7 +24,7 @@ NEVER = 1e-9
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs that increase memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs that reduce memory when they grow, as long as later knobs in this list do not change to save less memory."""
+"""Knobs that reduce memory when they grow, as long as no later knob in this list shrinks."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
 """Knobs that make two layouts incomparable if they differ. For example, a larger ep can put the busiest experts on one
 rank."""

@@ -34,8 +34,8 @@ that this assumption counts as."""
 CRASHES = 2
 """Number of crashes after which a value of a knob is dropped, if that value has never worked."""
 DRAWN = 256
-"""Number of candidates with the lowest bounds to draw log seconds for. The joint draws give the probability that one of
-them is better."""
+"""Log seconds are drawn for this many candidates, which have the lowest bounds. The joint draws give the probability
+that one of them is better."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class TuneRecord:
     predicted_first: str
     """The layout that the planner alone would have chosen."""
     predicted_first_seconds: float | None
-    """Measured step time of that layout in seconds: the median of its trials. None if it was not tried or if it
+    """Measured step time of ``predicted_first`` in seconds: the median of its trials. None if it was not tried or if it
     failed."""
     own: str
     own_seconds: float | None

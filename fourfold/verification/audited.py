@@ -63,8 +63,8 @@ def _documents(job: Job) -> list[NDArray[np.int64]]:
 
 
 def _scores(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Compute the fields [5, T] from their definitions, with the log-probability of the predicted token in its
-    place."""
+    """Compute the fields [5, T] from their definitions, but replace the predicted token by its
+    log-probability."""
     log_p_TV = logits_TV.log_softmax(1)
     mean_T = (log_p_TV.exp() * log_p_TV).sum(1)
     variance_T = (log_p_TV.exp() * (log_p_TV - mean_T[:, None]).square()).sum(1)

@@ -91,9 +91,9 @@ def _type_period(run: RunConfig) -> int:
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
     """Return small 1F1B pipelines that stand for the rank's pipeline.
 
-    If many stages follow the rank, only two and three stages follow it in the small pipelines.
+    If many stages follow the rank, it is followed by two stages in one small pipeline, and by three in a second one.
 
-    All middle ranks whose stages begin at the same position in the period share their points.
+    All middle ranks whose stages begin at the same position in the pattern of layers share their points.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:

@@ -48,10 +48,10 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Number of keys per query for which scores are computed if scores are capped, or 0. Capped scores have no
-        fused kernel."""
+        """If scores are capped, the number of keys per query for which they are computed, and otherwise 0. Capped
+        scores have no fused kernel."""
         self.exposed = float(self._constants.exposed)
-        """Fraction of a hidden collective's duration by which it slows down concurrent computation."""
+        """A hidden collective slows down concurrent computation by this fraction of its own duration."""
         # Cache the results, because the same shapes occur in every layer.
         self._product, self._attention = cache(self._of_matmul), cache(self._of_attention)
         self._collective = cache(self._of_collective)

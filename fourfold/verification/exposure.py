@@ -37,7 +37,7 @@ class Flights:
         """Start with an empty record.
 
         Args:
-            slowed: Fraction of a hidden collective's duration by which it slows down concurrent computation.
+            slowed: A hidden collective slows down concurrent computation by this fraction of its own duration.
         """
         self.exposed: Counter[Line] = Counter()
         """Number of exposed bytes by line."""

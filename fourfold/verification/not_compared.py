@@ -17,8 +17,8 @@ COMPARED = (
 """Sections and keys whose effect parity compares, unless it replaces their values."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that change no results. Paths of the data are included, because the report has a separate sentence
-about them."""
+"""Sections and keys that change no results. Paths of the data are included, because parity's report has a separate
+sentence about them."""
 
 ALWAYS = {
     "data": "parity trains on random tokens in the format of this data, and never reads the data itself",

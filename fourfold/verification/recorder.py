@@ -311,8 +311,9 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
     Return 0 for any other operation.
 
     On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports its workspace only at run time,
-    so this assumes the same size. Attention under a mask or in float32 uses torch's memory-efficient kernel. Its
-    backward is not counted: it holds at most about one float32 copy of a block's queries, and one block at a time.
+    so this assumes FlashAttention's workspace. Attention under a mask or in float32 uses torch's memory-efficient
+    kernel. Its backward is not counted: it holds at most about one float32 copy of a block's queries, and one block at
+    a time.
     """
     if options.get("attn_mask") is not None:
         return 0

@@ -108,7 +108,7 @@ class WatchedCollectives:
         return issue
 
     def _ending(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Name the end of a group in the trace, because NCCL runs the group's sends and receives at that point."""
+        """Name the end of a group of sends and receives in the trace, because NCCL runs them at that point."""
 
         def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             with record_function(self.flights[-1].name):

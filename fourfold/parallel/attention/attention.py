@@ -28,9 +28,9 @@ class SharedAttentionCore(AttentionCore):
     """The attention core, for this rank's share of the work.
 
     ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads. Otherwise they share it by
-    "batch" or by "sequence" (of the queries), and only x splits the heads. If the key-value heads do not divide like
-    the query heads, the ranks that share them gather them and sum their gradients. ``method`` sets how the cp ranks,
-    which share the sequence, attend.
+    "batch" or by "sequence" (of the queries), and only x splits the heads. If the ranks that split the query heads
+    do not divide the key-value heads, they gather these heads and sum their gradients. ``method`` sets how the cp
+    ranks, which share the sequence, attend.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class SharedAttentionCore(AttentionCore):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # torch's grouped attention needs the same number of consecutive query heads for each key-value head. Otherwise,
-        # repeat the key-value heads.
+        # torch's grouped attention needs the same number of consecutive query heads for each key-value head. If the
+        # numbers differ, repeat the key-value heads.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed

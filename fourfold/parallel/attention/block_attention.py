@@ -26,14 +26,14 @@ not pad."""
 
 BIAS_MULTIPLE = 16
 """CUDA's kernel for masks requires that each row of a mask begins at a multiple of this many keys. torch's public
-attention does the same."""
+attention also pads rows for this."""
 
 WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
 """CUDA's kernels need a head width that is a multiple of ``WIDTH_MULTIPLE``, so torch's public attention pads too.
-FlashAttention takes no wider heads than ``WIDEST_FLASH``, and cuDNN gets none wider than ``WIDEST_CUDNN``.
+FlashAttention supports widths up to ``WIDEST_FLASH``, and this module gives cuDNN widths up to ``WIDEST_CUDNN``.
 
-torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do so only from cuDNN 9.23 on. So blocks of these
-widths use FlashAttention.
+torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do so only from cuDNN 9.23 on. So wider
+heads use FlashAttention here.
 """
 
 CUDNN = 91500
@@ -59,7 +59,7 @@ def attend_block(
         q_BNQD: Queries.
         k_BKSD: Keys. K divides N.
         v_BKSD: Values.
-        causal: Whether query i sees only keys up to i. Queries and keys then have the same number.
+        causal: Whether query i sees only keys up to i. There are then as many queries as keys.
         mask_B1QS: True if a query may see a key. None means that a query sees all keys, or if ``causal``, all keys up
             to itself.
         scores: Scale and cap of the scores.

@@ -293,7 +293,7 @@ def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], dep
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
     If a unit names nothing to prefetch in the backward, FSDP2 prefetches the unit that ran before it in the forward.
-    That unit may belong to another micro-batch. Naming the root, which has no weights of its own, prevents this.
+    The unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -26,7 +26,7 @@ class Replicated(DataParallel):
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        # The dtypes differ with LoRA: its frozen weights are stored in the step's dtype.
+        # Parameters' dtypes differ with LoRA, because it stores frozen weights in the step's dtype.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
         self.weights: dict[nn.Parameter, Weight] = {}

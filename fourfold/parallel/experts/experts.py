@@ -94,7 +94,7 @@ class ParallelExperts(Tiled):
         self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
-        """Run rows sorted by expert, in ``groups``. Each rank of x returns a partial sum of the outputs."""
+        """Run the experts on rows sorted by expert, in ``groups``. Each x rank returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
             sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up")
             for weight in (self.gate_proj, self.up_proj)

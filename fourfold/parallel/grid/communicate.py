@@ -47,7 +47,7 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 def purpose(
     why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
 ) -> Iterator[None]:
-    """Name the purpose of the collectives in the block, and their axis for the watchdog ("" if there are none).
+    """Name the purpose of the collectives in the block, and their axis for the watchdog ("" without collectives).
 
     All ranks of the axis must enter this context equally often, because the watchdog compares their counts.
 
@@ -156,9 +156,9 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
-    """Exchange tensors with the second rank of a pair, which must call this too. Return the tensor of that rank.
+    """Exchange tensors with this rank's partner in a pair, which must call this too. Return the partner's tensor.
 
-    It sends the same bytes as an all-reduce of two ranks, and the trace counts it as one.
+    A swap sends the same bytes as an all-reduce of two ranks, and the trace counts it as one.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
@@ -169,7 +169,7 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
 
 
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
-    """Send to the second rank of a pair. The tensor must not change until ``wait`` returns it."""
+    """Send to this rank's partner in a pair. The tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
     check_for_nccl(tensor)
     with purpose(why, axis=pair, sender=pair.rank):
@@ -177,7 +177,7 @@ def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
 
 
 def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
-    """Receive into ``out`` from the second rank of a pair."""
+    """Receive into ``out`` from this rank's partner in a pair."""
     check_for_nccl(out)
     with purpose(why, axis=pair, sender=1 - pair.rank):
         return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
@@ -226,7 +226,7 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
-    """Return whether the group uses gloo.
+    """Return whether an all-to-all replaces reduce-scatter, because the group uses gloo.
 
     gloo's reduce-scatter is an all-reduce inside, blocks when it is issued, and rounds bf16 at every hop.
     """

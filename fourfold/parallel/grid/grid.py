@@ -40,8 +40,8 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return the axis's name with the first and the last rank of the group, which no other group of the axis
-        has."""
+        """Return the axis's name with the first and the last rank of the group. This text differs between the
+        groups of an axis."""
         ranks = dist.get_process_group_ranks(self.group)
         return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
@@ -161,7 +161,7 @@ class Grid:
             ranks = self.ranks.numel()
             return Axis("world", ranks, dist.get_rank(), default_group())
         if "stage" not in self._axes:
-            ranks = self.ranks.numel() // self.pp.size  # Their numbers are consecutive: pp is the outermost axis.
+            ranks = self.ranks.numel() // self.pp.size  # A stage's ranks are consecutive: pp is the outermost axis.
             group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
             self._axes["stage"] = self._axis_among("stage", group)
         return self._axes["stage"]

@@ -29,9 +29,9 @@ NVIDIA_SETTINGS = {
 }
 """Environment variables that CUDA, NCCL, and torch read when a GPU is first used. They let collectives start before
 computation that is already waiting. They give the streams of all axes, of pipeline neighbors, and of computation their
-own hardware queues (the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need,
-within the 32 MiB that torch gives it on Hopper anyway. They also prevent memory fragmentation by sizes that change
-every step, such as experts' rows and packed documents."""
+own hardware queues (the default is 8). They make cuBLAS compute the same bits each time, which replayed steps need.
+This takes a workspace of 32 MiB, as much as torch reserves on Hopper anyway. They also prevent memory fragmentation by
+sizes that change every step, such as experts' rows and packed documents."""
 
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 

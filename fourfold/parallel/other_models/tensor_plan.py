@@ -46,7 +46,7 @@ SYNONYMS = {
 }
 
 IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
-"""Styles whose features are split between one layer and the next."""
+"""Styles of layers with features that stay split from one layer to the next."""
 
 PLANS = {
     "gpt2": {
@@ -100,7 +100,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace modules by their parts on this rank, in the styles that ``rules`` or otherwise the published plan gives.
+    """Replace modules by their parts on this rank. Styles come from ``rules``, or otherwise from the published plan.
 
     Returns:
         The layout of every module.
@@ -211,7 +211,7 @@ def is_of_residual(
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
-    """Return the modules that contain a layer that is split by columns or rows. The features inside such a module are
+    """Return the modules with a layer that is split by columns or rows. The features inside such a module are
     split."""
     return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
 

@@ -56,8 +56,8 @@ class Parts:
     token_ranks: int
     """Number of ranks that share the tokens of the residual stream, if attention needs whole sequences."""
     run_ahead: bool
-    """Whether parts may be at different steps. With y > 1 this is off. Otherwise, most collectives could hide behind
-    only one part's matmuls."""
+    """Whether parts may be at different steps. With y > 1 they may not. If they did, most collectives could hide
+    behind only one part's matmuls."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""

@@ -99,7 +99,7 @@ _loss = not_compiled(_Loss.apply)
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of inputs and weight that the forward has saved, multiplied by ``scale``.
 
-    The forward has already multiplied them by the loss scale ``ctx.kept``.
+    The forward has multiplied them by the loss scale ``ctx.kept``. This function divides by it again.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept

@@ -136,7 +136,7 @@ class MeasuredRow(BaseModel):
     """Whether the experts run as fused kernels. The kernels of their matmuls then also compute the activation and round
     to 8 bits, and tokens arrive from the exchange already sorted by expert."""
     ep_overlap: Flag = False
-    """Whether matmuls of another micro-batch hide the exchange."""
+    """Whether matmuls of another micro-batch hide the exchange of tokens over ep."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
     """What the host launches at once: one kernel (none), all kernels of a block except the experts' kernels (blocks),
     or all kernels of a step (step)."""

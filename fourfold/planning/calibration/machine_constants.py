@@ -66,7 +66,7 @@ def is_calibrated(machine: Machine) -> bool:
 def range_features(work: Workload) -> dict[str, float]:
     """Return the features of a workload that a calibration records.
 
-    Predictions outside the range of its rows are extrapolations.
+    Predictions outside the range of the calibration's rows are extrapolations.
     """
     layout, step = work.layout, work.step
     return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden_size), "seq": float(step.seq_length),
@@ -74,8 +74,8 @@ def range_features(work: Workload) -> dict[str, float]:
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return each feature of ``work`` that is outside the range that the machine's constants were fitted to,
-    together with that range."""
+    """Return each feature of ``work`` that is outside the calibrated range of the machine's constants, together
+    with this range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

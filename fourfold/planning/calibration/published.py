@@ -58,7 +58,7 @@ class Figure:
 
     @property
     def best_pflops(self) -> float:
-        """Return the PFLOP/s of ``best`` in the same count."""
+        """Return the PFLOP/s of ``best`` in Megatron-LM's count."""
         return self.best.pflops(self.as_run.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
     """Read the rows that can be predicted, and count the skipped rows by reason.
 
     Raises:
-        UserError: The file is not such a table, or a cell has a value that its column does not allow.
+        UserError: A file is not a table of runs, or a cell has a value that its column does not allow.
     """
     rows: list[Row] = []
     skipped: dict[str, int] = {}

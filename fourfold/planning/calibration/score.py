@@ -169,7 +169,7 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
     """Score how well predictions rank the rows within sweeps. The rows of a sweep differ only in layout.
 
-    Regret is how much slower the row that is predicted best is than the row that was measured best.
+    Regret is how much longer the row with the fastest prediction took than the fastest row took.
     """
     regrets, correlations = [], []
     for sweep in sweeps_in(scored):

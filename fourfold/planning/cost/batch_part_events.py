@@ -25,7 +25,7 @@ class Kind:
     parts_cross_blocks: bool
     """Whether a part can enter a block while another part is still in the previous block."""
     split_backward: bool
-    """Whether weight gradients are deferred to the end."""
+    """Whether weight gradients are deferred, so that the backward's events leave them out."""
     overlap: bool
     """Whether the sums of input gradients overlap with the computation of weight gradients."""
     gate: bool
@@ -82,7 +82,7 @@ class Recording:
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation, which ends as soon as everything that the backward reads exists.
+        With ``again``, record a recomputation. It ends once all tensors exist that the backward reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
@@ -177,7 +177,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:  # The first part continues first, and it computes the attention for all parts.
+        if kind.tokens and place[1] > 0:  # The first part computes the attention for all parts.
             return
         together = kind.batch_parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together

@@ -49,7 +49,7 @@ def where_experts(work: Workload, value: Number) -> Number:
 class Rows(NamedTuple):
     """Rows of one micro-batch. Each choice of a token gives one row.
 
-    The fields are the number of rows of its own tokens that a rank sends, the number of rows that its experts compute,
+    The fields are the number of rows that a rank sends for its own tokens, the number of rows that its experts compute,
     the number of rows of each expert, and the number and width of the rank's experts.
     """
 

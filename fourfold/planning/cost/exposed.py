@@ -91,13 +91,22 @@ def exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number
 
 
 def exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
-    """Return the exposed seconds if ``sending`` weights and gradients runs during ``computing``. Both are seconds."""
+    """Return the exposed seconds of sending weights and gradients.
+
+    Args:
+        sending: Seconds of sending.
+        computing: Seconds of concurrent computation.
+    """
     return sending - np.where(work.program.overlap_z, hidden(sending, computing, constants.exposed), 0.0)
 
 
 def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
-    """Return the seconds of ``sending`` gradients to other ranks that the last backward does not hide. This happens
-    once per step."""
+    """Return the exposed seconds of a step's gradient sum.
+
+    Args:
+        sending: Seconds of the sum.
+        last_backward: Seconds of the last backward, which can hide the sum.
+    """
     # Deferred weight gradients come last, and their sums start only after all of them are computed.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)

@@ -140,7 +140,7 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
     """Return the bytes that Lion needs in addition to the states, while it updates the largest shard of a matrix or of
     a table.
 
-    These are for the update, its magnitude, and the gradient if it is cast.
+    The bytes hold the update, its magnitude, and the gradient if it is cast.
     """
     if not np.any(is_named(work, "lion")):
         return 0

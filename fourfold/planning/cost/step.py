@@ -33,7 +33,7 @@ PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
 """Parts of a step. x, y, z, cp, ep, and dp are exposed communication. If weights are sharded over z · dp · cp, the time
-that the same traffic would take over z alone counts as z, and the remaining time counts as dp."""
+that their traffic would take over z alone counts as z, and the remaining time counts as dp."""
 
 
 class _Layer(NamedTuple):

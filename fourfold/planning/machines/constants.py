@@ -24,7 +24,7 @@ class Constants(ArrayFields):
     - launch: factor on the host time of a kernel.
     - intra, inter: fraction of the link's bandwidth.
     - latency: factor on the latency of a collective.
-    - exposed: fraction of the communication that could be hidden but stays exposed.
+    - exposed: fraction of the hideable communication that stays exposed.
     - dispersion: standard deviation of the nodes' speeds. The slowest node sets the pace.
     - step: fixed number of seconds that every step takes, regardless of its size.
     """

@@ -40,17 +40,19 @@ MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
 """Ratio of two step times that still counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""A layout is discarded for any number of batch parts if its probability of running out of memory is at least this."""
+"""A layout is discarded with all its numbers of batch parts if its probability of running out of memory is at least
+this."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
 """Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
 """Fields that the traffic of weights and gradients depends on."""
 RANKED = 400
-"""Number of fastest layouts that are guaranteed to be correct for any number of batch parts."""
+"""The search guarantees to find this many of the fastest layouts, over all numbers of batch parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
-"""Minimum fraction of a step that is left if sequences come one by one and are not copied around collectives."""
+"""Minimum fraction of a step's time that is left without the copies around collectives. Sequences that come one by one
+need no copies."""
 
 
 class SearchScores(NamedTuple):

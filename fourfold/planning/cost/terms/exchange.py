@@ -14,7 +14,7 @@ def exchange_seconds(
     size: Number, copies: Number, once: Flag, ranks: Number, stride: Number, machine: Machine, constants: Constants
 ) -> Number:
     """Return the seconds of an exchange in which each of ``ranks`` ranks, with a distance of ``stride``, sends
-    ``copies`` of its tokens.
+    each of its tokens ``copies`` times.
 
     The tokens have ``size`` bytes in total, and all destination ranks are equally likely. With one rank, the time is
     zero. Each rank has a share of the node's adapters. The adapters work concurrently with the links inside the node,

@@ -13,8 +13,8 @@ from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.rates import Rates
 
 TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
-"""Tile sizes: rows, columns, and the fraction of the best rate that they reach, with two of the guide's figures
-(256×128 and 128×64 on A100)."""
+"""Tile sizes: rows, columns, and the fraction of the best rate that they reach. The fractions for 256×128 and 128×64
+are the guide's figures for A100."""
 
 PROLOGUE = 128.0
 """Depth of the sum that takes as long as setting up and writing out a tile: two to four steps of 32 or 64."""

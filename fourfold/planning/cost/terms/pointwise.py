@@ -146,8 +146,8 @@ class ExpertFlags(NamedTuple):
 def expert_bytes(
     scores: Number, sent: Number, here: Number, inner: Number, how: ExpertFlags
 ) -> tuple[Number, Number, Number]:
-    """Return the bytes moved between the matmuls of a router and its experts, forward and backward, and by the
-    forward's activation.
+    """Return the bytes moved between the matmuls of a router and its experts in forward and in backward, and the
+    bytes moved by the forward's activation.
 
     Args:
         scores: Number of bytes of the router's scores.
