@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,25 +33,36 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze the model, and add adapters to its target layers.
-
-    Raises:
-        UserError: a target names no layer of the model.
-    """
+    """Freeze the model, which may be a pipeline stage, and add adapters to its target layers."""
     model.requires_grad_(False)
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith(NEVER_ADAPTED)
-    }
-    kinds = {name.rpartition(".")[2] for name in linears}
-    for target in config.targets or ():
-        if target not in kinds:
-            raise UserError(f"lora.targets: this model has no {target}; it has {', '.join(sorted(kinds))}")
-    for name, linear in linears.items():
+    for name, linear in _linears(model).items():
         parent, _, kind = name.rpartition(".")
         if config.targets is None or kind in config.targets:
             model.get_submodule(parent)._modules[kind] = LoRALinear(linear, config, dtype)
+
+
+def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range]) -> None:
+    """Check that the model has every target, and that every pipeline stage has one of them.
+
+    Args:
+        model: The whole model.
+        config: The section [lora].
+        stages: Layers of each pipeline stage.
+
+    Raises:
+        UserError: A target names no layer of the model, or a stage would train nothing.
+    """
+    targets = config.targets or ()
+    with torch.device("meta"):
+        kinds = [{name.rpartition(".")[2] for name in _linears(Transformer(model, layers))} for layers in stages]
+    for target in targets:
+        if target not in (found := set().union(*kinds)):
+            raise UserError(f"lora.targets: this model has no {target}; it has {', '.join(sorted(found))}")
+    if targets and any(found.isdisjoint(targets) for found in kinds):
+        raise UserError(
+            f"lora.targets: a pipeline stage has no {' or '.join(targets)}, so it would train nothing; add "
+            f"{min(set.intersection(*kinds))}, or lower parallel.pp"
+        )
 
 
 def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, tuple[int, ...]]:
@@ -59,3 +72,11 @@ def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, t
     if config is not None and config.rank:
         add_adapters(whole, config)
     return {name: tuple(p.shape) for name, p in whole.named_parameters() if p.requires_grad}
+
+
+def _linears(model: Transformer) -> dict[str, nn.Linear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(NEVER_ADAPTED)
+    }

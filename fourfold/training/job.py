@@ -19,7 +19,7 @@ from fourfold.data.loader import MicroBatch
 from fourfold.heartbeat import doing
 from fourfold.matmul_tuning.matmul_choice import agreed_layouts
 from fourfold.models.dtypes import DTYPES
-from fourfold.models.lora import add_adapters, trained_shapes
+from fourfold.models.lora import add_adapters, check_targets, trained_shapes
 from fourfold.models.mixture import Mixture
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.context import share_of_sequences
@@ -312,8 +312,11 @@ def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> d
     Returns:
         The stages by number.
     """
+    layers_of_stages = stage_layers(run.model, run.parallel)
+    if run.lora.targets is not None:
+        check_targets(run.model, run.lora, layers_of_stages)
     stages: dict[int, DataParallel] = {}
-    for number, layers in enumerate(stage_layers(run.model, run.parallel)):
+    for number, layers in enumerate(layers_of_stages):
         if rank_of_stage(number, run.parallel) == grid.pp.rank:
             with torch.device("meta"):
                 model = build_model(run, layers)

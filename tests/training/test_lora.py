@@ -13,7 +13,7 @@ from command_line import Cli
 from pool import Pool
 from tiny_chat import write_rows
 from tiny_huggingface import make_model
-from tiny_runs import GPT, LLAMA, QWEN, random_global_batch, tiny_run
+from tiny_runs import DEEPSEEK, GPT, LLAMA, QWEN, random_global_batch, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import RunConfig
@@ -22,10 +22,11 @@ from fourfold.errors import UserError
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.weights import Pretrained
+from fourfold.models.lora import check_targets
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
-from fourfold.training.job import Job, build_model
+from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dp2": (LLAMA, {"dp": 2}, {}),
     "pp2 x2": (GPT, {"pp": 2, "x": 2}, {"training": {"micro_batch_size": 1}}),
     "x2 cp2": (LLAMA, {"x": 2, "cp": 2}, {}),
+    "pp2, a target only in the first stage": (
+        DEEPSEEK | {"shared_expert_intermediate_size": 0},
+        {"pp": 2},
+        {"lora": LORA | {"targets": ["gate_proj", "q_proj"]}},
+    ),
 }
 SLOW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "x2 offloaded": (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "offload": True}}),
@@ -253,7 +259,11 @@ def test_what_makes_no_sense_is_refused(cli: Cli, tmp_path: Path) -> None:
     )
     code, _, err = cli("train", run_file)
     assert code == 2 and "name one in model.from_hf" in err
+    run = tiny_run(GPT, {"pp": 2}, lora=LORA | {"targets": ["gate_proj"]})
     with pytest.raises(UserError, match="this model has no gate_proj"):
-        build_model(tiny_run(GPT, {}, lora=LORA | {"targets": ["gate_proj"]}))
+        check_targets(run.model, run.lora, [range(1), range(1, 2)])
+    run = tiny_run(DEEPSEEK | {"shared_expert_intermediate_size": 0}, {"pp": 2}, lora=run.lora.model_dump())
+    with pytest.raises(UserError, match=r"a pipeline stage has no gate_proj, so it would train nothing; add .*_proj"):
+        check_targets(run.model, run.lora, [range(2), range(2, 4)])
     with pytest.raises(UserError, match="computes weight gradients separately"):
         tiny_run(GPT, {"pp": 2, "schedule": "ZBVZeroBubble"}, lora=LORA)
