@@ -74,13 +74,13 @@ class RecordedRun:
         loss = next((value for at, value in reversed(losses) if validated in (None, at)), None)
         shown = last if step is None else next(record for record in self.records if record["step"] == step)
         seconds = self.places[last["step"]].seconds
-        has_perplexity = self.is_in_nats and loss is not None and loss < 700
+        perplexity = math.exp(loss) if self.is_in_nats and loss is not None and loss < 700 else None
         return {
             "step": last["step"],
             "tokens" + _at(step, ""): number_of(shown, "tokens"),
             "loss" + _at(step, ", last step"): number_of(shown, "loss"),
             "validation loss" + _at(validated, ", last"): loss,
-            "validation perplexity": f"{math.exp(loss):.4g}" if has_perplexity else None,
+            "validation perplexity": None if perplexity is None else f"{perplexity:.4g}",
             "tokens/s, median": round(median(speed)) if speed else None,
             "MFU, median": f"{median(utilization):.1%}" if utilization else None,
             "peak memory": format_bytes(max(memory)) if memory else None,

@@ -44,8 +44,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, v keeps this buffer
-    # alive.
+    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, v keeps this buffer.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
