@@ -111,13 +111,17 @@ def export_huggingface(
             found = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(checkpoint)
             has_tokenizer = found is not None
             config |= write_tokenizer(partial_folder, found, saved.model)
-        with suppress(UserError):  # The run's corpora or its original model can be gone.
-            trained = _tokenizer_of(checkpoint)
-            if trained is not None:
-                config = add_end_token(partial_folder, config, trained.eod_id)
+        config = _with_trained_end(checkpoint, partial_folder, config)
         write_whole(partial_folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
         files = write_tensor_files(partial_folder, entries)
     return Transferred(str(out), config["model_type"], count_parameters(tensors), files, has_tokenizer)
+
+
+def _with_trained_end(checkpoint: Path, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    with suppress(UserError):  # The run's corpora or its original model can be gone.
+        trained = _tokenizer_of(checkpoint)
+        return config if trained is None else add_end_token(folder, config, trained.eod_id)
+    return config
 
 
 def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
