@@ -167,7 +167,7 @@ def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.count("\n") == 1
     record = json.loads(output)
-    quantities = ["loss", "validation", "grad_norm", "gradients", "weights", "resumed"]
+    quantities = ["loss", "validation", "audit", "grad_norm", "gradients", "weights", "resumed"]
     assert list(record) == ["ok", "limit", *quantities, "replicas", "initial", "own_types", "not_compared"]
     assert all(list(record[name]) == ["tensor", "grid", "one_process", "ratio"] for name in quantities)
     assert record["ok"] is True
