@@ -76,14 +76,14 @@ class Reference:
             batch: The sequences.
             averaged: Whether to use the moving averages in place of the weights.
         """
-        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+        with self._evaluating():
             loss = self._loss(batch, self.parameters(averaged)) / self._units(batch)
         return {"loss": loss, **self._take_preferences()}
 
     @torch.no_grad()
     def log_probabilities(self, batch: Sequences) -> Tensor:
         """Return the log-probability of each sequence's kept tokens under the current weights, [B]."""
-        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+        with self._evaluating():
             return self._answers(batch, self.parameters())
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class Reference:
         inputs_1S, targets_1S = tokens_1T[:, :-1], tokens_1T[:, 1:]
         positions_1S = torch.arange(inputs_1S.shape[1], device=self.device)[None]
         batch = Sequences(inputs_1S, targets_1S, torch.ones_like(inputs_1S, dtype=torch.bool), positions_1S)
-        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+        with self._evaluating():
             return self.logits(self.parameters(), batch).to(self.dtype)[0]
 
     def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
@@ -143,6 +143,12 @@ class Reference:
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of all weights."""
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Compute in the reference's precision, as in validation."""
+        with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
+            yield
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
