@@ -90,7 +90,8 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                part.load_state_dict(state)  # `state_dict` does not return this state before the next row.
+                # Keep `state`: after this call, `part.state_dict()` returns it only once a row has been read.
+                part.load_state_dict(state)
             rows = iter(part)
             for row in rows:
                 if text := self._text(row):

@@ -96,7 +96,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
-    """Return a digest of the tokens of a corpus of pairs, and of which of them count in the log-probabilities."""
+    """Return a digest of a corpus of pairs: its tokens, and the labels that the masks keep."""
     digest = xxhash.xxh3_128()
     for corpus in (source.corpus, source.answers):
         digest.update(corpus.read(0, corpus.tokens).data)

@@ -57,9 +57,9 @@ class ReferenceOptimizer:
             parameter.grad = None
 
     def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
-        """Return Lion's direction in units of eps (arXiv 2302.06675, algorithm 2), and update its running mean.
+        """Return u / eps, with Lion's interpolated momentum u (arXiv 2302.06675, algorithm 2), and update its mean.
 
-        ``step`` clips the direction at ±1, so the sign is linear below eps.
+        ``step`` clips u / eps to ±1. The result is the sign of u if |u| ≥ eps, and u / eps otherwise.
         """
         beta1, beta2 = self.run.optimizer.betas
         between = beta1 * mean + (1 - beta1) * gradient

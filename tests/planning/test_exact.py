@@ -205,7 +205,7 @@ def test_formulas_equal_the_trace_of_other_optimizers(
 def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[str, int], every: int) -> None:
     run = run_of(model, grid, "full", layers=4, every=every)
     recompute = run.activation_checkpoint.model_copy(update={"offload": True})
-    # Here memory peaks in attention's backward, for which the planner counts more than the trace.
+    # In this one case the planner counts 3 % more than the trace.
     within = 0.03 if (model, grid, every) == ("llama", {"x": 2, "z": 2}, 1) else 0.02
     assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within)
 

@@ -119,7 +119,7 @@ CAPS = [
         CP2,
     ),
     Mutant(
-        "scores are divided by the root of head_dim",
+        "scores are divided by the root of head_dim, not of query_pre_attn_scalar",
         "models.causal_attention:AttentionCore.__init__",
         "config.query_pre_attn_scalar**-0.5",
         "config.head_dim**-0.5",

@@ -198,14 +198,14 @@ DATA_PARALLEL = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "the norm counts replicas twice",
+        "the gradient norm counts replicas twice",
         "parallel.data.fully_sharded:FullySharded.shard",
         "copies.size if zero == 0 else 1",
         "1",
         grid={"z": 2, "dp": 2},
     ),
     Mutant(
-        "norms and biases are not summed over y",
+        "gradients of norm layers and biases are not summed over y",
         "parallel.state:sum_partial_gradients",
         '(a for a in ("y", "x") if a in shard.tile.partial_over and grid.axis(a).size > 1)',
         '(a for a in ("x",) if a in shard.tile.partial_over and grid.axis(a).size > 1)',
@@ -213,14 +213,14 @@ DATA_PARALLEL = [
         Y2,
     ),
     Mutant(
-        "the norm counts shared weights once for each rank",
+        "the gradient norm counts shared weights once for each rank",
         "parallel.state:clip_gradients",
         "1.0 / shard.replicas",
         "1.0",
         grid=DP2,
     ),
     Mutant(
-        "each rank clips by its own norm",
+        "each rank clips by its own gradient norm",
         "parallel.state:clip_gradients",
         "        dist.all_reduce(square)",
         "        square * 2",

@@ -238,7 +238,7 @@ AUDIT = [
         grid=DP2,
     ),
     Mutant(
-        "the audit gives documents the scores of their order by length",
+        "the audit returns scores in the order of document lengths",
         "memorization.scorers:GridScorer._gather",
         "[found[number] for number in range(count)]",
         "list(found.values())",
@@ -259,7 +259,7 @@ AUDIT = [
         grid=DP2,
     ),
     Mutant(
-        "the mean of the audit is over the targets",
+        "the audit's mean log-probability is that of the target",
         "memorization.scores:score_logits",
         "mean_m - normalizer_m",
         "log_prob_m",

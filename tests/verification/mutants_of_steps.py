@@ -82,7 +82,7 @@ MODEL = [
         GEMMA,
     ),
     Mutant(
-        "attention and MLP run one after the other",
+        "in a parallel block, the MLP reads the output of attention",
         "models.transformer:Block.forward",
         "x_BSH if self.parallel_residual else attended_BSH",
         "attended_BSH",

@@ -16,13 +16,16 @@ PUBLISHED = {
         "a resumed run reads its data from the beginning",
         "the trainer's first batch after resuming",
     ),
-    "Megatron-LM #1446": ("norms and biases are not summed over y", "every batch"),
+    "Megatron-LM #1446": ("gradients of norm layers and biases are not summed over y", "every batch"),
     "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "unevenly spread labels"),
-    "TransformerEngine #715 (ROCm)": ("the norm counts shared weights once for each rank", "every batch"),
+    "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (
         "the mean is over micro-batches, not over the tokens of a step",
         "unevenly spread labels",
     ),
-    "verl #3562, miles #3219": ("the mask of answers is one token early", "answers of some tokens only"),
+    "verl #3562, miles #3219": (
+        "the mask of answers is one token early",
+        "batches in which only some tokens are answers",
+    ),
 }
 """By program and issue: the fault of our lists, and the batch that reveals it."""

@@ -41,8 +41,7 @@ def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
 
 
 def where_experts(work: Workload, value: Number) -> Number:
-    """Return the value for cases with experts, and 0 for cases without experts, which have no exchange and no
-    latency."""
+    """Return the value for workloads with experts, and 0 for workloads without experts."""
     return np.where(np.asarray(work.model.num_experts) > 0, value, 0.0)
 
 
