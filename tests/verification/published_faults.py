@@ -9,19 +9,19 @@ PUBLISHED = {
     ),
     "DeepSpeed #2695, fairseq2 #1374": (
         "gradients are clipped before the loss scale is removed",
-        "a step below the limit of clipping",
+        "a step whose gradient norm is below the clipping limit",
     ),
-    "DeepSpeed #8432": ("a step that overflows changes Muon's momentum", "the dropped step"),
+    "DeepSpeed #8432": ("a step that overflows changes Muon's momentum", "a step that overflows"),
     "EasyR1 #57, KempnerForge #51": (
         "a resumed run reads its data from the beginning",
         "the trainer's first batch after resuming",
     ),
     "Megatron-LM #1446": ("gradients of norm layers and biases are not summed over y", "every batch"),
-    "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "unevenly spread labels"),
+    "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
     "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (
         "the mean is over micro-batches, not over the tokens of a step",
-        "unevenly spread labels",
+        "labels spread unevenly over micro-batches",
     ),
     "verl #3562, miles #3219": (
         "the mask of answers is one token early",
