@@ -34,10 +34,11 @@ def tree(folder: Path, depth: int = 0) -> Iterator[str]:
 
 
 def _line(name: str, path: Path, depth: int) -> str:
-    """Return a module's name and the first sentence of its docstring."""
+    """Return a module's name and the first sentence of its docstring, without the paper that it cites."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    sentence = re.split(r"(?<=[a-z0-9)`\]])\.(?: |$)", paragraph)[0].replace("``", "").rstrip(".")
+    paragraph = re.sub(r" \([^()]*\barXiv [^()]*\)", "", paragraph)
+    sentence = re.split(r"(?<=[\w)`\]])\.(?: |$)", paragraph)[0].replace("``", "").rstrip(".")
     line = f"{'  ' * depth + name:<{WIDTH}}{sentence}".rstrip()
     return line if len(line) <= LONGEST else re.split(r"[:;] ", line)[0]
 

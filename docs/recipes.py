@@ -112,7 +112,7 @@ def of_frontier_study() -> list[Recipe]:
                 Recipe(
                     f"frontier/{size}-published.toml",
                     common[0],
-                    f"{title}, in its layout",
+                    f"{title}, in the study's layout",
                     *common[2:],
                     published,
                     layout,
@@ -123,7 +123,7 @@ def of_frontier_study() -> list[Recipe]:
 
 
 def of_tuning(size: str, gpus: int, batch: int) -> Recipe:
-    title, model = f"All of Llama 3.1 {size.upper()} on {gpus} H100", f"llama-3.1-{size}"
+    title, model = f"Full fine-tuning of Llama 3.1 {size.upper()} on {gpus} H100", f"llama-3.1-{size}"
     return Recipe(f"finetuning/{model}.toml", "dgx-h100", title, model, gpus, batch, 8192, tuned=True)
 
 

@@ -1,5 +1,4 @@
-"""Record a process's signs of life, which are its step and the last action that it began, in memory that its watchdog
-reads.
+"""Record a process's signs of life (its step and the last action that it began) in memory that its watchdog reads.
 
 Code that may take a long time calls `doing` first. A call costs about a microsecond with a watchdog, and nothing
 without one.

@@ -1,6 +1,4 @@
-"""Process helpers: cores, start time, file limit, gloo's network interface, output, and ending with the parent
-process.
-"""
+"""Set up processes (cores, file limit, gloo's network interface, output), and end them with their parent process."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Run the goldfish paper's protocol at laptop scale: train every arm, audit it, and compare them.
+"""Run the goldfish paper's protocol at laptop scale: train every arm (way of training), audit it, and compare them.
 
     python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
 
-A small corpus contains documents 0 or 300 times. A Llama of about 1 million parameters sees the corpus once (or a
-quarter of it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209, with canaries and
-buckets as in Singh et al. 2024, arXiv 2502.08145). Each arm takes about two minutes on one core, and each tutorial arm
-takes half a minute. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
+Each planted document is in a small corpus 0 or 300 times. A Llama of about 1 million parameters sees the corpus once
+(or a quarter of it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209, with canaries
+and buckets as in Singh et al. 2024, arXiv 2502.08145). An arm of the tutorial takes half a minute on one core, and any
+other arm about two minutes. Finished arms are not repeated. The script writes OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CORPORA = {
     "quarter": Canaries(16, (0, 75), LENGTH),
     "tutorial": Canaries(16, (0, 200)),
 }
-"""Passages planted in the text, in the quarter of it that arm.toml reads four times, and in the tutorial's."""
+"""Passages planted in each corpus. "quarter" is a quarter of the text, which a run reads three or four times."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def make_corpora(out: Path) -> None:
-    """Prepare all corpora with one tokenizer, without the documents that are held out for validation."""
+    """Prepare all corpora, and hold out documents for validation. All but the tutorial's have the same tokenizer."""
     folder = out / "corpora"
     text, quarter = folder / "text.jsonl", folder / "quarter.jsonl"
     if not text.is_file():

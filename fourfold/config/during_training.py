@@ -1,5 +1,5 @@
-"""The sections of the run file for validation, averaging, audits, and evaluation during training, and for ending a run
-early."""
+"""The sections of the run file for validation, weight averages, audits, and evaluation during training, and for ending
+a run early."""
 
 from __future__ import annotations
 

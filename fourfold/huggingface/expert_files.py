@@ -1,4 +1,4 @@
-"""Convert between the experts in transformers' modules, which are stacked and joined, and files with one matrix per
+"""Convert experts between transformers' modules, where each parameter holds all experts, and files with one matrix per
 expert, as on the Hub."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``fourfold machine tune-matmul``: measure a run file's matmuls on this machine, and return a record."""
+"""Measure a run file's matmuls on this machine for ``fourfold machine tune-matmul``, and return a record."""
 
 from __future__ import annotations
 

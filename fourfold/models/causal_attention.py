@@ -1,4 +1,4 @@
-"""Causal attention in plain PyTorch, and the tables that all layers with the same attention type share.
+"""Causal attention in plain PyTorch, and the rotary tables and masks that all layers of one attention type share.
 
 Shapes: B sequences, S tokens, N heads, K key-value heads, D head_dim.
 """

@@ -1,4 +1,4 @@
-"""Read the short records that are stored next to a run's metrics.jsonl."""
+"""Read tasks.jsonl and memorization.jsonl from a run's folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Learn from trials how likely each layout is to run out of memory, and which layouts must run out of memory because a
-smaller layout has done so."""
+layout that needs no more memory has done so."""
 
 from __future__ import annotations
 

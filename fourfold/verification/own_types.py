@@ -1,4 +1,4 @@
-"""Run the file on the grid in its own dtypes, and compare its rounding errors with one process in the same dtypes.
+"""Run a run file on the grid in its own dtypes, and compare the rounding errors with one process in these dtypes.
 
 Low precision rounds in every operation, so single values say little. The error over several steps is a statistic that
 should be similar on the grid and on one process. The grid's error may be 50 % larger, because the grid also rounds

@@ -1,4 +1,4 @@
-"""``fourfold train --profile``: trace a few steps of each process, and split the time of a step by axis."""
+"""Trace a few steps of each process for ``fourfold train --profile``, and split the time of a step by axis."""
 
 from __future__ import annotations
 

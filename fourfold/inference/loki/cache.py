@@ -1,4 +1,4 @@
-"""Cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
+"""Define cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
 
 They replace the layers of a transformers cache and take over their contents.
 """

@@ -1,4 +1,4 @@
-"""Count the bytes that a cache holds and the bytes that a decoding step reads from it, which Loki reduces."""
+"""Count the bytes that a cache holds, and the bytes that a decoding step reads from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention between the 4D linear layers. Every rank computes its own heads, sequences, or queries, and no work is
-repeated."""
+"""Attention between the tensor-parallel linear layers. Every rank computes its own heads, sequences, or queries, and no
+work is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute attention of some queries to some keys, with the log-sum-exp, and compute the backward from the merged
+"""Compute attention of some queries to some keys, with the log-sum-exp for merging, and the backward from the merged
 result.
 
 torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel caps

@@ -1,5 +1,5 @@
-"""Give each attempt of a job its own part of the store in which processes meet, if torchrun's agents keep one server
-for all attempts."""
+"""Give each attempt of a job its own part of the store in which processes meet. torchrun may keep one store for all
+attempts."""
 
 from __future__ import annotations
 

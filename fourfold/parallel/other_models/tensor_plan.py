@@ -1,5 +1,5 @@
-"""Lay out any model on x and y, with a table that maps module patterns to styles. transformers' models publish such
-tables (plans).
+"""Lay out any model on x and y, with a table (plan) that says how to split the modules that match a pattern.
+transformers' models publish such plans.
 
 If no pattern names a module with weights, an error names this module, unless every rank may compute it whole.
 """

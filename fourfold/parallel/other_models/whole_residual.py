@@ -1,4 +1,4 @@
-"""The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
+"""The tensor-parallel layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
 
 Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
 repeats the same work (residual, norms), so the model's code need not know about the grid. Every rank that holds a copy
@@ -54,7 +54,7 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
 
 
 class WholeTokensLinear(Linear4D):
-    """A 4D layer for code that has all tokens on every x rank. Nothing is gathered or summed over x."""
+    """A tensor-parallel layer for code that has all tokens on every x rank. Nothing is gathered or summed over x."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)

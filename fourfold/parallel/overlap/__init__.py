@@ -1,1 +1,1 @@
-"""Batch parts: split a micro-batch into parts whose collectives hide behind each other's computation."""
+"""Split a micro-batch into batch parts, whose collectives hide behind each other's computation."""

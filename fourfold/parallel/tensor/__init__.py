@@ -1,1 +1,1 @@
-"""The 4D layers: which tile of each tensor a rank holds, and what it computes."""
+"""The tensor-parallel layers: which tile of each tensor a rank holds, and what it computes."""

@@ -1,4 +1,4 @@
-"""Run a 4D linear layer as four steps, so that other work can run while its collectives are in flight.
+"""Run a tensor-parallel linear layer as four steps, so that other work can run while its collectives are in flight.
 
     1. start the all-gather of the input
     2. wait for it, and keep what the backward needs

@@ -1,4 +1,4 @@
-"""Read tables of measured runs (``columns``) as workloads to predict.
+"""Read tables of measured runs as workloads to predict. ``columns`` defines the columns of these tables.
 
 A row with a mistake raises an error. A correct row that cannot be predicted is skipped and counted by its reason.
 """

@@ -1,4 +1,4 @@
-"""Compute the memory of a block on one rank, including the activations that it keeps for its backward, and the peak."""
+"""Compute the activations that blocks keep on one rank for their backward, and the rank's peak memory."""
 
 from __future__ import annotations
 

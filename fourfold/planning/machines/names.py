@@ -1,4 +1,4 @@
-"""The names of the machines that come with fourfold, without importing NumPy."""
+"""Name the machines that come with fourfold, without importing NumPy."""
 
 from __future__ import annotations
 

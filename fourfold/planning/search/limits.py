@@ -1,4 +1,4 @@
-"""Parse limits of the search, which the command line gives as texts: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
+"""Parse limits of the search, as the command line gives them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
 from __future__ import annotations
 

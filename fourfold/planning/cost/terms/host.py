@@ -1,4 +1,7 @@
-"""Compute the time of the host. One thread launches kernels one after another. A faster device waits for it."""
+"""Count the kernels that the host launches, and combine the host's time with the device's time.
+
+One thread launches kernels one after another, and a faster device waits for it.
+"""
 
 from __future__ import annotations
 

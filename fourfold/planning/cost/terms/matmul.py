@@ -1,8 +1,9 @@
-"""Compute the time of a matmul and of a linear layer from tiles, waves of tiles, and the depth of the sum.
+"""Compute the time of a matmul and of a linear layer from the output tiles, their waves, and the depth of the sum.
 
-A kernel gives every processor one tile of the output at a time. If the last wave is not full, it costs as much as a
-full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among
-tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of the data that they load.
+A kernel gives every processor one tile of the output at a time. These tiles are a wave. If the last wave is not full,
+it costs as much as a full wave (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).
+Libraries choose among tile sizes, so the fastest tile size sets the time. Smaller tiles reuse less of the data that
+they load.
 """
 
 from __future__ import annotations
