@@ -85,10 +85,12 @@ def introduction(rows: list[Row]) -> list[str]:
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        "This page compares the planner's predictions with published step times and memory. fourfold comes with",
+        "This page compares the planner's predictions with published step times and memory. A *row* is one published",
+        "run. Its *source* (S1, V1, …) is a publication in [this list](#the-rows). fourfold comes with",
         f"{len(rows) - mixtures:,} rows of dense models and {mixtures} rows of [mixtures of",
-        "experts](#mixtures-of-experts). Headline figures are for dense models in bf16 or fp16 with a complete",
-        "configuration. FP8 and incomplete rows are listed as *others*, and doubtful measurements separately.",
+        "experts](#mixtures-of-experts). The errors of step times are for dense models in bf16 or fp16 with a complete",
+        "configuration. Other precisions and incomplete rows are listed as *others*, and doubtful measurements as",
+        "*doubtful*. The number of rows is in parentheses.",
         "",
     ]
 

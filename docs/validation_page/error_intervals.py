@@ -42,11 +42,12 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def order_factor(scored: Sequence[Scored]) -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order (95 %).
+    """Return the ratio of two predicted times above which the measured times have the same order with a probability of
+    95 %.
 
-    Among rows that differ only in layout, each row that is close to the predicted fastest is compared with it. The
-    result is the 90th percentile of the measured ratio of their times over the predicted ratio, or the reciprocal.
-    Every source with ``MIN_COMPARED`` rows has the same weight.
+    In each sweep, the layout with the shortest predicted time is compared with every layout whose prediction is close.
+    The ratio of the two times is measured and predicted, and these two ratios differ by a factor. The result is the
+    90th percentile of these factors. Every source with at least ``MIN_COMPARED`` comparisons has the same weight.
     """
     found: dict[str, list[float]] = {}
     for sweep in sweeps_in(scored):

@@ -36,7 +36,7 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         f"The planner does not predict {', '.join(f'{count} rows ({reason})' for reason, count in skipped.items())}.",
         "",
         *table(
-            ("source", "rows", "title", "where", "licence", "read"),
+            ("source", "rows", "title", "where", "licence", "how it was read"),
             [(name, f"{counts[name]}", entry["title"], entry["where"], entry["licence"], entry["read"])
              for name, entry in bibliography.items()],
         ),
@@ -66,9 +66,9 @@ def every_row_section(calibration: Calibration, rows: list[Row], left_out: list[
     return [
         "## Every row",
         "",
-        "The table shows the seconds and GB of every row, measured and predicted with constants fitted to all other",
-        "sources. *Shipped* is the error with the shipped constants, and *machine files only* is the error without any",
-        "fitted constants.",
+        "The table shows the measured seconds (*s*) and memory (*GB*) of every row, each with the prediction from",
+        "constants fitted to all other sources. *Shipped* is the error with the shipped constants, and *machine files",
+        "only* is the error without any fitted constants.",
         "",
         *table(
             ("source", "row", "s", "predicted", "error", "shipped", "machine files only", "GB", "predicted"),

@@ -36,7 +36,7 @@ def within_section(rows: list[Row]) -> list[str]:
         "If some runs of a program on a machine are in the fit, the planner predicts further runs better. For each of",
         f"{len(SEEDS)} seeds, the constants are fitted to a random tenth of the rows (a draw of",
         "`numpy.random.default_rng(seed)` below 0.1), and all other rows are held out. S3 (Korthikanti et al. 2022) is",
-        "never fitted here.",
+        "never fitted here. Median and mean are averages over the seeds:",
         "",
         *table(("held out", "median", "mean", "worst seed's mean"), found),
         "",

@@ -6,7 +6,16 @@ import numpy as np
 
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.rows import Row
-from fourfold.planning.calibration.score import KEYS, Scored, errors_of, predict_left_out, predict_rows, summary
+from fourfold.planning.calibration.score import (
+    KEYS,
+    MIN_RANKED,
+    MIN_SWEEP,
+    Scored,
+    errors_of,
+    predict_left_out,
+    predict_rows,
+    summary,
+)
 from fourfold.planning.cost.memory import CACHED, UNUSABLE
 from validation_page.cells import number, percent, table
 from validation_page.error_intervals import KINDS, MIN_COMPARED, NEAR, coverage, interval_of, order_factor
@@ -29,45 +38,46 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
     return [
         "## A source that nothing was fitted to",
         "",
-        "Your own cluster and program are like a publication that the constants have never seen. So each source is",
-        "predicted with constants that are fitted to the rows of all other sources. The second table does the same for",
-        "each machine:",
+        "Your own cluster and program are like a source that the constants have never seen. So each source is",
+        "predicted with constants fitted to the rows of all other sources. In the second table, each machine is",
+        "predicted with constants fitted to the rows of all other machines. Median and mean are of the absolute",
+        "errors, and the bias is the mean of the signed errors:",
         "",
         *table(("source left out", "median", "mean", "bias"), error_rows(left_out["source"], "source")),
         "",
         *table(("machine left out", "median", "mean", "bias"), error_rows(left_out["machine"], "machine")),
         "",
-        "Without fitted constants (machine files and priors only): mean "
-        f"{percent(errors_of(dense(alone))['mean_abs_error'])}, median "
+        "Without fitted constants (machine files and priors only), the mean error is "
+        f"{percent(errors_of(dense(alone))['mean_abs_error'])}, and the median error is "
         f"{percent(errors_of(dense(alone))['median_abs_error'])}.",
         "We also used these errors to choose two settings among a few values: the noise between sources",
         "(`NOISE_BETWEEN` in `calibration/fit.py`), and the weight of a source's rows.",
         "",
         *table(
-            ("ranking and memory", "source left out", "machine left out"),
+            ("ranking", "source left out", "machine left out"),
             [
                 (f"sweeps: {key.replace('_', ' ')}", number(value), number(by_machine["sweeps"][key]))
                 for key, value in by_source["sweeps"].items()
             ],
         ),
         "",
-        "A sweep is a set of rows that differ only in layout. Its regret is how much slower the predicted best is than",
-        "the measured best.",
+        f"A *sweep* is a set of at least {MIN_SWEEP} rows that differ only in layout. Its *regret* is the fraction by",
+        "which the predicted best is slower than the measured best. *Spearman* is the rank correlation of predicted",
+        f"and measured times, for the sweeps with at least {MIN_RANKED} rows (*ranked* is their number).",
         "",
-        "For memory, only one constant is fitted: the unused memory that the allocator holds, as a fraction",
-        "of a step's",
-        f"allocations (`CACHED` in `planning/cost/memory.py`, {CACHED}). A fit to all rows gives "
-        f"{allocator_share(rows):.3f}, and the prior is {UNUSABLE}.",
-        "In this table it is fitted to the rows of all other sources:",
+        "For memory, only one constant is fitted, the *allocator's share*: the unused memory that the allocator holds,",
+        f"as a fraction of a step's allocations. It is set to {CACHED} (`CACHED` in `planning/cost/memory.py`). A fit",
+        f"to all rows gives {allocator_share(rows):.3f}, and the prior is {UNUSABLE}.",
+        "In this table, each source is predicted with a share fitted to the rows of all other sources:",
         "",
         *table(("source left out", "rows", "allocator's share", "mean", "bias"), memory_rows(rows)),
         "",
-        f"{memory['fitting_rows']} rows ran and name their recompute, and {percent(memory['fit_recall'])} of them are "
-        "predicted to fit.",
+        f"{memory['fitting_rows']} rows ran and name their recompute mode, and {percent(memory['fit_recall'])} of them "
+        "are predicted to fit.",
         f"{memory['out_of_memory_rows']} rows ran out of memory, and {percent(memory['oom_recall'])} of them are "
-        "predicted not to fit. One is missed (S11, 206B).",
-        "The same layout with one layer per stage less took 59 GB, and a layer with its activations takes 8 GB. So the",
-        "memory of a step is not what ran out there.",
+        "predicted not to fit. One is missed (S11, 206B, on GPUs of 80 GB).",
+        "With one layer less per stage, the same layout took 59 GB, and a layer with its activations takes 8 GB. So",
+        "something other than the memory of a step must have run out.",
         "",
         *misfits(rows),
     ]
@@ -107,21 +117,22 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "## Intervals",
         "",
         "`fourfold plan` prints an interval that contains a step's time with a probability of 90 %. Its bounds are the",
-        "predicted seconds times two factors: the 5th and the 95th percentile of measured over predicted",
-        "seconds in the",
-        "left-out rows above, including FP8 and incomplete rows. Every source has the same weight. If the machine is",
-        "new, the program is new too. Coverage is the fraction of a source's rows inside the interval that",
-        "follows from",
-        "all other sources:",
+        "predicted seconds times two factors. To find them, we divide the measured seconds of the left-out rows above",
+        "by their predicted seconds, also for FP8 and incomplete rows. The factors are the 5th and the 95th percentile",
+        "of these ratios, with equal weight for every source. For a *new machine*, the rows of the machine are left",
+        "out, and no constant of the row's source is used. *Coverage* is the fraction of rows that fall into the",
+        "interval computed from all other sources:",
         "",
-        *table(("extrapolation", "5 % to 95 %", "coverage, mean of sources", "of rows", "least"), found),
+        *table(
+            ("extrapolation", "factors", "coverage, mean of sources", "coverage of all rows", "lowest coverage"), found
+        ),
         "",
         "An error that two layouts share does not change their order. In each sweep, with its",
         f"source left out, we compare the predicted best with rows that are predicted up to {NEAR - 1:.0%} slower. The",
         "predicted ratio of the two times is right within a factor of "
-        f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least",
-        f"{MIN_COMPARED} such rows, with equal weights). Closer layouts are too close to call, and",
-        "`fourfold plan` says so.",
+        f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (over sources with at",
+        f"least {MIN_COMPARED} such rows, with equal weight for each source). If two predictions are closer than this",
+        "factor, `fourfold plan` says that the layouts cannot be told apart.",
         "",
     ]  # fmt: skip
 

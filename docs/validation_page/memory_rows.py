@@ -65,19 +65,20 @@ def misfits(rows: list[Row]) -> list[str]:
     exact = FitCases(1 - normal_share(-np.log(capacities) / SPREAD), capacities >= 1).refused(MAX_P_OUT_OF_MEMORY)[0]
     margin = np.exp(NormalDist().inv_cdf(1 - MAX_P_OUT_OF_MEMORY) * SPREAD) - 1
     return [
-        f"Few rows ran out of memory, so we construct misfits. We put the {sum(r.memory_gb is not None for r in rows)} "
-        "runs with a measured memory on devices with",
-        f"{CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory that they need ({len(CAPACITIES)} devices each).",
-        f"If the planner calls it more likely than not that a case runs out of memory, it is right in "
+        f"Few rows ran out of memory, so we construct cases. We take the {sum(r.memory_gb is not None for r in rows)} "
+        "runs with measured memory, and imagine each on",
+        f"{len(CAPACITIES)} devices with {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory that it needs.",
+        "If the planner's probability that a case runs out of memory is above 50%, it is right in "
         f"{percent(precision)}",
         f"of the cases, and it finds {percent(recall)} of the cases that do run out.",
         f"`fourfold plan` is more careful: it refuses a layout if this probability is above {MAX_P_OUT_OF_MEMORY:.0%}. "
         f"It refuses {percent(careful_recall)} of the cases",
         f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted.",
-        f"With exact predictions, {percent(1 - exact)} of the refusals would have fitted.",
-        f"With a spread of {SPREAD:.0%}, a plan wants {margin:.0%} more memory than a step needs, and two of the",
-        "devices that fit have less.",
-        "A better estimate of the memory does not change that.",
+        f"Better predictions would not change that: with exact ones, it would be {percent(1 - exact)}. The planner",
+        f"assumes that its predictions have a standard deviation of {SPREAD:.0%}, so it asks for {margin:.0%} more",
+        "memory than it predicts. Two of the devices have enough memory, but not as much as that.",
+        "",
+        "The table groups the cases by the planner's probability that they fit. *Fit* is the share that does fit:",
         "",
         *table(("predicted to fit", "cases", "fit"), found),
         "",

@@ -50,7 +50,7 @@ class MeasuredRow(BaseModel):
     source: str = "unnamed"
     """Name of the publication, or of your own series of measurements."""
     where: str = ""
-    """File and line, or table, of the source."""
+    """Place in the source: file and line, or table."""
     system: str = ""
     """Name of the cluster."""
     notes: str = ""
@@ -84,8 +84,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """Type of the MLP. With `swiglu`, the model has rotary embeddings, and embedding and head have separate tables.
-    With `gelu` and `geglu`, embedding and head share a table."""
+    """Type of the MLP. The model has rotary embeddings only with `swiglu`. Embedding and head share a table only with
+    `gelu` and `geglu`."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
@@ -165,8 +165,8 @@ class MeasuredRow(BaseModel):
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
     """Which computation hides tensor-parallel collectives: no computation (none), the weight gradients (backward), or
-    the weight gradients and, piece by piece, the matmul that needs the collective's result (pieces, as in AsyncTP and
-    tp_comm_overlap). Default: as in the program."""
+    also the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and tp_comm_overlap). Default: as in
+    the program."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
@@ -178,7 +178,7 @@ class MeasuredRow(BaseModel):
     memory_gb: Size | None = None
     """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """What the memory counts: everything on the device (device, from nvidia-smi), or only what PyTorch's allocator
+    """What `memory_gb` counts: everything on the device (device, from nvidia-smi), or only what PyTorch's allocator
     reserved (allocator)."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
@@ -189,8 +189,8 @@ class MeasuredRow(BaseModel):
     """What processes the tokens in chunks: nothing (none), the loss (loss), or the loss and the MLP (both). A chunk has
     as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is kept in the host's memory: only the inputs of recomputed blocks (inputs), only gradients, optimizer
-    states, and 32-bit weights (optimizer), or both."""
+    """What is kept in the host's memory. `inputs`: the inputs of recomputed blocks. `optimizer`: gradients, optimizer
+    states, and 32-bit weights."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

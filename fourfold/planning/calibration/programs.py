@@ -50,7 +50,7 @@ PROGRAMS: dict[str, Traits] = {
     "megatron-lm": MEGATRON_LM,
     "nemo": MEGATRON_LM._replace(
         source="NVIDIA/NeMo scripts/performance/helpers.py, and Megatron-Bridge's recipes: grad_reduce_in_fp32 = "
-        "False, fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 products in 8 "
+        "False, fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 matmuls in 8 "
         "bits",
         flags=replace(MEGATRON_LM.flags, fused_gate=True, fused_loss=True, keeps_float8_inputs=True), half_sums=True,
         seq_parallel=True,

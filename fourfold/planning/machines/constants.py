@@ -51,7 +51,7 @@ class Prior(NamedTuple):
 
 PRIORS: dict[str, Prior] = {
     "matmul": Prior(0.90, 0.10, "training clocks are below a benchmark's: 5 to 15 %"),
-    "attention": Prior(0.90, 0.25, "as matmul; head sizes below 128 are slower"),
+    "attention": Prior(0.90, 0.25, "as for matmul. Heads narrower than 128 are slower"),
     "memory": Prior(0.75, 0.25, "BabelStream-like kernels reach 80 to 90 % of the data sheet, short ones less"),
     "launch": Prior(1.0, 0.50, "the machine file's launch time"),
     "intra": Prior(0.75, 0.12, "nccl-tests: 230 of 300 GB/s on A100, 360 to 400 of 450 GB/s on H100"),
