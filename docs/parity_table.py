@@ -1,7 +1,8 @@
 """Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
 
 Prints each row when it is done, and the score at the end: the false alarms, and the faults that were caught. With
-``--new-faults`` it runs only the faults that the page does not have yet, and changes nothing else on the page.
+``--new-faults`` it runs only the faults that the page does not have yet, and changes only the tables of faults and
+the number of caught faults.
 """
 
 from __future__ import annotations
@@ -131,13 +132,20 @@ def main() -> None:
 
 def add_new_faults() -> None:
     path = HERE / "parity.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition(table(FAULTS_HEADER, [])[0])
-    old, *after = rest.split("\n\n", 1)
-    known = {row[0]: row for row in (line.strip("| ").split(" | ") for line in old.splitlines()[2:])}
+    text = path.read_text(encoding="utf-8")
+    known = {row[0]: row for row in rows_below(FAULTS_HEADER, text)}
     with closing(Pool()) as pool, tempfile.TemporaryDirectory() as folder:
         rows = [known.get(fault.fault) or mutant_row(fault, pool, Path(folder)) for fault in FAULTS]
-    before = re.sub(r"\d+ of \d+ faults caught\.", score_of(rows), before)
-    path.write_text("\n\n".join([before + "\n".join(table(FAULTS_HEADER, rows)), *after]), encoding="utf-8")
+    for header, new in ((FAULTS_HEADER, rows), (PUBLISHED_HEADER, published_rows(rows))):
+        old = table(header, rows_below(header, text))
+        text = text.replace("\n".join(old), "\n".join(table(header, new)))
+    path.write_text(re.sub(r"\d+ of \d+ faults caught\.", score_of(rows), text), encoding="utf-8")
+
+
+def rows_below(header: Iterable[str], text: str) -> list[list[str]]:
+    """Return the rows of the page's table with this header."""
+    rows = text.partition("\n".join(table(header, [])) + "\n")[2].split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in rows.splitlines()]
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
