@@ -1,5 +1,7 @@
-"""Give each attempt of a job its own part of the store in which processes meet. torchrun may keep one store for all
-attempts."""
+"""Give each attempt of a job its own part of the store that processes use to find each other.
+
+torchrun may use one store for all attempts.
+"""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ class MeasuredRow(BaseModel):
     memory_gb: Size | None = None
     """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """What `memory_gb` counts: everything on the device (device, from nvidia-smi), or only what PyTorch's allocator
-    reserved (allocator)."""
+    """`device`: `memory_gb` is the memory used on the device, as nvidia-smi reports it. `allocator`: it is the memory
+    that PyTorch's allocator reserved."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
@@ -189,8 +189,8 @@ class MeasuredRow(BaseModel):
     """What processes the tokens in chunks: nothing (none), the loss (loss), or the loss and the MLP (both). A chunk has
     as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """What is kept in the host's memory. `inputs`: the inputs of recomputed blocks. `optimizer`: gradients, optimizer
-    states, and 32-bit weights."""
+    """The program keeps these tensors in the host's memory. `inputs`: the inputs of recomputed blocks. `optimizer`:
+    gradients, optimizer states, and 32-bit weights."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
