@@ -7,16 +7,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[1]
-MODULES = {
-    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in (REPOSITORY / "fourfold").rglob("*.py")
-}
-TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+from source_files import MODULES, REPOSITORY, TESTS, tree
 
 ROOMS = (
     "errors",
@@ -89,42 +82,9 @@ LONG_FUNCTIONS = {
 }
 """Functions of more than 50 lines, each with the reason why it stays in one piece."""
 
-PUBLIC_DESPITE_UNDERSCORE = {
-    "_asdict": "NamedTuple's",
-    "_exit": "os's",
-    "_current_graph_task_id": "torch's",
-    "_overloadpacket": "torch's",
-    "_attn_implementation": "transformers'",
-    "_tp_plan": "transformers'",
-    "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
-}
-INSIDE_TORCH = {"fake_cuda.py", "simulated_gpu.py"}
-"""Test files that replace a GPU below torch. No name there is public."""
-
-CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "perf_counter_ns", "monotonic_ns"}
-WITH_A_CLOCK = {
-    "patience.py": "gives up a wait",
-    "pool.py": "gives up a wait, and orders the failures of ranks",
-    "sampling.py": "starts no test after the time that an option names",
-    "test_kill_sweep.py": "kills at a random moment of the start",
-    "test_pool.py": "a rank hangs, which the pool must notice",
-    "test_stream.py": "a source is dead, which the reader must notice",
-    "test_tracking.py": "a tracker hangs, which the end must notice",
-    "test_trial_processes.py": "a trial hangs, which the search must notice",
-    "test_timeline.py": "the time of recorded steps is inside of the time that their process takes",
-}
-"""Test files that have a clock or a short time limit, each with the reason. All other tests move a clock of their own,
-because machines differ in speed."""
-SHORTEST_TIMEOUT = 300
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
 """Packages that exist only for the GPUs of one maker."""
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    """Return the parsed file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 PUBLIC = {
@@ -229,32 +189,6 @@ def functions() -> Iterator[tuple[str, int]]:
                 yield f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1 - docstring
 
 
-def private_names(path: Path) -> set[str]:
-    """Return the private names that a file uses of modules, or of objects other than ``self``."""
-    found: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fourfold", "benchmarks")):
-            found.update(alias.name for alias in node.names)
-            found.update((node.module or "").split("."))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "torch"):
-            found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
-            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            found.update(part for text in texts if isinstance(text, str) for part in text.split("."))
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
-
-
-def private_definitions(path: Path) -> set[str]:
-    """Return the private functions and methods, and the private attributes of ``self``, that a file defines."""
-    found = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
-
-
 def test_every_module_is_in_a_room() -> None:
     assert {module for module in MODULES if not room(module)} == {"fourfold", "fourfold.__main__"}
     assert {room(module) for module in MODULES} >= set(ROOMS)
@@ -339,63 +273,6 @@ def test_architecture_page_has_the_rooms_in_order() -> None:
     assert rooms == list(reversed(ROOMS))
 
 
-def test_no_module_uses_private_names_of_another() -> None:
-    definitions = {path: private_definitions(path) for path in MODULES.values()}
-    defined = set().union(*definitions.values()) - {"_replace", "_timeout"}  # named tuples and torch have these too
-    used = {str(path): (private_names(path) & defined) - definitions[path] for path in MODULES.values()}
-    assert {path: names for path, names in used.items() if names} == {}
-
-
-PRIVATE_TORCH = {
-    "huggingface/parallelize.py": {"_buffers", "_non_persistent_buffers_set"},
-    "huggingface/parallelized.py": {"torch.utils._pytree"},
-    "inference/loki/traffic.py": {"torch.utils._pytree"},
-    "models/lora.py": {"_modules"},
-    "parallel/data/fully_sharded.py": {
-        "torch.distributed.fsdp._fully_shard._fsdp_common", "_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups",
-        "_get_fsdp_state", "_init_sharded_post_forward_param_metadata", "_orig_dtype", "_orig_size",
-        "_partial_reduce_output", "_root_post_backward_final_callback", "_unsharded_param",
-    },
-    "parallel/grid/checksums.py": {"torch.utils._python_dispatch", "_overloadpacket"},
-    "parallel/grid/process_group.py": {"_get_backend", "_set_default_timeout"},
-    "parallel/other_models/tensor_plan.py": {"_DropoutNd"},
-    "parallel/overlap/batch_parts.py": {
-        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    },
-    "parallel/pipeline/schedule.py": {"torch.distributed.pipelining._schedule_visualizer"},
-    "training/optimizer.py": {"_cdata"},
-    "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
-    "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
-}  # fmt: skip
-"""Private names of torch by file, apart from its operators. A new version of torch may change them: whoever adds one
-looks for a public name first. FSDP2's are all in one file, the adapter."""
-
-
-def private_torch(path: Path) -> set[str]:
-    """Return the private modules of torch that a file imports, and the private attributes that it uses of objects that
-    are not its own."""
-    found: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):
-            found.add(node.module or "")
-        elif isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
-            owner = ast.unparse(node.value)
-            if owner not in ("self", "cls", "os", "ATEN") and not node.attr.startswith("_foreach"):
-                found.add(node.attr)
-    return found - {
-        "_replace",
-        "_asdict",
-        "_fields",
-        "_attn_implementation",
-    }  # named tuples and transformers have these
-
-
-def test_private_names_of_torch_are_listed() -> None:
-    own = set().union(*(private_definitions(path) for path in MODULES.values()))
-    used = {str(path.relative_to(REPOSITORY / "fourfold")): private_torch(path) - own for path in MODULES.values()}
-    assert {file: names for file, names in used.items() if names} == PRIVATE_TORCH
-
-
 def test_base_names_are_unique() -> None:
     names = defaultdict(list)
     for module, path in MODULES.items():
@@ -414,41 +291,6 @@ def test_long_functions_are_listed_with_a_reason() -> None:
     assert found == LONG_FUNCTIONS.keys()
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path.name not in INSIDE_TORCH], ids=lambda path: path.stem)
-def test_tests_use_public_names_only(path: Path) -> None:
-    assert private_names(path) - PUBLIC_DESPITE_UNDERSCORE.keys() == set()
-
-
 def test_test_files_have_names_of_their_own() -> None:
     names = Counter(path.name for path in TESTS if path.name != "conftest.py")
     assert [name for name, times in names.items() if times > 1] == []
-
-
-def clocks_read(path: Path) -> set[str]:
-    """Return the calls of a clock in a test file, and the limits of time that a busy machine may exceed."""
-    found = set()
-    for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
-        if isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS:
-            found.add(node.func.attr)
-        limits = [each.value for each in node.keywords if each.arg == "timeout"]
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("communicate", "wait", "join"):
-            limits += node.args
-        found.update(
-            f"timeout={each.value}"
-            for each in limits
-            if isinstance(each, ast.Constant) and isinstance(each.value, int | float) and each.value < SHORTEST_TIMEOUT
-        )
-    return found
-
-
-@pytest.mark.parametrize(
-    "source", ["a = time.perf_counter()", "process.communicate(timeout=30)", "run(a, timeout=1.5)", "event.wait(10)"]
-)
-def test_every_kind_of_time_limit_is_seen(source: str, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(source)
-    assert clocks_read(tmp_path / "a.py")
-
-
-def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
-    found = {path.name: clocks for path in TESTS if (clocks := clocks_read(path))}
-    assert found.keys() == WITH_A_CLOCK.keys(), found

@@ -1,0 +1,110 @@
+"""No file uses private names of another, and every private name of torch that the package uses is listed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from source_files import MODULES, REPOSITORY, TESTS, tree
+
+PUBLIC_DESPITE_UNDERSCORE = {
+    "_asdict": "NamedTuple's",
+    "_exit": "os's",
+    "_current_graph_task_id": "torch's",
+    "_overloadpacket": "torch's",
+    "_attn_implementation": "transformers'",
+    "_tp_plan": "transformers'",
+    "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
+}
+INSIDE_TORCH = {"fake_cuda.py", "simulated_gpu.py"}
+"""Test files that replace a GPU below torch. No name there is public."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Return the private names that a file uses of modules, or of objects other than ``self``."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fourfold", "benchmarks")):
+            found.update(alias.name for alias in node.names)
+            found.update((node.module or "").split("."))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "torch"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found.update(part for text in texts if isinstance(text, str) for part in text.split("."))
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def private_definitions(path: Path) -> set[str]:
+    """Return the private functions and methods, and the private attributes of ``self``, that a file defines."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_uses_private_names_of_another() -> None:
+    definitions = {path: private_definitions(path) for path in MODULES.values()}
+    defined = set().union(*definitions.values()) - {"_replace", "_timeout"}  # named tuples and torch have these too
+    used = {str(path): (private_names(path) & defined) - definitions[path] for path in MODULES.values()}
+    assert {path: names for path, names in used.items() if names} == {}
+
+
+PRIVATE_TORCH = {
+    "huggingface/parallelize.py": {"_buffers", "_non_persistent_buffers_set"},
+    "huggingface/parallelized.py": {"torch.utils._pytree"},
+    "inference/loki/traffic.py": {"torch.utils._pytree"},
+    "models/lora.py": {"_modules"},
+    "parallel/data/fully_sharded.py": {
+        "torch.distributed.fsdp._fully_shard._fsdp_common", "_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups",
+        "_get_fsdp_state", "_init_sharded_post_forward_param_metadata", "_orig_dtype", "_orig_size",
+        "_partial_reduce_output", "_root_post_backward_final_callback", "_unsharded_param",
+    },
+    "parallel/grid/checksums.py": {"torch.utils._python_dispatch", "_overloadpacket"},
+    "parallel/grid/process_group.py": {"_get_backend", "_set_default_timeout"},
+    "parallel/other_models/tensor_plan.py": {"_DropoutNd"},
+    "parallel/overlap/batch_parts.py": {
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    },
+    "parallel/pipeline/schedule.py": {"torch.distributed.pipelining._schedule_visualizer"},
+    "training/optimizer.py": {"_cdata"},
+    "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
+    "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
+}  # fmt: skip
+"""Private names of torch by file, apart from its operators. A new version of torch may change them: whoever adds one
+looks for a public name first. FSDP2's are all in one file, the adapter."""
+
+
+def private_torch(path: Path) -> set[str]:
+    """Return the private modules of torch that a file imports, and the private attributes that it uses of objects that
+    are not its own."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "os", "ATEN") and not node.attr.startswith("_foreach"):
+                found.add(node.attr)
+    return found - {
+        "_replace",
+        "_asdict",
+        "_fields",
+        "_attn_implementation",
+    }  # named tuples and transformers have these
+
+
+def test_private_names_of_torch_are_listed() -> None:
+    own = set().union(*(private_definitions(path) for path in MODULES.values()))
+    used = {str(path.relative_to(REPOSITORY / "fourfold")): private_torch(path) - own for path in MODULES.values()}
+    assert {file: names for file, names in used.items() if names} == PRIVATE_TORCH
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if path.name not in INSIDE_TORCH], ids=lambda path: path.stem)
+def test_tests_use_public_names_only(path: Path) -> None:
+    assert private_names(path) - PUBLIC_DESPITE_UNDERSCORE.keys() == set()
