@@ -251,7 +251,9 @@ class BlockBytes(ArrayFields):
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
-        again = np.where(full, self.whole, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
+        # A recomputed block reads the input that it has kept, so this input is not created again.
+        made = self.whole - np.where(layout.offload, 0, self.full)
+        again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
