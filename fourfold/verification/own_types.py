@@ -27,7 +27,11 @@ from fourfold.verification.reference_batches import random_batch
 STEPS = 4
 
 FP16_SCALE = 1024.0
-"""A loss scale that causes neither overflows nor lost gradients in small models."""
+"""The first loss scale. In most small models, it causes neither overflows nor lost gradients."""
+
+LESS = 16.0
+"""The factor by which an overflow reduces the loss scale. It is so large that the gradients of one process and of later
+steps do not overflow either."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale at which every gradient overflows."""
@@ -43,7 +47,7 @@ class SameTypes(Reference):
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
-        self.loss_scale = FP16_SCALE if run.training.precision == "fp16" else 1.0
+        self.optimizer.products = torch.bfloat16
         self.rounding = torch.Generator(device).manual_seed(0)
 
     def parameters(self, averaged: bool = False) -> Parameters:
@@ -82,13 +86,15 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
     squares = torch.zeros(2, 2)  # Summed squared errors. Rows: one process, the grid. Columns: gradients, weights.
+    scale = FP16_SCALE if run.training.precision == "fp16" else 1.0
     for step in range(STEPS):
-        if job.loss_scale is not None:
-            if step == 1:
-                job.loss_scale.scale = OVERFLOWS_AT
-                _step(job, step)
-            job.loss_scale.scale = FP16_SCALE
-        gradients = gather(*_step(job, step))
+        if job.loss_scale is not None and step == 1:
+            job.loss_scale.scale = OVERFLOWS_AT
+            _step(job, step)
+        scale, graded, local = _finite_step(job, step, scale)
+        gradients = gather(graded, local)
+        for reference in references[:1]:
+            reference.loss_scale = scale
         weights = gather(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
             squares += _errors(job, references, step, gradients, weights).square()
@@ -105,6 +111,21 @@ def _errors(
     of_one, of_exact = (reference.weights() for reference in references)
     each = ((one.gradients, of_one), (gradients, weights))
     return torch.tensor([[relative_rms(g, exact.gradients), relative_rms(w, of_exact)] for g, w in each])
+
+
+def _finite_step(job: Job, step: int, scale: float) -> tuple[float, list[LocalShard], list[Tensor]]:
+    """Take a step with a loss scale. If gradients overflow, take it again with a smaller scale, as training does.
+
+    Returns:
+        The loss scale that did not overflow, and the results of ``_step``.
+    """
+    while True:
+        if job.loss_scale is not None:
+            job.loss_scale.scale = scale
+        graded, gradients = _step(job, step)
+        if job.loss_scale is None or job.loss_scale.scale >= scale:
+            return scale, graded, gradients
+        scale /= LESS
 
 
 def _step(job: Job, step: int) -> tuple[list[LocalShard], list[Tensor]]:

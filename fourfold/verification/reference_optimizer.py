@@ -22,6 +22,9 @@ NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
 class ReferenceOptimizer:
     """Updates whole parameters in their own dtype."""
 
+    products: torch.dtype | None = None
+    """The dtype of Muon's matmuls, if it is not the dtype of the parameters."""
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
         self.run, name = run, run.optimizer.name
         self.settings = {key: _settings(key, p, run) for key, p in parameters.items()}
@@ -71,9 +74,9 @@ class ReferenceOptimizer:
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient
-        matrices = ahead if ahead.ndim == 3 else ahead[None]
+        matrices = (ahead if ahead.ndim == 3 else ahead[None]).to(self.products)
         updates = torch.stack([0.2 * math.sqrt(max(matrix.shape)) * _orthogonal(matrix) for matrix in matrices])
-        return updates.view_as(ahead)
+        return updates.view_as(ahead).to(ahead.dtype)
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

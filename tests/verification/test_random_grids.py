@@ -15,11 +15,14 @@ from fourfold.errors import UserError
 from fourfold.run_file.dump import to_toml
 from fourfold.verification.parity_report import ParityReport
 
-RUNS = 100
-FAST = (28, 30, 61, 71)
+SEEDS = (*range(100), 178, 206, 248, 253)
+"""Besides the first seeds, four whose rounding errors are unusual. 178 and 248 have Muon in fp16, whose matmuls compute
+in bf16. 206 has fp16 gradients that overflow, and Lion, which hides the noise of most updates."""
+
+FAST = (28, 30, 61, 71, 253)
 """Seeds of small runs. The first has LoRA in fp16, whose first gradients nearly underflow. The second has key biases in
 bf16, whose gradients are only rounding. The third has experts, masks, and a ring on sharded weights. The fourth has
-AdamW, which hides the noise of most weights."""
+AdamW, which hides the noise of most weights. The fifth has a router whose gradient cancels exactly on one process."""
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
@@ -41,7 +44,7 @@ def is_wrong(pool: Pool, table: Table, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed in FAST else pytest.param(seed, marks=pytest.mark.slow) for seed in range(RUNS)]
+    "seed", [seed if seed in FAST else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
 )
 def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tmp_path: Path) -> None:
     table = random_table(seed)

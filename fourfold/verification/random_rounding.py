@@ -1,0 +1,83 @@
+"""Repeat the one-process run with random rounding, to learn how far rounding can change its gradients.
+
+One float32 run is only one sample of the rounding error, and this sample can be far smaller than usual. For example,
+all terms of a gradient may cancel exactly on one process, but not on the grid. Random rounding gives more samples: the
+run computes in float64, and each operation's result changes by up to one unit in the last place of float32 (Monte Carlo
+arithmetic, Denis et al. 2015, arXiv 1509.01347).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fourfold.config.run import RunConfig
+from fourfold.verification.deviation import largest_differences
+from fourfold.verification.one_process import Figures, Logits, Parameters, Reference
+from fourfold.verification.reference_batches import Sequences, random_batch
+
+SAMPLES = 4
+"""Number of runs with random rounding."""
+
+
+class RandomRounding(TorchDispatchMode):
+    """Multiplies every float64 result by 1 + u. Draws u uniformly between -eps and eps of float32.
+
+    Operations in place are exact.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out if func.is_view or func._schema.is_mutable else tree_map_only(Tensor, self._rounded, out)
+
+    def _rounded(self, exact: Tensor) -> Tensor:
+        if exact.dtype != torch.float64:
+            return exact
+        noise = torch.rand(exact.shape, dtype=exact.dtype, device=exact.device, generator=self.generator)
+        return exact * (1 + torch.finfo(torch.float32).eps * (2 * noise - 1))
+
+
+class RandomlyRounded(Reference):
+    """One process that rounds at random."""
+
+    def __init__(self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, seed: int) -> None:
+        super().__init__(run, logits, weights, device, torch.float64)
+        self.rounding = RandomRounding(seed, device)
+
+    def step(self, step: int, batch: Sequences, max_grad_norm: float) -> Figures:
+        # The plain kernel of attention, because a fused kernel would be rounded as one operation.
+        with sdpa_kernel(SDPBackend.MATH), self.rounding:
+            return super().step(step, batch, max_grad_norm)
+
+
+def gradient_noise(
+    first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
+) -> dict[str, float]:
+    """Return how far rounding moves each gradient of the last step, at most, in ``SAMPLES`` randomly rounded runs.
+
+    Args:
+        first: A reference that has taken the steps. The runs use its model and its device.
+        weights: The weights before the first step.
+        steps: The steps, each with its ``max_grad_norm``.
+        exact: The results of the last step in float64.
+    """
+    largest: dict[str, float] = {}
+    for seed in range(SAMPLES):
+        reference = RandomlyRounded(first.run, first.logits, weights, first.device, seed)
+        for step, max_grad_norm in steps.items():
+            found = reference.step(step, random_batch(first.run, step, first.device), max_grad_norm)
+        for name, noise in largest_differences(found.gradients, exact.gradients).items():
+            largest[name] = max(noise, largest.get(name, 0.0))
+    return largest
