@@ -73,6 +73,7 @@ PRIVATE_TORCH = {
     },
     "parallel/pipeline/schedule.py": {"torch.distributed.pipelining._schedule_visualizer"},
     "training/optimizer.py": {"_cdata"},
+    "verification/random_rounding.py": {"torch.utils._python_dispatch", "torch.utils._pytree"},
     "verification/recorder.py": {"torch.utils._python_dispatch", "torch.utils._pytree", "_cdata", "_overloadpacket"},
     "verification/trace.py": {"torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg"},
 }  # fmt: skip

@@ -29,7 +29,7 @@ SAMPLES = 4
 class RandomRounding(TorchDispatchMode):
     """Multiplies every float64 result by 1 + u. Draws u uniformly between -eps and eps of float32.
 
-    Operations in place are exact.
+    Operations in place are not rounded.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -40,7 +40,8 @@ class RandomRounding(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out if func.is_view or func._schema.is_mutable else tree_map_only(Tensor, self._rounded, out)
+        is_in_place = any(out is each for each in args)
+        return out if func.is_view or is_in_place else tree_map_only(Tensor, self._rounded, out)
 
     def _rounded(self, exact: Tensor) -> Tensor:
         if exact.dtype != torch.float64:

@@ -1,0 +1,43 @@
+"""Compute the memory of the head and the loss on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.array_fields import Number
+from fourfold.planning.cost.tensor_sizes import tensor_bytes
+from fourfold.planning.workload import Workload
+
+
+def head_bytes(work: Workload) -> Number:
+    """Return the peak bytes of head and loss: tokens, gradients (the weight's in fp32), and a chunk of logits."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    p = tensor_bytes(work)
+    columns = model.padded_vocab_size / layout.x
+    weights = columns * model.hidden_size / layout.y
+    rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
+    # These are the partial logits, their sums in fp32, the gradient in the step's dtype, and the result of the matmul
+    # with that gradient. Our kernels overwrite the sums with the gradient.
+    sums = np.where(program.fused_loss, 0, 4 / layout.y)
+    in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
+    is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
+    first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums)
+    # In fp32, our matmul adds to the weight's gradient itself, and only the backward makes a second gradient.
+    adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
+    first = np.where(adds, np.maximum(first, result), first + result)
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
+    # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
+    then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
+    summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
+    second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
+    second = columns * np.where(is_ours, (rows + then) * in_place, second)
+    tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
+    return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
+
+
+def head_kept_bytes(work: Workload) -> Number:
+    """Return the bytes that head and loss keep until their backward: the tokens and both gradients."""
+    model, layout = work.model, work.layout
+    p = tensor_bytes(work)
+    weight = work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)
+    return p.residual + p.gathered + p.statistics + weight
