@@ -71,7 +71,7 @@ class Heartbeat:
 
         Args:
             doing: Description of the action.
-            group: Name of a collective's process group. Only the members of the group use this name.
+            group: Name of a collective's process group. Only members of that group may use the name.
         """
         self._count += 1
         if group:

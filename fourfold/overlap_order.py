@@ -35,7 +35,7 @@ class _Part(Generic[T]):
     until: Until | None = None
     """Condition that the part's next step waits for. None if the part can continue at once."""
     matmuls: int = -1
-    """Number of steps with matmuls that all parts had run when this part's last step ended."""
+    """Number of steps with matmuls, summed over all parts, when this part's last step ended."""
 
 
 def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:

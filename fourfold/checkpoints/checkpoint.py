@@ -301,7 +301,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
     if job.average is not None:
-        # The first update starts the average, also in a run that goes back to before it. A later update must not.
+        # The first update starts the average. This load may go back to before that update, so reset the flag.
         job.average.has_begun = False
         if job.optimizer.steps_taken():
             _begin_average(job.trained, job.average, state.has_averages)

@@ -34,7 +34,7 @@ def audit(
     suffix: Annotated[
         int, typer.Option(help="Number of tokens at the end of a document that the model must repeat.")
     ] = 50,
-    prefix: Annotated[int, typer.Option(help="Fewest tokens before the suffix.")] = 50,
+    prefix: Annotated[int, typer.Option(help="Minimum number of tokens before the suffix.")] = 50,
     offset: Annotated[
         int, typer.Option(help="Number of tokens of unrelated documents before each document, as in a packed sequence.")
     ] = 0,
@@ -49,7 +49,7 @@ def audit(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
-    temperature: Annotated[float, typer.Option(help="Temperature of the sampling attacker.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of an attacker that draws tokens at random.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")

@@ -35,8 +35,8 @@ def calibrate(
     """Write a machine file for `fourfold plan` from measurements.
 
     Without --from, measure this machine's matmuls, memory, attention, launches, and collectives for about a minute.
-    Start it with srun or torchrun on two or more nodes to measure the network too. With --from, fit the planner's
-    constants to measured steps, and print the error on rows that were held out of the fit.
+    Start the command with srun or torchrun on two or more nodes to measure the network too. With --from, fit the
+    planner's constants to measured steps, and print the error on rows that were held out of the fit.
 
     Example: fourfold machine calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """

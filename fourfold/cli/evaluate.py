@@ -39,10 +39,10 @@ def evaluate(
 ) -> None:
     """Measure how well a model predicts a text, and its scores on lm-eval tasks.
 
-    A text gives the loss in nats per token, the perplexity, and bits per byte, which you can compare between
-    tokenizers. For a model that fourfold trained, windows are as long as training.seq_length. For a Hugging Face model,
-    they are as long as the model's context, but at most 2048 unless --context is larger. Any grid works: --set
-    parallel.z=2.
+    For a text, it prints the loss in nats per token, the perplexity, and bits per byte. Compare models with different
+    tokenizers by bits per byte. The text is cut into windows. For a model that fourfold trained, windows are as long as
+    training.seq_length. For a Hugging Face model, they are as long as the model's context, but at most 2048 unless
+    --context is larger. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names

@@ -23,15 +23,15 @@ def export_hf(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help="The family to write, of those that compute the same (mistral for a Llama without biases, for "
-            f"example): {', '.join(FAMILIES)}.",
+            help="Write the model as this family, if the family computes the same (for example mistral for a "
+            f"Llama without biases): one of {', '.join(FAMILIES)}.",
         ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="LoRA: the merged model, not the adapter.")] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average that [ema] keeps, not the weights.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="LoRA: write the merged model, not the adapter.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the moving average of [ema], not the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of any grid as a folder that transformers opens.

@@ -19,7 +19,7 @@ def generate(
     model: loki.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[
@@ -27,7 +27,7 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     attention: Annotated[
-        Literal["full", "loki"], typer.Option(help="loki: only to the keys that low-rank keys select.")
+        Literal["full", "loki"], typer.Option(help="loki: attend only to the keys that Loki ranks best.")
     ] = "full",
     basis: loki.BasisFile = None,
     loki_values: loki.LokiValues = [],  # noqa: B006 (typer only reads it)

@@ -23,10 +23,10 @@ Output = Annotated[
 Setup = Annotated[Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
 SaveSeconds = Annotated[
     int,
-    typer.Option(min=1, max=65535, help="How long before its end the job saves. Longer than a step and a save take."),
+    typer.Option(min=1, max=65535, help="Save this many seconds before the job ends. Must cover a step and a save."),
 ]
 MaxCrashes = Annotated[
-    int, typer.Option(min=0, help="Restarts in a row after a crash. Restarts after a save are not limited.")
+    int, typer.Option(min=0, help="Maximum restarts in a row after crashes. Restarts after a save are not limited.")
 ]
 
 

@@ -37,7 +37,7 @@ def calibrate(
     text: Texts,
     out: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
-    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 100_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to read.")] = 100_000,
     basis: Annotated[
         Literal["pre", "post", "both"],
         typer.Option(

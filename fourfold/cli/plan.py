@@ -81,7 +81,7 @@ def layout(
         Path | None,
         typer.Argument(
             metavar="[RUN.toml]",
-            help="Predict this run file, and plan its model again.",
+            help="Predict this run file's own layout, and search for faster ones.",
             show_default=False,
         ),
     ] = None,
@@ -146,7 +146,7 @@ def validate(
         bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
     ] = False,
     measured: Annotated[
-        bool, typer.Option("--measured", help="Take the table of published rows that comes with fourfold as FILE.csv.")
+        bool, typer.Option("--measured", help="Use the published rows that come with fourfold instead of FILE.csv.")
     ] = False,
     leave_out: Annotated[
         Literal["source", "machine"] | None,

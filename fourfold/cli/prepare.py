@@ -35,7 +35,7 @@ def prepare(
     ] = None,
     train_tokenizer: Annotated[
         int | None,
-        _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
+        _of_text(metavar="VOCAB", help="Instead of --tokenizer, train a byte-level BPE of this size on the input."),
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],
@@ -61,7 +61,7 @@ def prepare(
         str | None,
         _of_text(help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark."),
     ] = None,
-    workers: Annotated[int | None, _of_text(help="Processes, one per core by default. The result is the same.")] = None,
+    workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. The result is the same.")] = None,
     eos_token: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
@@ -76,7 +76,7 @@ def prepare(
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
     ] = 0.0,
     canaries: Annotated[
-        int | None, _of_text(help="Documents to plant for each number of --repeats, as an audit's probes.")
+        int | None, _of_text(help="Number of canaries (documents for an audit) to plant for each number in --repeats.")
     ] = None,
     repeats: Annotated[
         str, _of_text(help="How many times canaries are planted. Canaries planted 0 times are the control.")

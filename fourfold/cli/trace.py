@@ -14,7 +14,7 @@ def trace(
     run_file: RunFile,
     as_json: AsJson = False,
     whole: Annotated[
-        bool, typer.Option(help="Run every layer and micro-batch instead of continuing from a few (slow).")
+        bool, typer.Option(help="Run every layer and micro-batch instead of extrapolating from a few (slow).")
     ] = False,
     machine: Annotated[
         str | None,
@@ -28,7 +28,7 @@ def trace(
     """Show what one rank of any grid holds and sends in a training step. Runs on this machine, in one process.
 
     Runs the real step without data. The bytes of a collective are the size of its full tensor: after a gather, or
-    before a reduction. If you name a machine, the planner's terms give the seconds that each collective takes alone,
+    before a reduction. If you name a machine, the planner also gives the seconds that each collective takes alone,
     and the exposed seconds that concurrent matmuls do not cover.
     """
     from fourfold.planning.machines.machine import load_machine

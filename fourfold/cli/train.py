@@ -23,8 +23,8 @@ def train(
         bool,
         typer.Option(
             "--profile",
-            help="Record the third to the fifth step after the start: a trace of each process for ui.perfetto.dev, "
-            "and by axis how long collectives took, and how much of it computation hid.",
+            help="Record the third to the fifth step after the start: a trace of each process for ui.perfetto.dev "
+            "and, for each axis, how long its collectives took and how much of that time computation hid.",
         ),
     ] = False,
 ) -> None:

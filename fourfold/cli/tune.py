@@ -32,7 +32,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)
     ] = None,
-    budget: Annotated[float | None, typer.Option(metavar="MINUTES", help="Begin no trial after that.")] = None,
+    budget: Annotated[float | None, typer.Option(metavar="MINUTES", help="Start no new trial after this time.")] = None,
     space: Annotated[
         list[str],
         typer.Option(
@@ -64,7 +64,7 @@ def tune(
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006
     setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: shell file of modules.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of what the search draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the search's random choices.")] = 0,
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:

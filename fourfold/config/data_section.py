@@ -23,14 +23,14 @@ class DataConfig(Strict):
     Keys whose description begins with *hf:* are for streamed datasets only."""
 
     format: Literal["text", "sft", "preferences"] = "text"
-    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. Several whole conversations
-    share a sequence, they do not attend to each other (mask_documents), and only answers are trained. `preferences` is
-    pairs of answers from `fourfold prepare --format preferences`, for [dpo]."""
+    """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. A sequence holds
+    several whole conversations, which do not attend to each other (mask_documents). Only answers are trained on.
+    `preferences` is pairs of answers from `fourfold prepare --format preferences`, for [dpo]."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""
     validation: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
-    """Corpora of the validation loss."""
+    """Corpora for the validation loss."""
     source: str | None = Field(None, examples=["python-stdlib"])
     """'python-stdlib' is Python's standard library source, tokenized on first use into `cache_dir`. 'hf:NAME',
     'hf:NAME:SPLIT', or 'hf:NAME:CONFIG:SPLIT' is a dataset that is [streamed](data.md#streaming) and tokenized

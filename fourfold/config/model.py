@@ -66,16 +66,16 @@ class ModelConfig(Strict):
     max_position_embeddings: Size = 2048
     """Length of the longest sequence. With position_embedding = 'learned', the number of rows in the position table."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Type of the MLP: three matrices with a gate by SiLU (swiglu) or GELU (geglu), or two matrices with a plain GELU
-    (gelu)."""
+    """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
+    GELU (gelu)."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
-    """Formula of GELU in geglu and gelu: its tanh approximation (tanh), or exactly, with the error function (none)."""
+    """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
     """Normalize the inputs of attention and MLP (before), their outputs (after, OLMo 2), or both (around, Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Added to the variance, or to the mean square, inside a norm."""
+    """Added to the variance (layernorm) or to the mean square (rmsnorm) inside a norm."""
     zero_centered_norm: bool = False
     """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
     parallel_residual: bool = False
@@ -93,7 +93,7 @@ class ModelConfig(Strict):
     """Number of tokens that a query in a sliding_attention layer sees, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
-    sliding_window. By default all layers use it."""
+    sliding_window. If the list is empty, all layers use it."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
     rope_theta."""

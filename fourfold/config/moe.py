@@ -11,9 +11,9 @@ class MoEConfig(Strict):
     """Training of a mixture of experts ([moe.md](moe.md)). The experts themselves are keys of [model](#model)."""
 
     capacity_factor: float = Field(0.0, ge=0)
-    """In training, each expert takes at most this many times an equal share of a sequence's tokens. Later tokens of the
-    sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0 sets
-    no limit in training either."""
+    """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of
+    the sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0
+    sets no limit in training either."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#balance), per token: the number of experts times the sum, over
     the experts, of the expert's load times its router probability. Raise it if a few experts get most tokens."""

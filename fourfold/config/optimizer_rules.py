@@ -45,7 +45,7 @@ class ParameterGroup(Strict):
 class OptimizerConfig(Strict):
     """The optimizer ([optimizers.md](optimizers.md)).
 
-    Weight decay applies to matrices. Norms and biases have none unless a group gives them one.
+    Weight decay applies to matrices. Norms and biases have no weight decay unless a group sets it.
     """
 
     name: Rule = "adamw"

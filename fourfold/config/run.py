@@ -86,7 +86,7 @@ class ParallelConfig(Strict):
 
 
 class OverlapConfig(Strict):
-    """Communication that runs during computation. You can switch off each part to measure what it gains."""
+    """Communication that runs during computation. You can switch off each kind to measure what it gains."""
 
     input_gradients: bool = True
     """Reduce a linear layer's input gradient while its weight gradient is computed (OAR)."""

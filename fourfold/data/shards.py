@@ -54,8 +54,8 @@ class Shard:
     def key(self) -> str:
         """Return the name of the result.
 
-        Two shards have the same name if and only if they have the same tokenizer and the same input files (by size and
-        modification time).
+        Two shards have the same name if and only if they have the same tokenizer, text key, encoding, and ranges of the
+        same files (by path, size, and modification time).
         """
         encoding = [] if self.encoding is None else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])

@@ -138,7 +138,7 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 @contextmanager
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the folders (or Hub ids) of a model for transformers and of its tokenizer.
+    """Yield the folder (or Hub id) of a model that transformers can open, and of its tokenizer.
 
     The tokenizer can be "bytes", and is None if the run's corpora are not found. One of our checkpoints or runs is
     exported into a temporary folder while the block runs, in the dtypes of its stored weights, with adapters merged.

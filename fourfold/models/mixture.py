@@ -227,7 +227,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
     if missing:
         rows_NH = F.pad(rows_NH, (0, 0, 0, missing))
     rows_NH = rows_NH[inverse_N]
-    if given is not None and not missing:  # No expert has written these last rows.
+    if given is not None and not missing:  # No expert has written the dropped rows, which come last.
         rows_NH.masked_fill_((inverse_N >= given)[:, None], 0)
     rows_TKH: Tensor = rows_NH.unflatten(0, (-1, chosen))
     return rows_TKH

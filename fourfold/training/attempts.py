@@ -54,7 +54,7 @@ def resumed_at(run_dir: Path) -> list[int]:
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        if isinstance(first, int):  # This attempt repeated every step after `first`.
+        if isinstance(first, int):  # Drop later steps, because this attempt repeats them.
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
 

@@ -30,7 +30,7 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""Number of answers on which a digest detects other masks, or a little more. This takes a fraction of a second."""
+"""A digest covers the labels of about this many answers, to detect changed masks. It takes a fraction of a second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
@@ -91,7 +91,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # The last step may repeat answers.
+    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # Average, as the last step may repeat answers.
     return found
 
 

@@ -154,7 +154,7 @@ class StepChecks:
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
         """Return the action that the run file asks for, or a stop if there were too many bad steps in a row."""
         recent = self.job.recent
-        # At least one step must be good, or the run has trained nothing.
+        # If every step were skipped, the run would train nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
         recent.skipped_in_a_row += 1
         if policy == "skip":

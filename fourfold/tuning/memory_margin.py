@@ -17,14 +17,15 @@ APART = 0.03
 """Standard deviation of the logarithm of the bytes that a layout needs, around the prediction times the shared
 factor."""
 RARELY, FAR_OFF = 0.02, 8
-"""Probability that the planner's memory prediction is far off, and how many standard deviations off it then is."""
+"""Probability that the planner's memory prediction is far off, and the factor by which its standard deviation then
+grows."""
 NEVER = 1e-9
 """Lowest likelihood of an outcome, so that a trial that fails for another reason cannot determine everything."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs that increase memory when they grow."""
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
-"""Knobs that reduce memory when they grow, as long as no later knob in this list shrinks."""
+"""Knobs that reduce memory when they grow."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
 """Knobs that make two layouts incomparable if they differ. For example, a larger ep can put the busiest experts on one
 rank."""
@@ -64,8 +65,8 @@ class MemoryMargin:
 
 
 def _prior() -> np.ndarray:
-    """Return the weights of ``SHIFTS`` from the planner's own uncertainty. They include a small probability of being
-    far off."""
+    """Return the logarithms of the weights of ``SHIFTS`` from the planner's own uncertainty, with a small probability
+    of being far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5

@@ -29,7 +29,8 @@ REMAINDER, LENGTH = 0.11, 1.0
 ``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
 that never saw the sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
-"""Factors on both deviations. The trials determine which factor is the most likely."""
+"""Factors on the deviations of the parts and of the remainder, relative to ``Candidates.doubt``. The trials determine
+which factor is the most likely."""
 SCALE_SPREAD = 0.35
 """Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048

@@ -54,7 +54,7 @@ def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig
     step."""
     train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
     is_split, kind = run.data.mask_documents, run.data.format
-    exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # Special tokens are never left out.
+    exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # The goldfish mask never drops special tokens.
     return run.model_copy(
         update={
             "output_dir": str(folder),

@@ -53,7 +53,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
 
     def logits(parameters: Parameters, batch: Sequences) -> Tensor:
-        # Padding comes last, so no data token sees it, and its mask changes no logit that counts.
+        # Padding comes last, so no data token attends to it, and it needs no mask.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, rows, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         dtype = next(iter(theirs.values())).dtype

@@ -80,7 +80,7 @@ def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
         paragraph = page.partition("╭")[0].rstrip().split("\n \n")[-1].split("\n \n")[-1]
         lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
         assert lines[-1].endswith(words.split(" ")[-1]) and words in " ".join(lines)
-        prose = lines[lines.index(next(line for line in lines if line.startswith(("Starts", "A text")))) :]
+        prose = lines[lines.index(next(line for line in lines if line.startswith(("Starts", "For a text")))) :]
         assert min(map(len, prose[:-1])) > columns - 20
         assert max(map(len, page.splitlines())) <= columns
 

@@ -58,7 +58,7 @@ class LayerBasis:
     def to(self, device: torch.device) -> None:
         """Move the basis to the layer's device."""
         if self.whole_KDD.device != device:
-            with torch.inference_mode(False):  # The basis outlives the current pass.
+            with torch.inference_mode(False):  # The basis is also used after a pass in inference mode.
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
 
 
@@ -77,8 +77,8 @@ class LokiBasis:
     tokens: int
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """By kind, one number per layer: if a quarter of the dims ranks the keys, the fraction of the best quarter of the
-    keys that the ranking finds. Empty if no windows were held out."""
+    """For each kind, one recall per layer: the fraction of the best quarter of the keys that a ranking with a quarter
+    of the dims finds. Empty if no windows were held out."""
 
     @property
     def layers(self) -> int:

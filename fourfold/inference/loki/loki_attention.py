@@ -42,8 +42,8 @@ class LayerState:
     """Records, for evaluation, which keys the simulated rows choose."""
 
     def release(self) -> None:
-        """Release the cache, so that the model does not keep it in memory, and the cache does not wait for another
-        read by Loki."""
+        """Release the cache layer, so that the model does not keep it in memory. A layer of rotated keys then refuses
+        attention that does not rotate its queries."""
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None

@@ -119,8 +119,8 @@ def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
     """Return the positions of the k largest numbers of each row, in no particular order.
 
     Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers should reach, with a margin
-    of four standard deviations, and only these numbers are compared. If fewer numbers reach the threshold, all numbers
-    are compared. The positions ascend, which is the fastest order for reading memory.
+    of four standard deviations, and only these numbers are compared. If fewer than k numbers reach it, all numbers
+    are compared. Otherwise the positions ascend, which is the fastest order for reading memory.
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None

@@ -25,7 +25,7 @@ class MeshWithGroups(DeviceMesh):
     calls."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
-        vars(self).update(vars(mesh))  # A newly constructed mesh would create new groups.
+        vars(self).update(vars(mesh))  # Copy the fields. Constructing a mesh would create new groups.
         earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
         self._other_groups: dict[int, Any] = {**earlier, **groups}
 

@@ -141,7 +141,7 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # The first call adds to the sum in reduce_dtype if that sum exists. Otherwise the second call starts it.
+        # The first call adds to the sum in reduce_dtype if that sum exists. Otherwise the second call starts that sum.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 

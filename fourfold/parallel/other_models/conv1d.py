@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fourfold.parallel.tensor.sharding import Tile
 
 INPUT_FIRST = "Conv1D"
-"""The name of this class in transformers, which need not be installed."""
+"""The name of GPT-2's class. Compare names, because transformers need not be installed."""
 
 
 class InputFirst(nn.Linear):

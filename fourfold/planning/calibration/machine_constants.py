@@ -28,7 +28,10 @@ def shipped() -> Calibration:
 
 
 def kind_of_extrapolation(machine: Machine) -> str | None:
-    """Return a machine's key in ``error_intervals.KINDS``, or None if its constants come from its own measurements."""
+    """Return "known machine" if fourfold's own calibration has rows of this machine, and "new machine" otherwise.
+
+    Return None if the machine has constants from its own measurements.
+    """
     if is_calibrated(machine):
         return None
     return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"

@@ -45,14 +45,14 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y delivers all features in one buffer. If v is neither gathered nor copied, v keeps this buffer.
+    # The sum over y delivers q, k, and v in one buffer. If v is neither gathered nor copied, it keeps the whole buffer.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # Autograd keeps a float32 copy, and a second one if the norm multiplies by 1 + weight. Our norm over ranks keeps
-    # neither copy.
+    # For a norm of queries or keys, autograd keeps a float32 copy, and a second one if the norm multiplies by
+    # 1 + weight. Our norm over ranks keeps neither copy.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
@@ -94,7 +94,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core = core + np.where(gathers | exchanged | copies_heads(work), p.queries, 0)
     # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
-    # The attention kernel keeps its output in 16 bits, regardless of the dtype of the next projection.
+    # A projection in 8 bits keeps an 8-bit copy of the attention kernel's output, which the kernel keeps in 16 bits.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
@@ -144,7 +144,7 @@ def attention_backward(work: Workload) -> Number:
     passing = 4 / work.step.item_bytes * (p.queries + 4 * p.keys) + 2 * p.keys
     in_kernel = p.queries + 2 * p.keys + flash_workspace(work) + np.where(is_ring(work), passing, 0)
     held = p.queries + np.where(caps_scores(work), _capped_backward(work), in_kernel)
-    # The norm after attention has also freed its saved tensors. Deferred weight gradients have freed nothing yet.
+    # The inputs of the MLP's norms and of attention's output norm are freed. Deferred weight gradients free nothing.
     norms = (model.norms / 2 + np.asarray(model.output_norms, bool)) * p.residual
     freed = np.where(work.layout.split_backward, 0, p.gathered + norms + 2 * mlp_made_again(work))
     return p.residual + held - freed
@@ -154,8 +154,8 @@ def _capped_backward(work: Workload) -> Number:
     """Return the additional peak bytes in the backward of capped scores.
 
     At the peak, there are five 32-bit numbers for each score: the weight, the slope, the capped value, the gradient of
-    the weight, and a result computed from that gradient. There are keys, values, and their gradients for each query
-    head, and sums of all gradients.
+    the weight, and a result computed from that gradient. Each query head has its own keys, values, and their gradients.
+    The gradients of queries, keys, and values are summed in 32 bits.
     """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)

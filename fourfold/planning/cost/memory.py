@@ -215,8 +215,11 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
-    """Return how many bytes of a backward's peak have been freed when the first block's gradients are summed. These are
-    the tensors that the block has kept, and the head's memory beyond that of a block."""
+    """Return how many bytes of a backward's peak have been freed when the first block's gradients are summed.
+
+    These are the tensors that the block has kept. If the head needs more memory than a block's backward, the difference
+    is added on the last rank.
+    """
     of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
     return block.kept(work, 1) + of_head
 
@@ -250,11 +253,10 @@ def _gathered(
 
 
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
-    """Return the bytes of gathered entries of blocks, without experts.
+    """Return the bytes of gathered weights: ``gathered`` entries of blocks, and the tables.
 
-    An embedding is not gathered in the backward, because its gradient does not read the table. Weights that are
-    gathered once per step also have a buffer. The head's own weights come last, and FSDP2 keeps them until its next
-    gather.
+    An embedding is not gathered in the backward, because its gradient does not read the table. If weights are gathered
+    once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)

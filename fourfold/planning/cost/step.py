@@ -281,7 +281,7 @@ def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants
     item, reduced = step.item_bytes, step.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
     copied = item + reduced  # The gradient is read in the step's dtype and written in the sum's dtype.
-    added = item + 2 * reduced  # In addition, the sum is read and written.
+    added = item + 2 * reduced  # The gradient is read, and the sum is read and written.
     first = np.where(replicated & (item == reduced), 0, copied)
     accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
     # If 16-bit gradients are kept, they are cast for every micro-batch and added to the 32-bit sums.

@@ -38,7 +38,8 @@ class Machine(ArrayFields):
     - launch: host time of a kernel.
     - reserved: bytes of a device that the runtime takes.
     - nn, nt, tn: fraction of the achieved rate with operands as stored, with the second operand transposed, and with
-      the first operand transposed. Input gradients, outputs, and weight gradients of linear layers use these layouts.
+      the first operand transposed. They apply to a linear layer's input gradient, output, and weight gradient, in
+      this order.
     - spread: relative standard deviation of the devices' times for the same matmul, 0 if it was not measured.
     """
 

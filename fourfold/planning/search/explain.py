@@ -48,8 +48,8 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs by one change: the change, and how much slower the layout is. If the layout is refused,
-    this is None, and the reason is given."""
+    """A layout that differs by one change. ``slower`` is the relative difference of its step time, or None if the
+    layout is refused for ``reason``."""
 
     change: str
     slower: float | None

@@ -51,8 +51,8 @@ RANKED = 400
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
-"""Minimum fraction of a step's time that is left without the copies around collectives. Sequences that come one by one
-need no copies."""
+"""Minimum fraction of a step's time that remains if no tensors are copied around collectives. A batch part with one
+sequence needs no such copies."""
 
 
 class SearchScores(NamedTuple):

@@ -24,12 +24,12 @@ def bubble_seconds(
     forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
     (F), the input gradients (I), and the weight gradients (W).
 
-    1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B waits 1/v of this (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v of a micro-batch's
-    time. Zero-bubble schedules fill the gaps with weight gradients until no weight gradients are left (Qi et al. 2024,
-    arXiv 2401.10241, table 2). For DualPipeV this is an upper bound. If F, I, and W take equally long, the results
-    equal the times of torch's operation lists (tests/planning/test_terms.py). Otherwise the steps of zero-bubble
-    schedules are within a few percent.
+    1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B waits 1/v of that time (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v of a
+    micro-batch's time. Zero-bubble schedules fill the gaps with weight gradients until no weight gradients are left (Qi
+    et al. 2024, arXiv 2401.10241, table 2). For DualPipeV the result is an upper bound. If F, I, and W take equally
+    long, the results equal the times of torch's operation lists (tests/planning/test_terms.py). Otherwise the steps of
+    zero-bubble schedules are within a few percent.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -53,9 +53,9 @@ def _zero_bubble(
 ) -> Number:  # fmt: skip
     """Return the bubble of the interleaved zero-bubble schedule.
 
-    It is F + I − W between each two ranks. If there are fewer than p micro-batches, the work of the missing
-    micro-batches is added. The bubble is at least the time that the first micro-batch takes through all chunks and
-    back, because all later micro-batches follow it.
+    Each of the p − 1 gaps lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p micro-batches,
+    part of the work of the missing micro-batches is added. The bubble is at least the time that the first micro-batch
+    takes through all chunks and back, because all later micro-batches follow it.
     """
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     missed = missing * ((stages_per_rank - 1) * forward + np.minimum(inputs, weights))

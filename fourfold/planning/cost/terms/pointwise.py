@@ -131,9 +131,9 @@ def own_bytes(
 class ExpertFlags(NamedTuple):
     """How a program moves rows.
 
-    The flags tell whether the program uses fourfold's own operations, fused operations, and matmuls in 8 bits, whether
-    exchanges put rows into order while matmuls compute the activation and round, and whether a rank has several
-    experts.
+    The flags tell whether the program uses fourfold's own operations, fused operations, and matmuls in 8 bits. With
+    ``in_place``, exchanges put rows into order, and matmuls compute the activation and round. ``several`` tells whether
+    a rank has several experts.
     """
 
     is_own: Flag
@@ -153,7 +153,7 @@ def expert_bytes(
         scores: Number of bytes of the router's scores.
         sent: Number of bytes of the rows of a rank's tokens.
         here: Number of bytes of the rows of the rank's experts.
-        inner: Number of bytes of the rows of the rank's experts, if rows are as wide as an expert.
+        inner: Number of bytes of the same rows inside the experts, where a row has the expert's intermediate size.
         how: How the program moves rows.
     """
     passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
