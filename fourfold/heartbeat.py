@@ -42,7 +42,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """The shared memory, opened from a file descriptor that both processes have."""
+    """Signs of life in memory that a process and its watchdog share. Both open it from the same file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)

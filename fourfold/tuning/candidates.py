@@ -27,7 +27,7 @@ MOST = 4096
 """Number of layouts to keep, fastest first. After each trial, the predictions for all of them are updated, so a larger
 number would take more time."""
 MOST_LIKELY_OUT = 0.5
-"""Probability of running out of memory above which layouts are dropped before the first trial."""
+"""Layouts that run out of memory with a higher probability than this are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
 """Value of ``Candidates.doubt`` if processes share cores, because the planner does not model this."""

@@ -30,7 +30,7 @@ FP16_SCALE = 1024.0
 """A loss scale that causes neither overflows nor lost gradients in small models."""
 
 OVERFLOWS_AT = 2.0**60
-"""A loss scale at which every gradient overflows."""
+"""A loss scale so large that every gradient overflows."""
 
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
