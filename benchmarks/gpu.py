@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 BUDGET = 480.0
 """Default budget for everything, in seconds. Together with the start of the machine, it fits into ten minutes."""
 LEAST = 10.0
-"""A part is not started if it has less time left than this, in seconds."""
+"""A part is not started if less than this many seconds are left for it."""
 END_SECONDS = 5.0
 """Number of seconds that a part has to end after SIGTERM, before SIGKILL."""
 POLL = 0.2

@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _row(times: Times, ours: str, name: str, tokens: int) -> dict[str, Any]:
-    """Print how many times as fast as a contender our step is."""
+    """Print a contender's time divided by the time of our step."""
     speed, goal = tokens / statistics.median(times[name]), GOALS.get(name)
     every, found = ratios(times, ours, name), ratio(times, ours, name)
     low, _, high = statistics.quantiles(every, n=4) if len(every) > 1 else every * 3

@@ -10,7 +10,7 @@ REFUSED = 2
 STOPPED = 3
 """The job was stopped by a signal or by max_wall_time, after saving. The same command continues the job."""
 HANG = 4
-"""The job was ended by the watchdog. The same command continues from the newest checkpoint."""
+"""The watchdog ended the job. The same command continues from the newest checkpoint."""
 
 
 def ended_by(signum: int) -> int:

@@ -42,7 +42,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """The shared memory, opened from a file descriptor that both processes have."""
+    """Signs of life in memory that a process and its watchdog share. Both open it from the same file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
@@ -60,7 +60,7 @@ class Heartbeat:
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Record that this process is in a group. Return the group's index in the memory and its counter."""
         if group not in self._entered:
-            number = min(len(self._entered), GROUPS)  # When all entries are taken, groups share the unnamed one.
+            number = min(len(self._entered), GROUPS)  # When all entries are taken, groups share the unnamed entry.
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
             _GROUP.pack_into(self._memory, place, 0, group.encode() if number < GROUPS else b"")

@@ -1,4 +1,4 @@
-"""Find the line of fourfold that is running, for tests that record which line makes the host wait."""
+"""Find the line of fourfold that is running. Tests use it to name the line that makes the host wait."""
 
 from __future__ import annotations
 

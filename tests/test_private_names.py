@@ -82,8 +82,8 @@ looks for a public name first. FSDP2's are all in one file, the adapter."""
 
 
 def private_torch(path: Path) -> set[str]:
-    """Return the private modules of torch that a file imports, and the private attributes that it uses of objects that
-    are not its own."""
+    """Return the private modules of torch that a file imports, and the private attributes of other objects that it
+    uses."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and re.match(r"torch\b.*\._", node.module or ""):

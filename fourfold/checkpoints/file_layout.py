@@ -1,4 +1,4 @@
-"""Read and write `layout.json`, which tells which part of which tensor is in which file of a checkpoint.
+"""Read and write `layout.json`, which tells which file of a checkpoint has which part of a tensor.
 
 Each process writes at most one file. The content of this file follows from the sizes of the grid and from the axes that
 cut each tensor. So no process gathers, writes, or reads a list of all parts, and every process can compute which few

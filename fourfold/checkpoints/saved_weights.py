@@ -39,7 +39,7 @@ class SavedWeights:
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes
         }
-        """Names in the checkpoint. Router biases have no average, because they are not trained by gradients."""
+        """Each parameter's name in the checkpoint. Router biases have no average, because no gradient trains them."""
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:

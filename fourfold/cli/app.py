@@ -90,7 +90,7 @@ def main() -> None:
                     os.environ.pop("COLUMNS", None)
                 check_arguments(sys.argv[1:])
                 code = app(prog_name="fourfold", standalone_mode=False)
-                sys.stdout.flush()  # A full disk must still be reported as an error here.
+                sys.stdout.flush()  # Flush here, so that a full disk is reported as an error.
             sys.exit(code)
         except NoArgsIsHelpError as error:
             error.show()

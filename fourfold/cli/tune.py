@@ -49,7 +49,7 @@ def tune(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a trial counts as hung.")] = 600,
+    timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
     memory_limit: Annotated[
         float | None, typer.Option(metavar="GB", min=0.001, help="Memory of a device, or of a process on a CPU.")
     ] = None,

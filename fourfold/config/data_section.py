@@ -57,7 +57,7 @@ class DataConfig(Strict):
     read_ahead: int = Field(2, ge=1)
     """hf: largest number of global batches to read and tokenize ahead."""
     read_timeout: float = Field(300.0, gt=0)
-    """hf: number of seconds without any new text after which the run ends."""
+    """hf: end the run if no new text arrives for this many seconds."""
 
     @property
     def is_streamed(self) -> bool:

@@ -26,7 +26,7 @@ class FaultToleranceConfig(Strict):
     """What to do if a step fails more often than `max_restarts` times: `stop` ends the job and names the step, and
     `skip` leaves out its batch and continues."""
     max_wall_time: float = Field(0, ge=0)
-    """Number of minutes after which the job saves and stops, as after a stop signal. 0 sets no limit."""
+    """Save and stop after this many minutes, as after a stop signal. 0 sets no limit."""
 
     @property
     def group_timeout(self) -> timedelta:

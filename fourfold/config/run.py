@@ -158,9 +158,9 @@ class LossScalingConfig(Strict):
     initial: float = Field(65536.0, gt=0)
     """Initial loss scale."""
     growth_interval: int = Field(2000, gt=0)
-    """Number of steps without overflow after which the scale doubles."""
+    """Double the scale after this many steps without overflow."""
     max_overflows: int = Field(20, ge=1)
-    """Number of consecutive overflows after which the run ends."""
+    """End the run after this many overflows in a row."""
 
 
 class SchedulerConfig(Strict):
@@ -169,7 +169,7 @@ class SchedulerConfig(Strict):
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate falls after the warm-up. `wsd` lowers it only in the last `decay_ratio` of the run."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """wsd: fraction of the run's steps, at its end, in which the rate decays."""
+    """wsd: the rate falls during this last fraction of the run's steps."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate relative to optimizer.lr."""
 

@@ -70,7 +70,7 @@ def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, 
     work[0] += first
     work[-1] += last
     for _ in range(layers - stages):
-        # Take the stage with the least work. In a tie, take the one nearest the middle, because the end stages also
+        # Take the stage with the least work. In a tie, take the stage nearest the middle, because the end stages also
         # hold the embedding and the head.
         at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
         counts[at] += 1

@@ -222,7 +222,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
-    shares = np.array(weights) / max(weights)  # After this division, the sum of the weights is finite.
+    shares = np.array(weights) / max(weights)  # Divide first, so that the sum of the weights is finite.
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")
@@ -237,7 +237,8 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return which source each place of a block belongs to, and how many samples of that source come before that place.
+    """Return the source of each place in a block, and the number of this source's samples at earlier places.
+
     Both are [BLOCK]."""
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])

@@ -116,7 +116,7 @@ class StreamedWindows:
         global_batch_size: Number of samples per step, a multiple of the number of streams.
         look_back: Number of tokens before each window that masks see.
         ahead: Largest number of windows of one stream to hold in memory.
-        timeout: Number of seconds without a document after which a stream counts as dead, and `read` raises UserError.
+        timeout: If a stream yields no document for this many seconds, `read` raises UserError.
         text_key: Column of the text, for checkpoints.
         shuffle_buffer: Number of documents that are shuffled together, for checkpoints.
         order: Reorders the documents of a stream. It may read many documents before it yields one.

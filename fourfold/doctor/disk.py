@@ -18,7 +18,7 @@ MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
 """Limits on the size and the time of the test file. The first limit that is reached ends the test."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
 """Free space in bytes and speed in bytes per second. Below the first, a checkpoint of a billion parameters (16 GB
-with its moments) does not fit. Below the second, saving one takes minutes."""
+with its moments) does not fit. Below the second, saving it takes minutes."""
 
 
 class Speed(NamedTuple):

@@ -18,7 +18,7 @@ class Perplexity:
     tokens: int
     bytes: int
     nats: float
-    """Sum of the losses in nats over all tokens, where each token is predicted once."""
+    """Sum of the losses of all tokens, in nats. Each token is predicted once."""
 
     @property
     def loss(self) -> float:

@@ -31,8 +31,7 @@ HOPELESS = 1.1
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
-"""Number of seconds for which a matmul is repeated. It is long enough that the clock's resolution and a GPU's launch
-times matter little."""
+"""A matmul is repeated for this many seconds, so that the clock's resolution and a GPU's launch times matter little."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {

@@ -24,7 +24,7 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Numbers of samples at which the record gives the fraction of extractable documents."""
+"""Numbers of an attacker's samples. For each, the record gives the fraction of extractable documents."""
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction."""

@@ -22,7 +22,7 @@ class Extraction:
     """Whether greedy decoding, after the tokens before the suffix, produces the suffix (Carlini et al. 2023, arXiv
     2202.07646)."""
     longest_span: int
-    """Longest run of tokens in which each is the most likely token after the true text before it."""
+    """Length of the longest run of tokens that are each the most likely token after the true text before them."""
     token_agreement: float
     """Fraction of all tokens that are the most likely token at their position."""
     extraction_strength: float

@@ -137,7 +137,7 @@ def near_duplicates(
     ``near_duplicate_law``.
 
     Only copies that keep this token unchanged count. Return None if there are no noisy canaries, or if the tokenizer
-    whose vocabulary the noise was drawn from is missing.
+    is missing, because the noise was drawn from its vocabulary.
     """
     if tokenizer is None:
         return None

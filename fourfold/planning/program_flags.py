@@ -12,8 +12,8 @@ class Program(ArrayFields):
     """Differences between training programs. The defaults are fourfold's."""
 
     is_fourfold: Flag = True
-    """Whether pointwise operations are counted one by one. For other programs they are estimated
-    (``cost.terms.pointwise``)."""
+    """Whether the program is fourfold. The planner counts fourfold's pointwise operations one by one. It estimates the
+    pointwise operations of other programs (``cost.terms.pointwise``)."""
     flash: Flag = True
     """Whether attention is one fused kernel."""
     flash2: Flag = False

@@ -144,7 +144,7 @@ class Layout(ArrayFields):
     cp: Number = 1
     pp: Number = 1
     ep: Number = 1
-    """Number of neighboring ranks, among the ranks of dp · cp · z, that divide the experts."""
+    """The experts are divided over this many neighboring ranks of dp · cp · z."""
     stages_per_rank: Number = 1
     """Number of stages (chunks of layers) per pipeline rank."""
     schedule: Number = 0
@@ -260,7 +260,7 @@ class Workload(ArrayFields):
     def micro_batches(self) -> Number:
         """Return the number of micro-batches that one rank runs in a step."""
         layout = self.layout
-        # The product of three sizes may exceed 32 bits.
+        # Divide twice, because the product of all three sizes may exceed 32 bits.
         return self.step.global_batch_size / layout.micro_batch_size / (layout.z * layout.dp)
 
     @property

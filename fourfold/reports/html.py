@@ -10,7 +10,7 @@ from fourfold.training.console import format_fact
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40
-"""Number of characters above which a fact is shown in a wide card."""
+"""A fact with more characters than this is shown in a wide card."""
 
 
 def page(title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False) -> str:

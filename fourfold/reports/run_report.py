@@ -86,7 +86,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 
 def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
-    """Return a sentence that says at which steps the table's losses were recorded, or that the steps differ."""
+    """Name the step of the table's losses in a sentence, or say that their steps differ."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
         f"The {what} of the table are {'from different steps' if step is None else f'from step {step:,}'}, "

@@ -62,8 +62,8 @@ REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set 
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
 
 CLOSE_SPELLING = 0.75
-"""Similarity above which a key counts as a misspelling. For example, seq_lenght and seq_length have 0.9, and streaming
-and train have 0.71."""
+"""The message about an unknown key suggests a known key with at least this similarity. For example, seq_lenght and
+seq_length have 0.9, and streaming and train have 0.71."""
 
 
 UNKNOWN = "extra_forbidden"

@@ -1,4 +1,4 @@
-"""Record each start of a run, so that a launcher that restarts it can find a step that fails every time."""
+"""Record each start of a run, to find a step that fails every time."""
 
 from __future__ import annotations
 

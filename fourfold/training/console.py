@@ -18,7 +18,7 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-_ETA_WINDOW = 50  # In steps. Large enough to include an evaluation, but small enough to follow a change of speed.
+_ETA_WINDOW = 50  # Number of steps: enough to include an evaluation, but few enough to follow a change of speed.
 _BAR_COLUMNS = 24
 
 

@@ -35,7 +35,7 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Number of training tokens on which a goldfish mask is measured before training. This takes milliseconds."""
+"""Before training, a goldfish mask is measured on this many training tokens. This takes milliseconds."""
 FIRST_SAMPLES = 16
 """Number of samples of each corpus in the digest that detects changed data."""
 
@@ -84,8 +84,8 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> str | None:
-        """Return a digest of the first samples of each corpus on disk and of the order in which they are mixed. Return
-        None if the data is streamed."""
+        """Return a digest of the first samples of each corpus on disk, and of the order that mixes them. Return None if
+        the data is streamed."""
         if self.stream is not None:
             return None
         sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []

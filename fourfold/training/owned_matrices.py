@@ -47,9 +47,9 @@ class Round:
     owned: int
     """Number of matrices that the rank owns. Each of them has the shape ``shape``."""
     sent: list[Matrix] = field(default_factory=list)
-    """The matrices of which the rank sends a part to the owner."""
+    """Matrices whose part on this rank is sent to the owner."""
     held: list[Matrix] = field(default_factory=list)
-    """The matrices of which the rank holds a part."""
+    """Matrices that have a part on this rank."""
     arriving: list[tuple[int, Bounds]] = field(default_factory=list)
     returned: list[tuple[int, Bounds]] = field(default_factory=list)
     sent_sizes: list[int] = field(default_factory=list)

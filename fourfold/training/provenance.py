@@ -12,7 +12,7 @@ import fourfold
 from fourfold.processes import available_cores
 
 _GIT_SECONDS = 20.0
-"""Number of seconds after which to give up on git, for example if the repository is on a slow file system."""
+"""Give up on git after this many seconds, for example if the repository is on a slow file system."""
 
 
 def provenance(device_name: str, processes: int) -> dict[str, str | int | float]:

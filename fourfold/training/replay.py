@@ -132,8 +132,8 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """Yield each axis along which processes hold replicas, with a function that returns whether a shard is
-        replicated along that axis."""
+        """Yield each axis that has replicas, with a function that returns whether its ranks hold replicas of a
+        shard."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:

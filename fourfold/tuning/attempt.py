@@ -16,7 +16,7 @@ from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_
 from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
 
 RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
-"""Texts with which PyTorch, memory allocators, and SLURM report that memory has run out."""
+"""Texts that PyTorch, memory allocators, and SLURM print when memory runs out."""
 KEPT_OF_LOG = 1 << 16
 TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
 """A trial counts as hung if it takes this many times as long as the longest finished trial, plus this many seconds."""

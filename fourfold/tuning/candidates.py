@@ -21,13 +21,13 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", 
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs for which the distance between two values is the logarithm of their ratio. For all other knobs, values are
+"""Knobs that are sizes. The distance between two sizes is the logarithm of their ratio. Two values of another knob are
 either equal or different."""
 MOST = 4096
 """Number of layouts to keep, fastest first. After each trial, the predictions for all of them are updated, so a larger
 number would take more time."""
 MOST_LIKELY_OUT = 0.5
-"""Probability of running out of memory above which layouts are dropped before the first trial."""
+"""Layouts that run out of memory with a higher probability than this are dropped before the first trial."""
 
 DOUBT_ON_CPU = 2.5
 """Value of ``Candidates.doubt`` if processes share cores, because the planner does not model this."""

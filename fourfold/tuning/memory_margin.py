@@ -1,5 +1,7 @@
-"""Learn from trials how likely each layout is to run out of memory, and which layouts must run out of memory because a
-layout that needs no more memory has done so."""
+"""Learn from trials how likely each layout is to run out of memory.
+
+If a layout has run out of memory, all layouts that need at least as much memory are ruled out.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""Number of seconds for which one point is repeated. The fastest repetition counts, because slower repetitions were
+"""Each point is repeated for this many seconds. The fastest repetition counts, because slower repetitions were
 disturbed."""
 
 

@@ -25,14 +25,14 @@ BETTER, UNLIKELY = 0.02, 0.05
 """A layout counts as better if it is faster than the best layout by the first number, as a fraction. The search ends if
 the probability that any layout is better falls below the second number."""
 MOST_LIKELY_OUT = 0.2
-"""Probability of running out of memory above which layouts are not tried."""
+"""Layouts that run out of memory with a higher probability than this are not tried."""
 MOST_TRIALS_OF_ONE = 3
 """Largest number of trials of the same layout. Repeated trials tell noise from a real difference."""
 NOISE, NOISE_WEIGHT = 0.02, 2
 """Assumed standard deviation of the logarithm of the step time between equal runs, and the number of repeated trials
 that this assumption counts as."""
 CRASHES = 2
-"""Number of crashes after which a value of a knob is dropped, if that value has never worked."""
+"""If a value of a knob has never worked, it is dropped after this many crashes."""
 DRAWN = 256
 """Log seconds are drawn for this many candidates, which have the lowest bounds. The joint draws give the probability
 that one of them is better."""

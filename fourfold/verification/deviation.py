@@ -88,7 +88,7 @@ def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
     least = ROUNDING * math.hypot(*norms.values())
     known = {name: tensor for name, tensor in exact.items() if norms[name] > least}
     shares = [float((got[name].to(t.device, t.dtype) - t).norm() / norms[name]) for name, t in known.items()]
-    return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # All may be 0 if no label counts.
+    return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # There are none if no label counts.
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

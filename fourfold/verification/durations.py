@@ -48,7 +48,7 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """If scores are capped, the number of keys per query for which they are computed, and otherwise 0. Capped
+        """If scores are capped, the number of scores that are computed per query and head, and otherwise 0. Capped
         scores have no fused kernel."""
         self.exposed = float(self._constants.exposed)
         """A hidden collective slows down concurrent computation by this fraction of its own duration."""

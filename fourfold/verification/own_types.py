@@ -34,7 +34,7 @@ LESS = 16.0
 steps do not overflow either."""
 
 OVERFLOWS_AT = 2.0**60
-"""A loss scale at which every gradient overflows."""
+"""A loss scale so large that every gradient overflows."""
 
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]

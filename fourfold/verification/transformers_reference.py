@@ -21,7 +21,7 @@ from fourfold.verification.reference_batches import Sequences
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
-    """Return the transformers model that computes what the run's ``[model]`` describes.
+    """Return a function that computes logits with the transformers model that ``[model]`` describes.
 
     Raises:
         UserError: The library is not installed, or no family computes this model.

@@ -135,7 +135,7 @@ def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: p
 def test_a_resumed_run_warns_of_another_small_corpus(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first samples of the mixture have no sample of this corpus."""
+    """None of the mixture's first samples is from this corpus."""
     first, second = (
         [{"path": prefix, "weight": 0.99}, {"path": make_corpus(tmp_path, name, documents=50), "weight": 0.01}]
         for name in ("first", "second")

@@ -1,4 +1,4 @@
-"""Bugs that other programs have published, each with the fault of our lists that is the same bug in this program."""
+"""Bugs that other programs have published, each with the planted fault that is the same bug in fourfold."""
 
 from __future__ import annotations
 

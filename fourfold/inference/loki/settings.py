@@ -49,7 +49,7 @@ class LokiConfig:
     skip_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
     min_seq: int = 512
-    """Context length in tokens below which attention is dense."""
+    """Use dense attention for contexts with fewer tokens than this."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
     """How the scores of one KV head's query heads are combined into one score per key: the sum of their softmaxes,
     or the maximum or mean of the scores."""

@@ -32,7 +32,7 @@ WIDTH_MULTIPLE, WIDEST_FLASH, WIDEST_CUDNN = 8, 256, 128
 """CUDA's kernels need a head width that is a multiple of ``WIDTH_MULTIPLE``, so torch's public attention pads too.
 FlashAttention supports widths up to ``WIDEST_FLASH``, and this module gives cuDNN widths up to ``WIDEST_CUDNN``.
 
-torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions do so only from cuDNN 9.23 on. So wider
+torch 2.11 also gives cuDNN widths up to 256 on Hopper. Later versions need cuDNN 9.23 or newer for this. So wider
 heads use FlashAttention here.
 """
 

@@ -234,7 +234,7 @@ def end_process_group(failed: bool) -> None:
     if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
-    # A job has many circular references. Without this collection, its groups would live until the next automatic one.
+    # A job has many circular references. Without this call, its groups would live until the next garbage collection.
     gc.collect()
 
 

@@ -53,8 +53,8 @@ class LayerLayout(Strict, frozen=True):
 
 
 Layouts = dict[tuple[int, int], LayerLayout]
-"""The layout of each layer's matmuls, by the shape [out, in] of a rank's weight tile. Layers of any other shape copy
-nothing."""
+"""The layout of each layer's matmuls, by the shape [out, in] of a rank's weight tile. Layers of any other shape use
+the default layout."""
 
 
 class LaidOutMatmuls(Matmuls):

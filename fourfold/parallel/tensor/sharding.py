@@ -20,7 +20,7 @@ class Tile:
 
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
-    dim, x is the outer cut.
+            dim, x is the outer cut.
         partial_over: axes whose ranks each compute only a part of the gradient's sum.
         turned: whether the tile of a matrix is stored as its transpose. Shapes and slices here are not transposed.
         sharded: whether z, and with ``zero`` also dp·cp, may cut the tile further. Otherwise each of their ranks holds

@@ -47,7 +47,7 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
 
 
 def shipped_order_factor() -> float:
-    """Return the ratio of two predicted times above which the measured times have the same order as the predicted times
+    """Return the factor by which two predicted times must differ, so that the measured times have the same order
     (``error_intervals``)."""
     return float(_table()["order"]["factor"])
 

@@ -17,8 +17,7 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Smallest number of rows in a sweep for which regret is computed, and smallest number for which the rank
-correlation is computed."""
+"""Minimum numbers of rows in a sweep, for its regret and for its rank correlation."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
 """Ways to group rows. Each group can be left out of a fit."""

@@ -45,11 +45,11 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
 
 
 def keys_computed(work: Workload) -> Number:
-    """Return the mean number of keys per query for which scores are computed, over all queries and blocks.
+    """Return how many scores are computed for a query in one head, as a mean over all queries and blocks.
 
-    These are the keys that a query sees, and some more with fourfold's masks. If the y ranks share the queries, scores
-    are computed for all keys. In a ring with a window, scores are computed for the n keys of the rank itself, and for
-    about n / 2 + window keys of other ranks, but at most for half of the other ranks' keys.
+    There is one score for each key that a query sees, and some more with fourfold's masks. If the y ranks share the
+    queries, scores are computed for all keys. In a ring with a window, scores are computed for the n keys of the rank
+    itself, and for about n / 2 + window keys of other ranks, but at most for half of the other ranks' keys.
     """
     model, layout, seq = work.model, work.layout, work.step.seq_length
     seen, own = model.keys_seen(seq), seq / layout.cp

@@ -119,7 +119,7 @@ def _time_with_experts(
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
-    # The seconds of one collective over x (an all-gather or a reduce-scatter) of a tensor with all tokens.
+    # This is the time of one collective over x (an all-gather or a reduce-scatter) of a tensor with all tokens.
     one = block.x_forward / (2 + 2 * model.mlps)
     return replace(
         block,

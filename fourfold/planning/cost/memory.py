@@ -296,8 +296,8 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Return the peak bytes of the rank that needs the most memory.
 
-    This is the first rank of a pipeline, which holds the most micro-batches, or the last rank, which has the head, or a
-    rank between them that has more blocks or more experts.
+    The first rank of a pipeline holds the most micro-batches, and the last rank has the head. A rank between them can
+    have more blocks or more experts.
     """
     layout = work.layout
     block = block_bytes(work) if block is None else block

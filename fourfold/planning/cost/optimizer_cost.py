@@ -56,7 +56,7 @@ def is_named(work: Workload, name: str) -> Flag:
 
 
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
-    """Return the number of entries for which the optimizer keeps only one state, instead of AdamW's two.
+    """Return the number of weight entries that have only one optimizer state, instead of AdamW's two.
 
     Args:
         work: The workload.

@@ -91,7 +91,7 @@ class CappedScores(NamedTuple):
     """Sizes of one block's attention with capped scores, which runs as separate operations.
 
     The fields are the number of heads (of all sequences) on the rank, the numbers of queries and keys whose scores
-    exist at once, the mean number of keys per query for which scores are computed, and the number of pieces.
+    exist at once, the mean number of scores per query and head, and the number of pieces.
     """
 
     heads: Number

@@ -238,7 +238,7 @@ def explain(
 
     Args:
         plan: The plan.
-        factor: The ratio of two predicted times above which their order is considered certain.
+        factor: If the ratio of two predicted times is above this factor, their order counts as certain.
         own: The run file's own layout.
         doubled: The best layout for the same batch on twice as many GPUs, if one fits.
     """

@@ -23,7 +23,7 @@ class WithinError:
     """The layouts whose predicted times are so close to the best one that any of them may be the fastest."""
 
     factor: float
-    """Ratio of two predicted times above which the measured times have the same order with 95 % certainty."""
+    """If the ratio of two predicted times is above this, the measured times have the same order with 95 % certainty."""
     count: int
     """Number of layouts that fit into memory and are within the factor, including the best one."""
     ranked: int

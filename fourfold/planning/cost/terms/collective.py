@@ -29,9 +29,9 @@ class RankGroup(NamedTuple):
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
     """Return a group of ranks that communicate. Ranks are assumed to fill one node after another.
 
-    All groups of an axis communicate at the same time. Groups that leave a node share its adapters, and members of one
-    group in the node use them together (AxoNN, arXiv 2502.08145, section V-C: bandwidth divided by the groups that
-    share it).
+    All groups of an axis communicate at the same time. Groups that leave a node share its adapters, so each group gets
+    the bandwidth divided by the number of these groups (AxoNN, arXiv 2502.08145, section V-C). Members of one group in
+    the node use the adapters together.
 
     Args:
         size: Number of ranks in the group.

@@ -53,9 +53,10 @@ def matmul_seconds(
 def linear_seconds(
     rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward, the input gradient, and the weight gradient of one linear layer, or of
-    ``groups`` layers with the same number of rows that run as one grouped matmul. ``rate`` is the rate of the best
-    operand layout."""
+    """Return the seconds of a linear layer's forward, input gradient, and weight gradient.
+
+    If ``groups`` is above 1, this many layers with the same number of rows run as one grouped matmul. ``rate`` is the
+    rate of the best operand layout."""
     how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
     return (
         matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),
