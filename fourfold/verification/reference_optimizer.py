@@ -22,7 +22,7 @@ NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
 class ReferenceOptimizer:
     """Updates whole parameters in their own dtype."""
 
-    products: torch.dtype | None = None
+    matmul_dtype: torch.dtype | None = None
     """The dtype of Muon's matmuls, if it is not the dtype of the parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
@@ -74,7 +74,7 @@ class ReferenceOptimizer:
         momentum = self.run.optimizer.momentum
         mean.copy_(momentum * mean + (1 - momentum) * gradient)
         ahead = momentum * mean + (1 - momentum) * gradient
-        matrices = (ahead if ahead.ndim == 3 else ahead[None]).to(self.products)
+        matrices = (ahead if ahead.ndim == 3 else ahead[None]).to(self.matmul_dtype)
         updates = torch.stack([0.2 * math.sqrt(max(matrix.shape)) * _orthogonal(matrix) for matrix in matrices])
         return updates.view_as(ahead).to(ahead.dtype)
 
