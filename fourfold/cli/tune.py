@@ -27,7 +27,7 @@ from fourfold.exit_codes import ended_by
 def tune(
     run_file: RunFile,
     trials: Annotated[
-        int, typer.Option(min=1, help="Number of trials in total, including those of an interrupted search.")
+        int, typer.Option(min=1, help="Number of trials in total, including trials of an interrupted search.")
     ] = 20,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)

@@ -201,11 +201,11 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "schedules that compute weight gradients apart need z = 1 and zero 0 or 1",
+        "schedules with a split backward need z = 1 and zero 0 or 1",
         lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1)),
         lambda run, s: (
-            f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients apart, from weights that stay "
-            f"whole until the step ends: it allows z = 1 with zero 0 or 1, and this grid has z = {s.z} and zero = "
+            f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients later, from weights that stay "
+            f"whole until the step ends; it allows z = 1 with zero 0 or 1, and this grid has z = {s.z} and zero = "
             f"{s.zero}; schedule = '1F1B' or 'Interleaved1F1B' works"
         ),
     ),
@@ -257,7 +257,7 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "parts of a micro-batch do not take turns where there are experts",
+        "batch parts do not work with experts",
         lambda s: s.experts > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
         lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; batch_parts = 1 works",
     ),

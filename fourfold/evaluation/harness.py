@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on one process, and all processes have been told. The model and its grid remain usable."""
+    """A task failed on one process, and all processes know it. The model and its grid remain usable."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types

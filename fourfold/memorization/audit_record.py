@@ -220,13 +220,13 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
         found.append(f"Documents that are cut to the model's context: {record['truncated_documents']}.")
     if record["copied_documents"]:
         found.append(
-            f"Documents that are copies of others here: {record['copied_documents']}. They count repeatedly, which "
+            f"Documents that are copies of other documents: {record['copied_documents']}. They count repeatedly, which "
             "makes intervals too narrow. Give each document once, with its count."
         )
     generation = record["generation"]
     if generation is not None and generation["agrees_with_one_pass"] < 1:
         found.append(
             f"Greedy generation agrees with the one pass on {generation['agrees_with_one_pass']:.1%} of the documents: "
-            "in the others two tokens are equally likely up to rounding."
+            "in the other documents, two tokens are equally likely up to rounding."
         )
     return found

@@ -56,7 +56,7 @@ def check_replayable(config: GoldfishConfig) -> None:
         )
     if config.strategy not in REPLAYABLE:
         raise UserError(
-            f"masks.goldfish.strategy = '{config.strategy}' depends on where a document stood in its sequence, so its "
+            f"masks.goldfish.strategy = '{config.strategy}' depends on where a document is in its sequence, so its "
             f"mask cannot be replayed; use {' or '.join(REPLAYABLE)}"
         )
 

@@ -71,8 +71,7 @@ def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
-    """Return the area under the ROC curve: the probability that a member scores above a control, where ties count
-    half."""
+    """Return the area under the ROC curve: the probability that a member scores above a control. Ties count half."""
     ordered = np.sort(controls)
     below = np.searchsorted(ordered, members, side="left")
     not_above = np.searchsorted(ordered, members, side="right")

@@ -83,12 +83,12 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
     if above:
         sentences.append(
             f"Members can be distinguished from controls by {', '.join(above)} (AUC's 95 % interval above 0.5). A "
-            "goldfish mask does not protect membership: loss reveals it even where no text can be extracted."
+            "goldfish mask does not protect membership: loss reveals it even if no text can be extracted."
         )
     if below:
         sentences.append(
             f"Inverted for {', '.join(below)} (AUC's 95 % interval below 0.5): members score lower than controls, as "
-            "happens where the two come from different distributions."
+            "happens if the two come from different distributions."
         )
     if not sentences:
         sentences.append(

@@ -142,7 +142,7 @@ class TensorFiles:
             raise UserError(f"{index} is damaged: it maps no tensor to a file") from None
         for name, file in listed.items():
             if not file.exists():
-                raise UserError(f"{file} is missing, and {index} says that it holds {name} and others")
+                raise UserError(f"{file} is missing, and {index} says that it holds {name} and other tensors")
         return listed
 
 

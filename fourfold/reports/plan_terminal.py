@@ -32,15 +32,15 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that follow the table of errors in a validation. Each maps a key of the record to its headers, and each
-header to a key and a format."""
+"""Tables that a validation prints after its table of errors, by title. Each has its key in the record, and maps its
+headers to a value's key and format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
 """Headers for the explained layouts."""
 WORDS = ("", "recompute", "also")
 """Headers of a plan's columns whose cells are words. These may wrap."""
 PARTS_NAMED = 7
 """Largest number of parts that the waterfall names."""
-MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
+MEGATRON_COUNT = "Megatron PFLOP/s count full recompute in every layout, and the full attention matrix"
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """Numeric columns of a scaling curve. With more columns, the table would not fit into 80 characters."""
 

@@ -57,7 +57,7 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
         return Proposal(None, "every layout that is likely to fit was tried")
     if not timed:
         index = int(np.flatnonzero(may)[np.argmin(candidates.seconds[may])])
-        return Proposal(index, "the fastest by prediction of those that are likely to fit")
+        return Proposal(index, "the fastest by prediction among the layouts that are likely to fit")
     belief = posterior_of(candidates, timed)
     best = incumbent(belief, timed)
     tried = np.isin(np.arange(candidates.count), [trial.index for trial in timed])

@@ -149,7 +149,7 @@ def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
-        with pytest.raises(UserError, match=r"rank 0 of 1 could not meet the others at tcp://127"):
+        with pytest.raises(UserError, match=r"rank 0 of 1 could not meet the other ranks at tcp://127"):
             run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
 
 

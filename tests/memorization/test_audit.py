@@ -268,7 +268,7 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
     (tmp_path / "copied.jsonl").write_text(copied)
     record = json.loads(cli(*arguments, "--documents", tmp_path / "copied.jsonl")[1])
     assert record["copied_documents"] == 12
-    assert any("copies of others here: 12." in warning for warning in record["warnings"])
+    assert any("copies of other documents: 12." in warning for warning in record["warnings"])
     code, output, errors = cli(*arguments, "--documents", tmp_path / "members.jsonl")
     record = json.loads(output)
     assert record["control"] is None

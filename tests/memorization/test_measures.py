@@ -287,7 +287,7 @@ def test_replay_parts_kept_from_dropped() -> None:
 
 
 def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
-    with pytest.raises(UserError, match="'static' depends on where a document stood"):
+    with pytest.raises(UserError, match="'static' depends on where a document is"):
         goldfish_check(GoldfishConfig(strategy="static"), (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
 
 

@@ -201,7 +201,7 @@ class LokiBasis:
             if shape != wanted or tuple(each.variances_LKD.shape) != wanted[:3] or self.layers != layers:
                 raise UserError(
                     f"the basis has {kind}-rotary directions of shape {shape} and a choice for {self.layers} layers, "
-                    f"where this model needs {wanted}; {AGAIN}"
+                    f"but this model needs {wanted}; {AGAIN}"
                 )
 
     def record(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _recipes(
     if len(windows) == len(attentions):
         raise UserError(
             f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "
-            "full attention, which reads no more than those"
+            "full attention, which reads only these tokens"
         )
     if windows:
         log.warning("layers %s have a sliding window and stay dense", ", ".join(map(str, windows)))

@@ -108,7 +108,7 @@ class SharedAttentionCore(AttentionCore):
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         mask_B1QS = self.mask_of(q_BSND, k_BSKD, context)
-        assert mask_B1QS is not None, "there is one where scores are capped"
+        assert mask_B1QS is not None, "capped scores always have a mask here"
         return attend_masked(q, k, v, mask_B1QS, AttentionScores(self.scale, self.softcap)).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise UserError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
+            f"rank {place.rank} of {place.world_size} could not meet the other ranks at {meeting_point} "
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
     if not on_gpu:

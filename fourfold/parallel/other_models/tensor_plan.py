@@ -22,11 +22,11 @@ from fourfold.parallel.tensor.linear import OverY
 from fourfold.parallel.tensor.sharding import Tile
 
 STYLES: dict[str, str] = {
-    "colwise": "a linear layer that reads the residual, and whose features the next layer reads in shares",
-    "colwise_in_parts": "the same, where its weight is [in, out] with queries, keys and values one after the other",
-    "colwise_gather_output": "as colwise, with its features gathered for code that needs all of them",
-    "rowwise": "a linear layer that reads shares of features and writes to the residual",
-    "rowwise_split_input": "the same, where every rank has all features and takes its share",
+    "colwise": "a linear layer that reads the residual; each rank gets a share of its output features",
+    "colwise_in_parts": "as colwise, for one weight [in, out] of queries, keys, and values",
+    "colwise_gather_output": "as colwise, and then every rank gathers all features",
+    "rowwise": "a linear layer that reads each rank's share of the features, and writes to the residual",
+    "rowwise_split_input": "as rowwise, but every rank has all features and takes its share",
     "embedding": "an embedding table",
     "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
@@ -183,8 +183,8 @@ def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, 
         what = f"{name} ({type(module).__name__}, {key} {shape})"
         if style == "replicate" and group is not None and not is_of_residual(model, styles, group, shapes):
             raise UserError(
-                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be "
-                "that of one rank's features; 'replicated_with_grad_allreduce' sums it"
+                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would "
+                "cover only one rank's features; 'replicated_with_grad_allreduce' sums it"
             )
         if style is None and (group is not None or any(len(shape) > 1 for shape in shapes.values())):
             where = ", inside a group of sharded layers," if group is not None else ""

@@ -64,7 +64,7 @@ PROGRAMS: dict[str, Traits] = {
         "as deepspeed; its fork of Megatron-LM reduces over tp without overlap (megatron/mpu/layers.py)",
         tp_overlap="none", deepspeed=True,
     ),
-    "torchtitan": Traits("pytorch/torchtitan: FSDP2, fused where compiled; AsyncTP is an option"),
+    "torchtitan": Traits("pytorch/torchtitan: FSDP2, fused if compiled; AsyncTP is an option"),
     "llm-foundry": Traits(
         "mosaicml/llm-foundry: FSDP, and the fused loss of llmfoundry/models/mpt/modeling_mpt.py",
         replace(FLASH2, fused_loss=True),

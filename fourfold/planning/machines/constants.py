@@ -57,7 +57,7 @@ PRIORS: dict[str, Prior] = {
     "intra": Prior(0.75, 0.12, "nccl-tests: 230 of 300 GB/s on A100, 360 to 400 of 450 GB/s on H100"),
     "inter": Prior(0.75, 0.15, "nccl-tests on 200 and 400 Gb/s adapters: 85 to 95 %, less in production"),
     "latency": Prior(1.0, 0.50, "the machine file's latencies"),
-    "exposed": Prior(0.15, 0.60, "kernels that run beside communication lose processors and bandwidth to it"),
+    "exposed": Prior(0.15, 0.60, "kernels that run during communication lose processors and bandwidth to it"),
     "dispersion": Prior(0.005, 0.80, "nodes of one machine differ by half a percent: an assumption"),
     "step": Prior(0.010, 0.80, "synchronization, clipping, and data loading between steps"),
 }

@@ -219,7 +219,7 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
     layout's."""
     known = [n.slower for n in table if n.slower is not None]
     if not known:
-        return "No neighbor is legal and fits: the layout stands alone."
+        return "No neighbor is legal and fits."
     near = sum(1 + slower < factor for slower in known)
     return f"{near} of {len(known)} neighbors that fit are less than {factor - 1:.0%} slower: too close to tell apart."
 
