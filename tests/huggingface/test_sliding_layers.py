@@ -55,6 +55,14 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
     assert model_of(config_of(model, kind), "config.json") == model
 
 
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.slides])
+def test_use_sliding_window_counts_only_in_families_in_which_transformers_reads_it(kind: str) -> None:
+    """In a Mistral model, for example, every layer slides, whatever this key says."""
+    config = {"model_type": kind, **SIZES, "sliding_window": 8, "use_sliding_window": False}
+    is_read = hasattr(transformers.CONFIG_MAPPING[kind](), "use_sliding_window")
+    assert (model_of(config, "config.json").sliding_layers == 0) == is_read
+
+
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.lists_layer_types])
 def test_models_without_sliding_layers_are_written_for_transformers(kind: str) -> None:
     """For some families, transformers always makes the masks of both types of layers, and needs a window size for
