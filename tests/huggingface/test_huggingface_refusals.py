@@ -106,8 +106,18 @@ def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
 def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
     sizes = PRESETS["llama-tiny"] | {"partial_rotary_factor": 0.5}
     assert config_of(ModelConfig(**sizes))["model_type"] == "phi3"
-    with pytest.raises(UserError, match="no Hugging Face model"):
-        config_of(ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    stretched = ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(UserError, match="no Hugging Face model of model_type 'phi3'"):
+        config_of(stretched, "phi3")
+    assert config_of(stretched)["model_type"] == "glm"
+
+
+def test_helium_is_not_written_with_heads_wider_than_the_residual_stream() -> None:
+    """Its output projection has hidden_size inputs, whatever head_dim is."""
+    sizes = PRESETS["llama-tiny"]
+    assert config_of(ModelConfig(**sizes), "helium")["head_dim"] == ModelConfig(**sizes).head_dim
+    with pytest.raises(UserError, match="no Hugging Face model of model_type 'helium'"):
+        config_of(ModelConfig(**sizes | {"head_dim": 2 * ModelConfig(**sizes).head_dim}), "helium")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         ("gemma3_text", {"sliding_window_pattern": 3}),
         ("gemma3_text", {"rope_theta": 1e5, "rope_local_base_freq": 300.0}),
         ("gemma3_text", {"rope_parameters": {F: {"rope_type": "default", "rope_theta": 1e5}}}),
+        ("ministral", {}),
+        ("ministral", {"use_sliding_window": False}),  # transformers reads this key only in Qwen's families.
+        ("vaultgemma", {}),
         ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 6}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
     ],

@@ -17,7 +17,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
-from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, REQUIRED, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.families import FAMILIES, MISSING
+from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
 
@@ -117,7 +118,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
     # In these families, attention_bias also decides whether the output projection has a bias.
-    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:
+    if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys.get("num_experts"):
         count = given[family.keys["num_experts"]]
