@@ -94,6 +94,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [F, S], "final_logit_softcapping": 3.0, "tie_word_embeddings": False}
         | {"rope_parameters": {F: GEMMA_LINEAR, S: {"rope_type": "default", "rope_theta": 300.0}}},
     ),
+    "ministral": (
+        "MinistralConfig",
+        {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7, "layer_types": [F, S]},
+    ),
+    "seed_oss": ("SeedOssConfig", {"num_key_value_heads": 2, "head_dim": 16}),
+    "seed_oss biases": (
+        "SeedOssConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": False, "attention_out_bias": True},
+    ),
+    "starcoder2": ("Starcoder2Config", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "starcoder2 no biases": (
+        "Starcoder2Config",
+        {"num_key_value_heads": 4, "use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu"},
+    ),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        GEMMA | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "helium": ("HeliumConfig", {"num_key_value_heads": 2, "head_dim": 8}),
+    "helium biases": (
+        "HeliumConfig",
+        {"num_key_value_heads": 8, "head_dim": 8, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    ),
+    "glm": ("GlmConfig", {"num_key_value_heads": 2, "head_dim": 16}),
+    "glm whole": (
+        "GlmConfig",
+        {"num_key_value_heads": 4, "head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
+    "glm4": ("Glm4Config", {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.75}),
+    "ernie4_5": ("Ernie4_5Config", {"num_key_value_heads": 2, "head_dim": 16}),
+    "ernie4_5 biases": (
+        "Ernie4_5Config",
+        {"num_key_value_heads": 8, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
+    ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt_neox in turn": (
         "GPTNeoXConfig",

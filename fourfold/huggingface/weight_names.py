@@ -33,11 +33,11 @@ def _weight_and_bias(prefix: str, modules: Mapping[str, str | tuple[str, ...]]) 
 _QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
 _OUTSIDE: Table = {
     "model.embed_tokens.weight": ("embed_tokens.weight",),
-    "model.norm.weight": ("norm.weight",),
     "lm_head.weight": ("lm_head.weight",),
-    "model.layers.{i}.input_layernorm.weight": ("layers.{i}.input_layernorm.weight",),
-    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",),
-}
+} | _weight_and_bias(
+    "model.",
+    {name: name for name in ("norm", "layers.{i}.input_layernorm", "layers.{i}.post_attention_layernorm")},
+)
 _LLAMA = _OUTSIDE | _weight_and_bias(
     "model.layers.{i}.",
     {
@@ -62,6 +62,13 @@ _GEMMA2 = (
     | _OUTPUT_NORMS
     | {"model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)}
 )
+_GLM = {theirs: ours for theirs, ours in _LLAMA.items() if "mlp.gate" not in theirs and "mlp.up" not in theirs} | {
+    "model.layers.{i}.mlp.gate_up_proj.weight": tuple(f"layers.{{i}}.mlp.up.{p}_proj.weight" for p in ("gate", "up"))
+}
+_GLM4 = _GLM | {
+    "model.layers.{i}.post_self_attn_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
+    "model.layers.{i}.post_mlp_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
+}
 _PHI3 = _OUTSIDE | _weight_and_bias(
     "model.layers.{i}.",
     {
@@ -104,6 +111,11 @@ _GPT_NEOX: Table = {
 )
 
 
+def _renamed(table: Table, **names: str) -> Table:
+    """Return a table with other Hugging Face names for some modules."""
+    return {".".join(names.get(part, part) for part in theirs.split(".")): ours for theirs, ours in table.items()}
+
+
 def _experts(block: str, **matrices: str) -> Table:
     """Return rows for a router and its experts.
 
@@ -141,6 +153,8 @@ class Format:
     """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
     by_head: tuple[str, ...] = ()
     """Tensors that interleave the rows of our parameters head by head."""
+    interleaved: tuple[str, ...] = ()
+    """Tensors whose rotary embeddings rotate the rows 2i and 2i + 1 of a head. Our decoder rotates i and i + d."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
 
@@ -150,7 +164,9 @@ class Format:
         return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
 
 
-FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(_LLAMA)) | {
+_PAIRS = (".q_proj.", ".k_proj.")
+_OF_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss")
+FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
     "olmo2": Format(_OLMO2),
     "olmo3": Format(_OLMO2),
@@ -163,6 +179,12 @@ FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(
     "qwen2_moe": Format(_QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE),
     "olmoe": Format(_QWEN_MOE),
     "glm4_moe": Format(_QWEN_MOE | _shared_expert("shared_experts"), layers_beyond="num_nextn_predict_layers"),
+    "vaultgemma": Format(_renamed(_LLAMA, post_attention_layernorm="pre_feedforward_layernorm")),
+    "starcoder2": Format(_renamed(_LLAMA, up_proj="c_fc", down_proj="c_proj")),
+    "helium": Format(_LLAMA, interleaved=_PAIRS),
+    "ernie4_5": Format(_LLAMA, interleaved=_PAIRS),
+    "glm": Format(_GLM, interleaved=_PAIRS),
+    "glm4": Format(_GLM4, interleaved=_PAIRS),
 }
 
 BUFFERS = (
@@ -195,6 +217,9 @@ class TensorPiece:
     stride: int
     expert: int | None = None
     """The index of the expert, if our parameter stacks experts along the first dim."""
+    interleaved: int = 0
+    """Number of rows at the beginning of each group that are interleaved: the first half of our rows has even positions
+    in the Hugging Face tensor, and the second half has odd positions."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the whole parameter, or one expert of a parameter that stacks experts."""
@@ -202,12 +227,24 @@ class TensorPiece:
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Yield runs of consecutive rows (all inside ``self.rows``). Each run gives their positions in our parameter,
-        counted from its first row, and in the Hugging Face tensor."""
-        size = self.rows // self.groups
+        counted from its first row, and in the Hugging Face tensor. There, interleaved rows are every second row."""
+        size, pairs = self.rows // self.groups, self.interleaved
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
-            begin, end = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
-            theirs = self.first + group * self.stride - group * size
-            yield slice(begin - rows.start, end - rows.start), slice(theirs + begin, theirs + end)
+            ours, theirs = group * size, self.first + group * self.stride
+            for part in (range(0, pairs, 2), range(1, pairs, 2), range(pairs, size)):
+                begin, end = max(rows.start, ours), min(rows.stop, ours + len(part))
+                if begin < end:
+                    here, there = slice(begin - rows.start, end - rows.start), part[begin - ours : end - ours]
+                    yield here, slice(theirs + there[0], theirs + there[-1] + 1, there.step)
+                ours += len(part)
+
+    def grouped(self, ours: Tensor) -> Tensor:
+        """Return our rows as [groups, rows of a group, …], in the order of the Hugging Face tensor."""
+        whole: Tensor = ours[: self.rows].unflatten(0, (self.groups, -1))
+        if not self.interleaved:
+            return whole
+        rotated, rest = whole[:, : self.interleaved], whole[:, self.interleaved :]
+        return torch.cat([rotated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2), rest], dim=1)
 
 
 @dataclass(frozen=True)
@@ -222,7 +259,7 @@ class TheirTensor:
     def joined(self, ours: Sequence[Tensor]) -> Tensor:
         """Join the pieces into the Hugging Face tensor: drop the padding, stack the rows, and transpose if that
         tensor is stored as [in, out]."""
-        groups = [t[: piece.rows].unflatten(0, (piece.groups, -1)) for piece, t in zip(self.pieces, ours, strict=True)]
+        groups = [piece.grouped(tensor) for piece, tensor in zip(self.pieces, ours, strict=True)]
         whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
         return whole.T.contiguous() if self.transposed else whole
 
@@ -268,13 +305,16 @@ def _their_tensor(
     shapes: dict[str, tuple[int, ...]],
     model: ModelConfig,
 ) -> TheirTensor:
-    groups = model.num_attention_heads if any(part in theirs for part in files.by_head) else 1
     dims = [shapes[name] if expert is None else shapes[name][1:] for name in ours]
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
+    pairs = model.rotary_dim if any(part in theirs for part in files.interleaved) else 0
+    is_by_head = pairs or any(part in theirs for part in files.by_head)
+    groups = min(rows) // model.head_dim if is_by_head else 1
     stride = sum(rows) // groups
     firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
     pieces = [
-        TensorPiece(name, first, n, groups, stride, expert) for name, first, n in zip(ours, firsts, rows, strict=True)
+        TensorPiece(name, first, n, groups, stride, expert, pairs)
+        for name, first, n in zip(ours, firsts, rows, strict=True)
     ]
     shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)

@@ -93,19 +93,20 @@ class TensorFiles:
         return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time.
+        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time. The first
+        slice can have a step.
 
         Raises:
             UserError: a value is NaN or infinite, or becomes infinite in the dtype of ``out``.
         """
-        rows = slices[0]
+        rows, every = slices[0], slices[0].step or 1
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
-        step = max(1, CHUNK_BYTES // max(1, width))
+        step = every * max(1, CHUNK_BYTES // max(1, width * every))
         for begin in range(rows.start, rows.stop, step):
             chunk = slice(begin, min(begin + step, rows.stop))
             with opened_tensors(self.file_of[name]) as opened:
-                part = out[chunk.start - rows.start : chunk.stop - rows.start]
-                part.copy_(opened.get_slice(name)[(chunk, *slices[1:])])
+                part = out[(chunk.start - rows.start) // every :][: len(range(chunk.start, chunk.stop, every))]
+                part.copy_(opened.get_slice(name)[(chunk, *slices[1:])][::every])
             if not part.isfinite().all():
                 raise UserError(
                     f"{self.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out.dtype}; "

@@ -15,8 +15,17 @@ from tiny_huggingface import make_model
 from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
 
+SLOW = ("ministral", "seed_oss", "starcoder2", "vaultgemma", "glm", "glm4", "ernie4_5", "helium")
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen2 tied", "qwen2"), ("qwen2_moe", "qwen2_moe")])
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen2 tied", "qwen2"),
+        ("qwen2_moe", "qwen2_moe"),
+        *(pytest.param(kind, kind, marks=pytest.mark.slow) for kind in SLOW),
+    ],
+)
 def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
     """transformers opens the exported model, computes the same as the checkpoint, and generates text with it."""
     transformers = pytest.importorskip("transformers")

@@ -125,8 +125,10 @@ SPECIAL: dict[str, list[Any]] = {
     "rms_norm_eps": [0.5],
     "layer_norm_eps": [0.5],
     "layer_norm_epsilon": [0.5],
+    "final_logit_softcapping": [2.0, 6.0, 0.0, None],
 }
-"""Values for keys that need particular values. A value of another type, or a small change, would show little."""
+"""Values for keys that need particular values. A value of another type, or a small change, would show little. A smaller
+cap of the logits would be of the size of the rounding errors that it lets through."""
 
 UNTYPED: list[Any] = [None, True, False, 1, 3, 0.5]
 """Values for a key whose type is unknown, because the family's configurations do not have the key by default."""

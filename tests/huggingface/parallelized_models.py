@@ -47,6 +47,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24},
     ),
     "glm4_moe": ("Glm4MoeConfig", {"num_key_value_heads": 4, "n_routed_experts": 8, "vocab_size": 208}),
+    "ministral": ("MinistralConfig", {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 8, "vocab_size": 208}),
+    "seed_oss": (
+        "SeedOssConfig",
+        {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208, "attention_dropout": 0, "residual_dropout": 0},
+    ),
+    "starcoder2": ("Starcoder2Config", {"num_key_value_heads": 4, "vocab_size": 208}),
+    "vaultgemma": ("VaultGemmaConfig", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
+    "glm": ("GlmConfig", {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208}),
+    "glm4": ("Glm4Config", {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208}),
+    "ernie4_5": ("Ernie4_5Config", {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208}),
+    "helium": ("HeliumConfig", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
 }
 
 

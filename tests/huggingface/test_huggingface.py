@@ -155,6 +155,14 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp2 gemma3": ("gemma3 stretched", {"cp": 2}),
     "x2 z2 olmo2": ("olmo2", {"x": 2, "z": 2}),
     "pp2 olmo3": ("olmo3", {"pp": 2}),
+    "x2 y2 glm4": ("glm4", {"x": 2, "y": 2}),
+    "x2 z2 glm": ("glm", {"x": 2, "z": 2}),
+    "z4 helium": ("helium biases", {"z": 4}),
+    "pp2 x2 ernie4_5": ("ernie4_5 biases", {"pp": 2, "x": 2}),
+    "x2 y2 starcoder2": ("starcoder2", {"x": 2, "y": 2}),
+    "dp2 zero 3 seed_oss": ("seed_oss biases", {"dp": 2, "zero": 3}),
+    "pp2 vaultgemma": ("vaultgemma", {"pp": 2}),
+    "cp2 ministral": ("ministral", {"cp": 2}),
     "dp2 ep2 mixtral": ("mixtral tied", {"dp": 2, "ep": 2}),
     "x2 y2 olmoe": ("olmoe", {"x": 2, "y": 2}),
     "z2 x2 ep2 zero 3 qwen3_moe": ("qwen3_moe", {"z": 2, "x": 2, "ep": 2, "zero": 3}),
@@ -178,7 +186,7 @@ def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[s
     return loss, gather_full(job.shards, [shard.local for shard in job.shards])
 
 
-FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixtral")
+FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixtral", "x2 y2 glm4")
 
 
 @pytest.mark.fast_cases(2)

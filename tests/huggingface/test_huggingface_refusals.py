@@ -77,6 +77,9 @@ def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names:
         ("qwen3_moe", {"moe_intermediate_size": 32}, "has the shape [24, 64], and the model's is [32, 64]"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
         ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers = [0, 1] with num_hidden_layers = 2; a mixture"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts = None; this is a family of mixtures of experts"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0; this is a family of mixtures of experts"),
+        ("glm4_moe", {"n_routed_experts": None}, "n_routed_experts = None; this is a family of mixtures of experts"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; the decoder here computes only 0.0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; the decoder here computes only None"),
         ("glm4_moe", {"n_group": 2}, "n_group = 2; the decoder here computes only 1"),
@@ -103,8 +106,18 @@ def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
 def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
     sizes = PRESETS["llama-tiny"] | {"partial_rotary_factor": 0.5}
     assert config_of(ModelConfig(**sizes))["model_type"] == "phi3"
-    with pytest.raises(UserError, match="no Hugging Face model"):
-        config_of(ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    stretched = ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(UserError, match="no Hugging Face model of model_type 'phi3'"):
+        config_of(stretched, "phi3")
+    assert config_of(stretched)["model_type"] == "glm"
+
+
+def test_helium_is_not_written_with_heads_wider_than_the_residual_stream() -> None:
+    """Its output projection has hidden_size inputs, whatever head_dim is."""
+    sizes = PRESETS["llama-tiny"]
+    assert config_of(ModelConfig(**sizes), "helium")["head_dim"] == ModelConfig(**sizes).head_dim
+    with pytest.raises(UserError, match="no Hugging Face model of model_type 'helium'"):
+        config_of(ModelConfig(**sizes | {"head_dim": 2 * ModelConfig(**sizes).head_dim}), "helium")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

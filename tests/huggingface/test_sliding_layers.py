@@ -39,6 +39,9 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         ("gemma3_text", {"sliding_window_pattern": 3}),
         ("gemma3_text", {"rope_theta": 1e5, "rope_local_base_freq": 300.0}),
         ("gemma3_text", {"rope_parameters": {F: {"rope_type": "default", "rope_theta": 1e5}}}),
+        ("ministral", {}),
+        ("ministral", {"use_sliding_window": False}),  # transformers reads this key only in Qwen's families.
+        ("vaultgemma", {}),
         ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 6}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
     ],
@@ -53,6 +56,14 @@ def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> Non
     assert model.rope_theta == ropes.get(F, ropes)["rope_theta"]
     assert (model.rope_local_base_freq or model.rope_theta) == ropes.get(S, ropes)["rope_theta"]
     assert model_of(config_of(model, kind), "config.json") == model
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.slides])
+def test_use_sliding_window_counts_only_in_families_in_which_transformers_reads_it(kind: str) -> None:
+    """In a Mistral model, for example, every layer slides, whatever this key says."""
+    config = {"model_type": kind, **SIZES, "sliding_window": 8, "use_sliding_window": False}
+    is_read = hasattr(transformers.CONFIG_MAPPING[kind](), "use_sliding_window")
+    assert (model_of(config, "config.json").sliding_layers == 0) == is_read
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.lists_layer_types])

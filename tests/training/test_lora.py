@@ -144,6 +144,7 @@ def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path
     [
         pytest.param("gpt2", None, marks=pytest.mark.slow),
         ("gpt_neox", ["q_proj", "v_proj", "down_proj"]),
+        ("glm", ["q_proj", "k_proj", "up_proj"]),
         pytest.param("phi3", ["up_proj", "o_proj", "k_proj"], marks=pytest.mark.slow),
     ],
 )

@@ -28,6 +28,14 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "mistral": ({"cp": 2}, {"data": {"mask_documents": True}}),
     "gemma2": ({"dp": 2}, {}),
     "olmo2": ({"z": 2}, {"lora": {"rank": 2}}),
+    "glm": ({"x": 2}, {"lora": {"rank": 2}}),
+    "glm4": ({"x": 2, "y": 2}, {}),
+    "helium biases": ({"z": 2}, {}),
+    "ernie4_5 biases": ({"pp": 2}, {}),
+    "starcoder2": ({"y": 2}, {}),
+    "seed_oss": ({"cp": 2}, {"data": {"mask_documents": True}}),
+    "vaultgemma": ({"x": 2}, {}),
+    "ministral": ({"dp": 2}, {}),
     "qwen3_moe": ({"ep": 2, "dp": 2}, {}),
 }
 """Family, grid, and further sections of the run file."""
@@ -99,6 +107,34 @@ WEIGHT_FAULTS = {
             "fourfold.huggingface.weights:Pretrained._read_piece",
             "piece.runs(rows)",
             "((slice(r - rows.start, r - rows.start + 1), slice(r, r + 1)) for r in range(rows.start, rows.stop))",
+        ),
+    ),
+    "rows of interleaved pairs are read in the files' order": (
+        "glm4",
+        ("fourfold.huggingface.weight_names:TensorPiece.runs", "self.interleaved", "0"),
+    ),
+    "all rows of a head are read as interleaved pairs, although only half of them rotate": (
+        "glm4",
+        (
+            "fourfold.huggingface.weight_names:TensorPiece.runs",
+            "(range(0, pairs, 2), range(1, pairs, 2), range(pairs, size))",
+            "(range(0, size, 2), range(1, size, 2))",
+        ),
+    ),
+    "rows of interleaved pairs are read second half first": (
+        "glm4",
+        (
+            "fourfold.huggingface.weight_names:TensorPiece.runs",
+            "(range(0, pairs, 2), range(1, pairs, 2), range(pairs, size))",
+            "(range(1, pairs, 2), range(0, pairs, 2), range(pairs, size))",
+        ),
+    ),
+    "the biases of interleaved pairs are read in the files' order": (
+        "glm4",
+        (
+            "fourfold.huggingface.weight_names:_their_tensor",
+            "any(part in theirs for part in files.interleaved)",
+            "any(part in theirs and 'weight' in theirs for part in files.interleaved)",
         ),
     ),
     "the tokenizer drops spaces": (

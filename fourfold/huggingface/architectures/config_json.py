@@ -17,7 +17,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
-from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, REQUIRED, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.families import FAMILIES, MISSING
+from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
 
@@ -117,10 +118,11 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
     # In these families, attention_bias also decides whether the output projection has a bias.
-    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:
+    if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
-    if "num_experts" in family.keys and not keys["num_experts"]:
-        raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")
+    if "num_experts" in family.keys and not keys.get("num_experts"):
+        count = given[family.keys["num_experts"]]
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of mixtures of experts")
     if family.lists_dense_layers:
         keys["first_k_dense_replace"] = _first_dense(given, where)
     if family.counts_shared_experts:
@@ -146,7 +148,8 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the keys of [model] that describe sliding-window layers."""
     window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
-    if family.slides is None or window is None or not given.get("use_sliding_window", True):
+    is_used = given["use_sliding_window"] if "use_sliding_window" in family.defaults else True
+    if family.slides is None or window is None or not is_used:
         return none
     name = family.keys["num_hidden_layers"]
     layers = given[name]

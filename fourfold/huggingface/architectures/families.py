@@ -1,63 +1,13 @@
-"""The transformers architectures that the decoder can compute: keys, defaults, and requirements of their
-config.json."""
+"""The transformers architectures that the decoder can compute. The tables of ``variants.py`` describe some of them by
+their differences from another architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
-"""Keys of config.json that determine which layers have a sliding window, with their smallest allowed value."""
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-}
-"""The keys that determine the rotary frequencies, by type of scaling."""
-
-REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
-"""Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture of transformers."""
-
-    architecture: str
-    keys: Mapping[str, str]
-    """Maps our keys to their names in config.json. A file may omit some of them."""
-    defaults: Mapping[str, Any]
-    """The family's default values for missing keys."""
-    fixed: Mapping[str, Any]
-    """Keys of [model] that have the same value in every model of the family."""
-    activations: Mapping[str, Mapping[str, Any]]
-    """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
-    activation_key: str = "hidden_act"
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
-    rope_theta: str = "rope_theta"
-    """Name of this key in files of transformers 4."""
-    partial_rotary_factor: str | None = None
-    """Name of this key in files of transformers 4. None if rotary embeddings always rotate whole heads."""
-    rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
-    """The types of rotary scaling that the family supports."""
-    other_names: Mapping[str, str] = field(default_factory=dict)
-    """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
-    lists_dense_layers: bool = False
-    """Whether mlp_only_layers lists the layers without experts. The decoder requires that these layers come first."""
-    counts_shared_experts: bool = False
-    """Whether n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
-    slides: Callable[[int, Mapping[str, Any]], bool] | None = None
-    """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
-    window."""
-    lists_layer_types: bool = False
-    """Whether the key layer_types, if given, replaces ``slides``."""
-    rope_local_theta: float | None = None
-    """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
-    reads_local_theta: bool = False
-    """Whether the key rope_local_base_freq sets this base."""
+from fourfold.huggingface.architectures.family import Family
+from fourfold.huggingface.architectures.variants import variants_of
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
@@ -100,29 +50,15 @@ _OLMO_FIXED = _LLAMA_FIXED | {
 }
 _GEMMA_KEYS = _LLAMA_KEYS | {key: key for key in ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")}
 _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
+    "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "tie_word_embeddings": True,
-}
-_GEMMA_FIXED = _LLAMA_FIXED | {
-    "norm_placement": "around",
-    "mlp_bias": False,
-    "zero_centered_norm": True,
-    "scale_embeddings": True,
-}
-_GPT2_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-}
+}  # fmt: skip
+_GEMMA_FIXED = _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True}
+_AROUND = {"norm_placement": "around"}
+_GPT2_KEYS = {key: key for key in ("vocab_size", "tie_word_embeddings", "initializer_range")} | {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
 _GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
 _GPT2_FIXED = dict.fromkeys(_NO_BIASES, True) | {"norm": "layernorm", "position_embedding": "learned", "qk_norm": False}
 _GPT_NEOX_KEYS = {key: key for key in (*_SAME_NAMES, "attention_bias")} | {
@@ -130,12 +66,9 @@ _GPT_NEOX_KEYS = {key: key for key in (*_SAME_NAMES, "attention_bias")} | {
     "parallel_residual": "use_parallel_residual",
 }
 _GPT_NEOX_DEFAULTS = {
-    "layer_norm_eps": 1e-5,
-    "use_parallel_residual": True,
-    "attention_bias": True,
-    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5, "use_parallel_residual": True, "attention_bias": True, "max_position_embeddings": 2048,
     "rotary_pct": 0.25,
-}
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -203,7 +136,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_KEYS | {"attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-        _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
+        _GEMMA_FIXED,
         # The family's first files say "gelu" but mean the tanh approximation, and transformers reads it that way.
         _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
         required={"use_bidirectional_attention": (None, False)},
@@ -214,7 +147,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA_DEFAULTS
         | {"max_position_embeddings": 8192}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        _GEMMA_FIXED,
+        _GEMMA_FIXED | _AROUND,
         _GEGLU,
         "hidden_activation",
         {"use_bidirectional_attention": (None, False)},
@@ -225,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         _GEMMA_KEYS,
         _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6},
-        _GEMMA_FIXED | {"qk_norm": True},
+        _GEMMA_FIXED | _AROUND | {"qk_norm": True},
         _GEGLU,
         "hidden_activation",
         {"use_bidirectional_attention": (None, False)},
@@ -250,11 +183,8 @@ FAMILIES: dict[str, Family] = {
         _GPT2_FIXED,
         _GELU,
         "activation_function",
-        {
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
+        {"scale_attn_weights": (True,)}
+        | dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,)),
         other_names={
             ours: theirs for ours, theirs in _GPT2_KEYS.items() if theirs.startswith("n_") and ours in _SAME_NAMES
         },
@@ -289,8 +219,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         _LLAMA_KEYS
         | _EXPERT_KEYS
-        | {"attention_bias": "qkv_bias"}
-        | {"shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        | {"attention_bias": "qkv_bias", "shared_expert_intermediate_size": "shared_expert_intermediate_size"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60, "num_experts_per_tok": 4}
         | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "qkv_bias": True}
@@ -320,8 +249,7 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeForCausalLM",
         _LLAMA_KEYS
         | _EXPERT_KEYS
-        | {"attention_bias": "attention_bias", "num_experts": "n_routed_experts"}
-        | {"qk_norm": "use_qk_norm"}
+        | {"attention_bias": "attention_bias", "num_experts": "n_routed_experts", "qk_norm": "use_qk_norm"}
         | {key: key for key in ("routed_scaling_factor", "first_k_dense_replace")},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "n_routed_experts": 128}
@@ -336,6 +264,7 @@ FAMILIES: dict[str, Family] = {
         counts_shared_experts=True,
     ),
 }
+FAMILIES |= variants_of(FAMILIES)
 
 MISSING: dict[str, str] = {
     "phi": "one norm for attention and MLP side by side, and a bias of the head",

@@ -15,7 +15,8 @@ from fourfold.huggingface.architectures.config_json import (
     SLIDING,
     model_of,
 )
-from fourfold.huggingface.architectures.families import FAMILIES, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.families import FAMILIES
+from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    config: dict[str, Any] = {family.rope_theta: model.rope_theta}
+    config: dict[str, Any] = {family.rope_theta: model.rope_theta, "head_dim": model.head_dim}
     if family.partial_rotary_factor is not None:
         config[family.partial_rotary_factor] = model.partial_rotary_factor
     if model.rope_scaling is not None:

@@ -1,0 +1,67 @@
+"""The record of a transformers architecture: the keys, defaults, and requirements of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Table = Mapping[str, Any]
+
+LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
+"""Keys of config.json that determine which layers have a sliding window, with their smallest allowed value."""
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""The keys that determine the rotary frequencies, by type of scaling."""
+
+REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
+"""Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    architecture: str
+    keys: Mapping[str, str]
+    """Maps our keys to their names in config.json. A file may omit some of them."""
+    defaults: Mapping[str, Any]
+    """The family's default values for missing keys."""
+    fixed: Mapping[str, Any]
+    """Keys of [model] that have the same value in every model of the family."""
+    activations: Mapping[str, Mapping[str, Any]]
+    """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
+    activation_key: str = "hidden_act"
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json that must have one of these values, because the decoder cannot compute any other."""
+    rope_theta: str = "rope_theta"
+    """Name of this key in files of transformers 4."""
+    partial_rotary_factor: str | None = None
+    """Name of this key in files of transformers 4. None if rotary embeddings always rotate whole heads."""
+    rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
+    """The types of rotary scaling that the family supports."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
+    lists_dense_layers: bool = False
+    """Whether mlp_only_layers lists the layers without experts. The decoder requires that these layers come first."""
+    counts_shared_experts: bool = False
+    """Whether n_shared_experts gives the shared expert's width as a multiple of moe_intermediate_size."""
+    slides: Callable[[int, Mapping[str, Any]], bool] | None = None
+    """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
+    window."""
+    lists_layer_types: bool = False
+    """Whether the key layer_types, if given, replaces ``slides``."""
+    rope_local_theta: float | None = None
+    """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
+    reads_local_theta: bool = False
+    """Whether the key rope_local_base_freq sets this base."""
+
+    def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
+        """Return an architecture with other entries in these tables. A key that becomes None is not read."""
+        read = {ours: theirs for ours, theirs in {**self.keys, **keys}.items() if theirs is not None}
+        defaults, fixed = {**self.defaults, **defaults}, {**self.fixed, **fixed}
+        return replace(self, architecture=architecture, keys=read, defaults=defaults, fixed=fixed, **changes)
