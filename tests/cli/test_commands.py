@@ -107,9 +107,10 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path, monkeypatch: pyte
     def refuse(path: Path, *_: object, **__: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "read_text", refuse)
-    errors = one_sentence(cli("report", tmp_path))
+    with monkeypatch.context() as patch:  # Only for the command. pytest opens files too.
+        patch.setattr(Path, "open", refuse)
+        patch.setattr(Path, "read_text", refuse)
+        errors = one_sentence(cli("report", tmp_path))
     assert f"cannot open {tmp_path / 'metrics.jsonl'}: Permission denied" in errors
 
 
