@@ -13,7 +13,7 @@ from fourfold.cli.options import AsJson
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder that runs write to: its disk is tested, nothing is left in it.")
+        Path, typer.Option(metavar="DIR", help="Folder that runs write to. Its disk is tested, and no file is left.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:

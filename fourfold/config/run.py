@@ -290,7 +290,7 @@ class RunConfig(Strict):
             )
         if self.lora.rank and self.training.float8 != "none":
             raise ValueError(
-                f"lora.rank = {self.lora.rank} keeps what it freezes in bf16, and training.float8 = "
+                f"lora.rank = {self.lora.rank} keeps frozen weights in bf16, and training.float8 = "
                 f"'{self.training.float8}'; set training.float8 = 'none'"
             )
         if self.lora.rank and self.moe.bias_update_rate:

@@ -213,7 +213,7 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
     guard = record["bag_of_words_guard"]
     if guard is not None and guard["differs"]:
         found.append(
-            f"Members and controls differ in their words alone (AUC {guard['auc']:.2f} without any model): membership "
+            f"Words alone tell members from controls (AUC {guard['auc']:.2f} without any model): membership "
             "attacks may detect nothing else."
         )
     if record["truncated_documents"]:

@@ -72,7 +72,7 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
     if again >= UNLIKELY:
         known[best] = np.inf
         index = int(np.argmin(known))
-        return Proposal(index, f"again, as it is within noise: {_expected(belief, index, best, again)}", again)
+        return Proposal(index, f"again, because it is within noise: {_expected(belief, index, best, again)}", again)
     end = f"the chance that a layout is {BETTER:.0%} faster is {chance:.1%} for new ones and {again:.1%} for tried ones"
     return Proposal(None, end, max(chance, again))
 

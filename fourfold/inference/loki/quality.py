@@ -64,7 +64,7 @@ def measure_quality(
     k = config.key_count(length)
     if k >= length:
         raise UserError(
-            f"loki: k = {k} keys are all that windows of {length} tokens have, so nothing would be chosen; give longer "
+            f"loki: windows of {length} tokens have no more than k = {k} keys, so nothing would be chosen; give longer "
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)

@@ -82,7 +82,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
     """
     if dist.is_initialized():
         raise UserError(
-            "this process is in a process group already, of a grid or of its own; start jobs before that, or call "
+            "this process is in a process group already, from a grid or its own code; start jobs before that, or call "
             "torch.distributed.destroy_process_group() first"
         )
     on_gpu = device.type == "cuda"

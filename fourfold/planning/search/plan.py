@@ -223,7 +223,7 @@ def _nothing_fits(
         )
     least = legal[np.argmin(found.memory[legal])]
     point = predict(found.point(least), machine, constants)
-    likely = f", and run out of it with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
+    likely = f", and run out of memory with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
     sentence = (
         f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) would hold "
         f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU{likely}"
