@@ -35,7 +35,7 @@ def prepare(
     ] = None,
     train_tokenizer: Annotated[
         int | None,
-        _of_text(metavar="VOCAB", help="Instead of --tokenizer, train a byte-level BPE of this size on the input."),
+        _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input."),
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],

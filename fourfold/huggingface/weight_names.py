@@ -153,7 +153,7 @@ class Format:
     """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
     by_head: tuple[str, ...] = ()
     """Tensors that interleave the rows of our parameters head by head."""
-    interleaved: tuple[str, ...] = ()
+    rotated_in_pairs: tuple[str, ...] = ()
     """Tensors whose rotary embeddings rotate the rows 2i and 2i + 1 of a head. Our decoder rotates i and i + d."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
@@ -181,10 +181,10 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "glm4_moe": Format(_QWEN_MOE | _shared_expert("shared_experts"), layers_beyond="num_nextn_predict_layers"),
     "vaultgemma": Format(_renamed(_LLAMA, post_attention_layernorm="pre_feedforward_layernorm")),
     "starcoder2": Format(_renamed(_LLAMA, up_proj="c_fc", down_proj="c_proj")),
-    "helium": Format(_LLAMA, interleaved=_PAIRS),
-    "ernie4_5": Format(_LLAMA, interleaved=_PAIRS),
-    "glm": Format(_GLM, interleaved=_PAIRS),
-    "glm4": Format(_GLM4, interleaved=_PAIRS),
+    "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    "glm": Format(_GLM, rotated_in_pairs=_PAIRS),
+    "glm4": Format(_GLM4, rotated_in_pairs=_PAIRS),
 }
 
 BUFFERS = (
@@ -217,7 +217,7 @@ class TensorPiece:
     stride: int
     expert: int | None = None
     """The index of the expert, if our parameter stacks experts along the first dim."""
-    interleaved: int = 0
+    paired_rows: int = 0
     """Number of rows at the beginning of each group that are interleaved: the first half of our rows has even positions
     in the Hugging Face tensor, and the second half has odd positions."""
 
@@ -228,7 +228,7 @@ class TensorPiece:
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Yield runs of consecutive rows (all inside ``self.rows``). Each run gives their positions in our parameter,
         counted from its first row, and in the Hugging Face tensor. There, interleaved rows are every second row."""
-        size, pairs = self.rows // self.groups, self.interleaved
+        size, pairs = self.rows // self.groups, self.paired_rows
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
             ours, theirs = group * size, self.first + group * self.stride
             for part in (range(0, pairs, 2), range(1, pairs, 2), range(pairs, size)):
@@ -241,9 +241,9 @@ class TensorPiece:
     def grouped(self, ours: Tensor) -> Tensor:
         """Return our rows as [groups, rows of a group, …], in the order of the Hugging Face tensor."""
         whole: Tensor = ours[: self.rows].unflatten(0, (self.groups, -1))
-        if not self.interleaved:
+        if not self.paired_rows:
             return whole
-        rotated, rest = whole[:, : self.interleaved], whole[:, self.interleaved :]
+        rotated, rest = whole[:, : self.paired_rows], whole[:, self.paired_rows :]
         return torch.cat([rotated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2), rest], dim=1)
 
 
@@ -307,7 +307,7 @@ def _their_tensor(
 ) -> TheirTensor:
     dims = [shapes[name] if expert is None else shapes[name][1:] for name in ours]
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
-    pairs = model.rotary_dim if any(part in theirs for part in files.interleaved) else 0
+    pairs = model.rotary_dim if any(part in theirs for part in files.rotated_in_pairs) else 0
     is_by_head = pairs or any(part in theirs for part in files.by_head)
     groups = min(rows) // model.head_dim if is_by_head else 1
     stride = sum(rows) // groups

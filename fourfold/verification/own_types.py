@@ -117,13 +117,14 @@ def _finite_step(job: Job, step: int, scale: float) -> tuple[float, list[LocalSh
     """Take a step with a loss scale. If gradients overflow, take it again with a smaller scale, as training does.
 
     Returns:
-        The loss scale that did not overflow, and the results of ``_step``.
+        The last loss scale, and the results of ``_step``. If gradients overflow with a scale below 1, these results are
+        infinite or NaN.
     """
     while True:
         if job.loss_scale is not None:
             job.loss_scale.scale = scale
         graded, gradients = _step(job, step)
-        if job.loss_scale is None or job.loss_scale.scale >= scale:
+        if job.loss_scale is None or job.loss_scale.scale >= scale or scale < 1:
             return scale, graded, gradients
         scale /= LESS
 
