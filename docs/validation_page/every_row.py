@@ -27,8 +27,9 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         f"`fourfold/planning/calibration/measured.csv` has {len(measured):,} rows, and `sources.toml` next to it lists "
         "their sources.",
         "[measured-rows.md](measured-rows.md) describes the columns. We collected the rows from repositories and",
-        "papers, and mapped each text to values by hand. The column `derived` names the values that a source does not",
-        "print. If a source does not print the step time, it follows from tokens/s or FLOP/s (`time_from`). The rows",
+        "papers, and decided by hand which value of a column the words of a source mean. The column `derived` names",
+        "the values that a source does not print. If a source does not print the step time, it follows from tokens/s",
+        "or FLOP/s (`time_from`). The rows",
         "of S11 and S12 ran on Jean Zay. We left out two sources, tables of the NeMo Framework Launcher with 29 rows,",
         "because the licence in that repository is an evaluation agreement that treats benchmark results as",
         "confidential.",

@@ -38,10 +38,11 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
     return [
         "## A source that nothing was fitted to",
         "",
-        "Your own cluster and program are like a source that the constants have never seen. So each source is",
-        "predicted with constants fitted to the rows of all other sources. In the second table, each machine is",
-        "predicted with constants fitted to the rows of all other machines. Median and mean are of the absolute",
-        "errors, and the bias is the mean of the signed errors:",
+        "The planner's [constants](#constants) say how close a program gets to a machine's rates. They are fitted to",
+        "measured rows, but not to your cluster or program. So we predict each source with constants fitted to the",
+        "rows of all other sources. In the second table, we predict each machine with constants fitted to the rows of",
+        "all other machines. Median and mean are of the absolute errors, and the bias is the mean of the signed",
+        "errors:",
         "",
         *table(("source left out", "median", "mean", "bias"), error_rows(left_out["source"], "source")),
         "",
@@ -50,7 +51,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "Without fitted constants (machine files and priors only), the mean error is "
         f"{percent(errors_of(dense(alone))['mean_abs_error'])}, and the median error is "
         f"{percent(errors_of(dense(alone))['median_abs_error'])}.",
-        "We also used these errors to choose two settings among a few values: the noise between sources",
+        "We also used these errors to choose the values of two settings, each from a few candidates: the noise",
+        "between sources",
         "(`NOISE_BETWEEN` in `calibration/fit.py`), and the weight of a source's rows.",
         "",
         *table(
@@ -77,7 +79,7 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         f"{memory['out_of_memory_rows']} rows ran out of memory, and {percent(memory['oom_recall'])} of them are "
         "predicted not to fit. One is missed (S11, 206B, on GPUs of 80 GB).",
         "With one layer less per stage, the same layout took 59 GB, and a layer with its activations takes 8 GB. So",
-        "something other than the memory of a step must have run out.",
+        "this layout should take 67 of the 80 GB, and something other than the memory of a step must have run out.",
         "",
         *misfits(rows),
     ]
@@ -116,23 +118,24 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
     return [
         "## Intervals",
         "",
-        "`fourfold plan` prints an interval that contains a step's time with a probability of 90 %. Its bounds are the",
-        "predicted seconds times two factors. To find them, we divide the measured seconds of the left-out rows above",
-        "by their predicted seconds, also for FP8 and incomplete rows. The factors are the 5th and the 95th percentile",
-        "of these ratios, with equal weight for every source. For a *new machine*, the rows of the machine are left",
-        "out, and no constant of the row's source is used. *Coverage* is the fraction of rows that fall into the",
-        "interval computed from all other sources:",
+        "`fourfold plan` prints an interval that contains a step's time with a probability of 90 %. Each of its two",
+        "bounds is the predicted seconds times a factor. To find the factors, we divide the measured seconds of the",
+        "left-out rows above by their predicted seconds, also for FP8 and incomplete rows. The factors are the 5th and",
+        "the 95th percentile of these ratios, with equal weight for every source. For a *new machine*, all rows of the",
+        "row's machine are left out of the fit. The factors that the fit finds for the row's source on other machines",
+        "are not used either. *Coverage* is the fraction of rows that fall into the interval computed from all other",
+        "sources:",
         "",
         *table(
             ("extrapolation", "factors", "coverage, mean of sources", "coverage of all rows", "lowest coverage"), found
         ),
         "",
         "An error that two layouts share does not change their order. In each sweep, with its",
-        f"source left out, we compare the predicted best with rows that are predicted up to {NEAR - 1:.0%} slower. The",
-        "predicted ratio of the two times is right within a factor of "
-        f"{order_factor(dense(left_out['source'])):.2f} in 90 % of cases (over sources with at",
-        f"least {MIN_COMPARED} such rows, with equal weight for each source). If two predictions are closer than this",
-        "factor, `fourfold plan` says that the layouts cannot be told apart.",
+        f"source left out, we compare the predicted best with rows that are predicted up to {NEAR - 1:.0%} slower. For",
+        "90 % of these rows, the predicted ratio of the row's time to the best's time is within a factor of "
+        f"{order_factor(dense(left_out['source'])):.2f}",
+        f"of the measured ratio. Only sources with at least {MIN_COMPARED} of these rows count, with equal weight.",
+        "If two predictions are closer than this factor, `fourfold plan` says that the layouts cannot be told apart.",
         "",
     ]  # fmt: skip
 

@@ -64,19 +64,23 @@ def misfits(rows: list[Row]) -> list[str]:
     capacities = np.array(CAPACITIES)
     exact = FitCases(1 - normal_share(-np.log(capacities) / SPREAD), capacities >= 1).refused(MAX_P_OUT_OF_MEMORY)[0]
     margin = np.exp(NormalDist().inv_cdf(1 - MAX_P_OUT_OF_MEMORY) * SPREAD) - 1
+    refused = [size for size in CAPACITIES if 1 <= size < 1 + margin]
     return [
-        f"Few rows ran out of memory, so we construct cases. We take the {sum(r.memory_gb is not None for r in rows)} "
-        "runs with measured memory, and imagine each on",
-        f"{len(CAPACITIES)} devices with {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory that it needs.",
-        "If the planner's probability that a case runs out of memory is above 50%, it is right in "
-        f"{percent(precision)}",
-        f"of the cases, and it finds {percent(recall)} of the cases that do run out.",
+        "Few rows ran out of memory, so we construct cases. For each of the "
+        f"{sum(r.memory_gb is not None for r in rows)} runs with measured memory,",
+        f"we imagine {len(CAPACITIES)} device sizes, from {CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of the memory "
+        "that the run needs. Each run with one size is a case.",
+        "Say that the planner predicts *out of memory* if its probability is above 50 %. Then "
+        f"{percent(precision)} of these predictions",
+        f"are right, and they include {percent(recall)} of the cases that do run out.",
         f"`fourfold plan` is more careful: it refuses a layout if this probability is above {MAX_P_OUT_OF_MEMORY:.0%}. "
         f"It refuses {percent(careful_recall)} of the cases",
         f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted.",
-        f"Better predictions would not change that: with exact ones, it would be {percent(1 - exact)}. The planner",
-        f"assumes that its predictions have a standard deviation of {SPREAD:.0%}, so it asks for {margin:.0%} more",
-        "memory than it predicts. Two of the devices have enough memory, but not as much as that.",
+        f"Even with exact predictions, {percent(1 - exact)} of its refusals would have fitted, because it keeps a",
+        f"margin: it assumes that its predictions have a standard deviation of {SPREAD:.0%}, so it asks for "
+        f"{margin:.0%} more memory",
+        f"than it predicts. The device sizes {' and '.join(f'{size:.0%}' for size in refused)} are enough for the run, "
+        "but less than the planner asks for.",
         "",
         "The table groups the cases by the planner's probability that they fit. *Fit* is the share that does fit:",
         "",

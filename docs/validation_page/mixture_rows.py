@@ -13,20 +13,20 @@ from validation_page.cells import number, percent, table
 MIXTURES = """\
 No constant is fitted to a mixture. The planner predicts these rows with constants from dense rows, and counts the
 operations of experts. Every source is predicted with constants fitted to the *dense* rows of all other sources. The
-tables also show the errors with the constants that fourfold ships (*shipped*), which are fitted to dense rows of S5 and
-S8 too, and with no fitted constants (*machine files only*). The rows are not a blind test, because we saw them when we
-decided which operations to count. So the error on an unseen program will be larger.
+tables also show the errors with the constants that fourfold ships (*shipped*). These constants are fitted to dense rows
+of S5 and S8 too. The column *machine files only* shows the errors without fitted constants. The rows are not a blind
+test, because we saw them when we decided which operations to count. So the error on an unseen program will be larger.
 
 Sizes are from the models' published configurations. The tables of the sources do not say how tokens are exchanged, or
-what runs as a CUDA graph. Both are from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge, S8: the run
-files of the recipes), which we matched to each table by the version of its container. In S5, every expert gets equally
-many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
+what runs as a CUDA graph. We take both from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge, S8: the
+run files of the recipes). For each table, we used the recipe with the same container version. In S5, every expert gets
+equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
 
 The planner counts what these programs do:
 
 - Tokens move through memory. They are gathered, exchanged, sorted, padded, rounded for 8-bit matmuls, and moved back.
-  From container 26.06 on, the exchange delivers tokens in order, and the matmuls also compute the activation and round
-  (`fused_experts`).
+  From container 26.06 on, the exchange delivers tokens sorted by expert, and the kernels of the matmuls also compute
+  the activation and round it to 8 bits (`fused_experts`).
 - In earlier containers, each matmul of an expert is a launch of its own, and the host first waits for the number of
   tokens per expert. So no other work hides these launches. With a capacity, the host knows these numbers.
 - DeepEP and HybridEP send a token once to each GPU that needs it, and over the network once to each node.
@@ -40,9 +40,10 @@ These errors remain with the shipped constants:
 
 The planner does not predict multi-head latent attention (DeepSeek, Kimi).
 
-No source of these rows gives memory. The planner's states and communication equal those of `fourfold trace`, and its
-peak of the activations is within a tenth of the trace's (`tests/planning/test_exact_mixture.py`). All rows ran, and
-*fits* is the share of them that the planner predicts to fit.
+No source of these rows gives memory. The planner's bytes of weights, gradients, optimizer states, and communication
+equal the bytes that `fourfold trace` counts. Its peak of the activations is close to the trace's
+(`tests/planning/test_exact_mixture.py` has the limits). All rows ran, and *fits* is the share of them that the planner
+predicts to fit.
 """.splitlines()
 
 

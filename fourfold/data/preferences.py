@@ -1,4 +1,4 @@
-"""Read pairs of answers to the same prompt as samples: the chosen answer, followed by the rejected answer."""
+"""Read pairs of answers to one prompt. Each pair gives two samples: first the chosen answer, then the rejected one."""
 
 from __future__ import annotations
 

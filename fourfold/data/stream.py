@@ -161,7 +161,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            unseen = max(0, -absent)  # The checkpoint may have been written with masks that look further back.
+            # A window is too long if the run resumes from a position that was saved with a longer look-back.
+            unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
             starts.append(begins[begins >= 0])

@@ -127,7 +127,7 @@ def open_tokenizer(name: str) -> Any:
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """Return why transformers refuses a model that comes with its own code. For any other error, return None."""
+    """If transformers raised this error because the model needs its own code, return a sentence about it, else None."""
     if REMOTE_CODE not in str(error):
         return None
     return "it needs Python code that comes with it, which fourfold never runs; use one that transformers has built in"

@@ -168,7 +168,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_read_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        if report.state in STOPPED:  # This resumes the rank, so do it only after all ranks have reported.
+        if report.state in STOPPED:  # Collecting its stacks resumes the rank, so first wait for the other reports.
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs; writing {folder}: {error.strerror}", file=sys.stderr, flush=True)

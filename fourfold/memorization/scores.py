@@ -64,9 +64,10 @@ class TokenScores:
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the fields [5, m] of m tokens in float32. The logits are overwritten.
+    """Return the scores of m tokens in float32, [5, m]: a row for each field of ``TokenScores``. The logits are
+    overwritten.
 
-    Token ids are exact in float32 up to 2^24.
+    The row ``predicted`` has token ids, which float32 represents exactly up to 2^24.
     """
     logits_mV = logits_mV.float()
     sampled_m = None if sampling.is_plain else _sampled(logits_mV, targets_m, sampling)

@@ -165,6 +165,6 @@ def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.nd
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
-        if worked:  # Without a trial that worked, nothing distinguishes the value that crashes.
+        if worked:  # If no trial has worked, we cannot tell which value causes the crashes.
             found |= np.isin(values, bad)
     return found

@@ -63,7 +63,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         # From the third micro-batch on, gradients of earlier micro-batches exist.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # All layers are alike except the first layers, the last layers, and the layers whose weights are gathered ahead.
-    # With a single micro-batch, gradients take more memory than activations only after several layers.
+    # With a single micro-batch, trace one layer more, because gradients outweigh activations only in a model of several
+    # layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     # Blocks repeat with a period, because every n-th block recomputes and attention types alternate. So add whole
     # periods, and keep the position of the last block within its period.

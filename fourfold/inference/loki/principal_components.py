@@ -49,9 +49,10 @@ class Moments:
         self.products_KDD += (keys_KTD.transpose(1, 2) @ keys_KTD).double().cpu()
 
     def covariance_KDD(self) -> Tensor:
-        """Return the covariance around the mean.
+        """Return the covariance of the keys around their mean.
 
-        Softmax is independent of the mean of the keys, so a component along the mean could not rank them.
+        The mean of the keys adds the same value to every score of a query, and softmax ignores this value. So a
+        component along the mean would not help to rank keys.
         """
         mean_KD = self.sum_KD / self.count
         return self.products_KDD / self.count - mean_KD[:, :, None] * mean_KD[:, None, :]

@@ -24,12 +24,15 @@ def bubble_seconds(
     forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
     (F), the input gradients (I), and the weight gradients (W).
 
-    1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B waits 1/v of that time (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2). If there are fewer than p micro-batches, each missing micro-batch adds (v − 1)/v of a
-    micro-batch's time. Zero-bubble schedules fill the gaps with weight gradients until no weight gradients are left (Qi
-    et al. 2024, arXiv 2401.10241, table 2). For DualPipeV the result is an upper bound. If F, I, and W take equally
-    long, the results equal the times of torch's operation lists (tests/planning/test_terms.py). Otherwise the steps of
-    zero-bubble schedules are within a few percent.
+    With p = ``pp``, 1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B, with v = ``stages_per_rank``, waits 1/v
+    of that time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p micro-batches, each
+    missing micro-batch adds (v − 1)/v of a micro-batch's time. Zero-bubble schedules fill the gaps with weight
+    gradients until no weight gradients are left (Qi et al. 2024, arXiv 2401.10241, table 2). For DualPipeV the result
+    is an upper bound.
+
+    With this bubble, a step takes as long as torch's list of operations (tests/planning/test_terms.py). There are two
+    exceptions, in which the two times differ by up to 3 %: ZBVZeroBubble, and zero-bubble schedules if F, I, and W do
+    not take equally long.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
