@@ -78,7 +78,7 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         "are predicted to fit.",
         f"{memory['out_of_memory_rows']} rows ran out of memory, and {percent(memory['oom_recall'])} of them are "
         "predicted not to fit. One is missed (S11, 206B, on GPUs of 80 GB).",
-        "With one layer less per stage, the same layout took 59 GB, and a layer with its activations takes 8 GB. So",
+        "With one layer fewer per stage, the same layout took 59 GB, and a layer with its activations takes 8 GB. So",
         "this layout should take 67 of the 80 GB, and something other than the memory of a step must have run out.",
         "",
         *misfits(rows),

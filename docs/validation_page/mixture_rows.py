@@ -40,8 +40,7 @@ These errors remain with the shipped constants:
 
 The planner does not predict multi-head latent attention (DeepSeek, Kimi).
 
-No source of these rows gives memory. The planner's bytes of weights, gradients, optimizer states, and communication
-equal the bytes that `fourfold trace` counts. Its peak of the activations is close to the trace's
+No source of these rows gives memory. The planner's memory and communication are close to what `fourfold trace` counts
 (`tests/planning/test_exact_mixture.py` has the limits). All rows ran, and *fits* is the share of them that the planner
 predicts to fit.
 """.splitlines()

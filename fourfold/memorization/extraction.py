@@ -90,7 +90,7 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50, if they leave room for the suffix in the longest document."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50 that leave room for the suffix in the longest document."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})

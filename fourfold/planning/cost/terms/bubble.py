@@ -31,8 +31,8 @@ def bubble_seconds(
     is an upper bound.
 
     With this bubble, a step takes as long as torch's list of operations (tests/planning/test_terms.py). There are two
-    exceptions, in which the two times differ by up to 3 %: ZBVZeroBubble, and zero-bubble schedules if F, I, and W do
-    not take equally long.
+    exceptions, in which the two times differ by up to 3 % in the tests: ZBVZeroBubble, and zero-bubble schedules if F,
+    I, and W do not take equally long.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
