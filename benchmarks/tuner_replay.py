@@ -189,7 +189,7 @@ def _row(sweep: Sweep, space: str, rows: Sequence[Row], seeds: int) -> dict[str,
     record: dict[str, Any] = {"sweep": sweep.name, "space": space, "layouts": candidates.count,
                               "measured": len(sweep.measured)}  # fmt: skip
     record["tuner"] = [asdict(play(sweep, candidates, "planner", 0))]
-    record["machine out"] = [asdict(play(sweep, candidates.but_with(strange), "planner", 0))]
+    record["machine out"] = [asdict(play(sweep, candidates_in(sweep, space, strange), "planner", 0))]
     for method in ("tpe", "random"):
         record[method] = [asdict(play(sweep, candidates, method, seed)) for seed in range(seeds)]
     cells = "".join(f"{_cell(record[m]):>{w}}" for m, w in (("tuner", 12), ("machine out", 13), ("tpe", 13),

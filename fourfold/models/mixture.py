@@ -46,8 +46,9 @@ class Mixture(nn.Module):
             kept_TK = within_capacity(experts_BSK, experts, self.capacity_factor).flatten(0, 1)
         order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
         groups = Groups(order.sizes_E)
-        rows_NH = self.experts(take_rows(x_TH, order, order.taken(groups)), groups)
-        out_BSH = combine(rows_NH, order, routing.weights_TK).view_as(x_BSH)
+        # The calls are nested, because a variable would keep the experts' outputs in memory.
+        rows_NH = take_rows(x_TH, order, order.taken(groups))
+        out_BSH = combine(self.experts(rows_NH, groups), order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 
     def shared(self, x_BSH: Tensor) -> Tensor:
@@ -218,7 +219,8 @@ def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
         lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
         first_N,
     )
-    return (rows_TKH * weights_TK.to(rows_NH.dtype)[..., None]).sum(1)
+    del rows_NH  # This frees as much memory as the multiplication needs.
+    return (rows_TKH * weights_TK.to(rows_TKH.dtype)[..., None]).sum(1)
 
 
 def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 
@@ -80,10 +79,6 @@ class Candidates:
     def point(self, index: int) -> Workload:
         """Return the layout at an index."""
         return self.work.point(index)
-
-    def but_with(self, constants: Constants) -> Self:
-        """Return the same layouts with predictions from other constants."""
-        return replace(self, seconds_by_part=parts_of(self.work, self.machine, constants))
 
 
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:

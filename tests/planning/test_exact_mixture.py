@@ -92,27 +92,23 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
     ("model", "grid", "mode"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
 def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
-    """With an even load, all that is sent and stored is equal, and the peak of the activations is within a tenth."""
+    """With an even load, all that is sent and stored is equal, and the peak of the activations is within 7 %."""
     run = run_of(model, grid, mode)
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
-    assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
+    assert peak_bytes(work, work.model.num_hidden_layers, 1) == pytest.approx(memory.activations_peak, rel=0.07)
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model", "grid", "mode"), PIPELINES, ids=str)
 def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
-    """Every rank of pp is compared, because the first rank may have other layers than the last.
-
-    For the backward of a recomputed block with a shared expert, the planner counts up to 14 % too little.
-    """
-    within = 0.14 if mode == "full" else 0.1
+    """Every rank of pp is compared, because the first rank may have other layers than the last."""
     run = run_of(model, grid, mode)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     for place, stage in enumerate(traced.pipeline):
         held = stage_memory(work, load_machine("laptop"), place)
         parameters, _, optimizer = stored_bytes(run, place)
         assert (held["parameters"], held["optimizer"]) == pytest.approx((parameters, optimizer), rel=0.02)
-        assert held["activations"] + held["logits"] == pytest.approx(stage.memory.activations_peak, rel=within)
+        assert held["activations"] + held["logits"] == pytest.approx(stage.memory.activations_peak, rel=0.07)
 
 
 @pytest.mark.fast_cases(1)

@@ -18,7 +18,7 @@ from fourfold.planning.request import request_from_options
 from fourfold.planning.search.space import SearchLimits
 from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import load_run
-from fourfold.tuning.candidates import Candidates, search_candidates
+from fourfold.tuning.candidates import Candidates, candidates_of, search_candidates
 from fourfold.tuning.trial_process import LOG
 from fourfold.tuning.trial_run import RUN_FOLDER
 from fourfold.tuning.tuner import Search, Settings, Subject
@@ -70,7 +70,7 @@ def true_seconds(candidates: Candidates, seed: int = 0, remainder: float = 0.08)
     draw = np.random.default_rng(seed)
     factors = {name: getattr(prior_constants(), name) * float(np.exp(draw.normal(0, 0.3)))
                for name in ("matmul", "intra", "latency", "launch", "exposed")}  # fmt: skip
-    seconds = candidates.but_with(replace(prior_constants(), **factors)).seconds
+    seconds = candidates_of(candidates.work, candidates.machine, replace(prior_constants(), **factors)).seconds
     return np.asarray(seconds * np.exp(draw.normal(0, remainder, candidates.count)))
 
 

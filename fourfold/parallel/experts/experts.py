@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
 from fourfold.models.grouped import Groups, grouped_matmul
-from fourfold.models.mixture import Experts, Mixture, combine, order_by_expert, take_rows
+from fourfold.models.mixture import Experts, Mixture, Order, combine, order_by_expert, take_rows
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recomputable, remembered
 from fourfold.parallel.experts.dispatch import Dispatch
@@ -45,11 +45,16 @@ class ParallelMixture(nn.Module):
             x_BTh: This rank's tokens.
             is_data_BS: False for padding. It covers the tokens of all x ranks.
         """
+        out_BTh = self._routed(x_BTh, is_data_BS)
+        return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
+
+    def _routed(self, x_BTh: Tensor, is_data_BS: Tensor | None) -> Tensor:
+        """Return the sum of the chosen experts' outputs for each token."""
         x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
         is_data_T = None
         if is_data_BS is not None:
             is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
-        routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
+        routing, kept_TK = self.gate(x_Th, is_data_T), None
         # Evaluation has no capacity limit. Otherwise a document's score would depend on other documents in the batch.
         if self.capacity_factor and self.training:
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
@@ -57,21 +62,26 @@ class ParallelMixture(nn.Module):
             kept_TK = kept_BTK.flatten(0, 1)
             self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
         order = order_by_expert(routing.experts_TK, kept_TK, experts, is_data_T is not None)
+        weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
+        # The calls are nested, because a variable would keep the experts' outputs in memory.
+        return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
+
+    def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
+        """Return the outputs of the chosen experts, [N, h], in the order of the experts."""
+        load = self.gate.load
         planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
         if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
             groups = Groups(order.sizes_E)
-            rows_Nh = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
-        else:
-            counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
-            # The GPU sorts the rows while the host waits for the counts.
-            taken = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
-            traffic = self.dispatch.traffic(counts, planned)
-            taken = take_rows(x_Th, order, sum(traffic.sent)) if taken is None else taken
-            rows_Nh = self.dispatch.to_experts(taken, traffic)
-            rows_Nh = self.dispatch.from_experts(self.experts(rows_Nh, traffic.groups), traffic)
-        weights_TK = sum_gradient(routing.weights_TK, self.grid.y, "router: weights' gradient")
-        out_BTh = combine(rows_Nh, order, weights_TK).view_as(x_BTh)
-        return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
+            outputs_Nh: Tensor = self.experts(take_rows(x_Th, order, order.taken(groups)), groups)
+            return outputs_Nh
+        counts = remembered(self.dispatch, lambda: self.dispatch.exchange_counts(order.sizes_E))
+        # The GPU sorts the rows while the host waits for the counts.
+        rows_Nh = take_rows(x_Th, order, len(order.place_N)) if order.given is None else None
+        traffic = self.dispatch.traffic(counts, planned)
+        if rows_Nh is None:
+            rows_Nh = take_rows(x_Th, order, sum(traffic.sent))
+        rows_Nh = self.dispatch.to_experts(rows_Nh, traffic)
+        return self.dispatch.from_experts(self.experts(rows_Nh, traffic.groups), traffic)
 
     def _shared(self, x_BTh: Tensor) -> Tensor:
         assert self.shared_expert is not None

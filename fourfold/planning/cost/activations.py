@@ -259,11 +259,12 @@ def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """Return the bytes of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    The backward of a shared expert comes first, and frees the tensors that the shared expert has kept.
+    The backward of a shared expert comes first. It frees the tensors that the shared expert has kept, and its input's
+    gradient waits for the gradient from the experts.
     """
     p = tensor_bytes(work)
     freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
-    residual = p.residual - np.where(work.model.shared_expert_intermediate_size > 0, freed, 0)
+    residual = p.residual + np.where(work.model.shared_expert_intermediate_size > 0, p.residual - freed, 0)
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
     return replace(
         block,
