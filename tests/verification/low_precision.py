@@ -21,8 +21,8 @@ LIMIT = 1.5
 """Largest allowed error of the grid, divided by the error of one process in the same precision. It is above 1 because
 the grid also rounds partial sums."""
 
-FP16_SCALE = 1024.0
-"""A loss scale that lets small models neither overflow nor lose gradients."""
+FP16_SCALE = 64.0
+"""A loss scale with which no gradient of a small model overflows, and few are rounded to zero."""
 
 
 class PrecisionError(NamedTuple):

@@ -111,7 +111,7 @@ WEIGHT_FAULTS = {
     ),
     "rows of interleaved pairs are read in the files' order": (
         "glm4",
-        ("fourfold.huggingface.weight_names:TensorPiece.runs", "self.interleaved", "0"),
+        ("fourfold.huggingface.weight_names:TensorPiece.runs", "self.paired_rows", "0"),
     ),
     "all rows of a head are read as interleaved pairs, although only half of them rotate": (
         "glm4",
@@ -133,8 +133,8 @@ WEIGHT_FAULTS = {
         "glm4",
         (
             "fourfold.huggingface.weight_names:_their_tensor",
-            "any(part in theirs for part in files.interleaved)",
-            "any(part in theirs and 'weight' in theirs for part in files.interleaved)",
+            "any(part in theirs for part in files.rotated_in_pairs)",
+            "any(part in theirs and 'weight' in theirs for part in files.rotated_in_pairs)",
         ),
     ),
     "the tokenizer drops spaces": (
