@@ -19,13 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.options import add_tiny
+from benchmarks.pipeline_times import bubble, timeline
 from benchmarks.ranks import draw_quickly
 from benchmarks.train_gpu import LLAMA3_8B
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.launch.job_processes import choose_device, run_on_grid
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.pipeline.schedule import bubble, schedule_ops, timeline
+from fourfold.parallel.pipeline.schedule import schedule_ops
 from fourfold.parallel.pipeline.stopwatch import Stopwatch
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job

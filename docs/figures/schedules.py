@@ -3,7 +3,9 @@ operations: python docs/figures/schedules.py"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import make
@@ -11,7 +13,10 @@ from make import INK, LINE, PAPER, SOFT, Drawing
 
 from fourfold.config.run import ParallelConfig, Schedule
 from fourfold.config.stages import stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, Span, bubble, schedule_ops, timeline
+from fourfold.parallel.pipeline.schedule import Op, Span, schedule_ops
+
+sys.path.append(str(Path(__file__).parents[2]))  # the repository
+from benchmarks.pipeline_times import bubble, timeline
 
 PP, DRAWN = 4, 8
 COLORS = {

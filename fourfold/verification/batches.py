@@ -22,7 +22,9 @@ class RandomSamples:
     The samples are as uneven as real data can be:
 
     - The labels that count are spread very unevenly (see ``kept``).
-    - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token.
+    - A quarter of the tokens are at the borders of eighths of the vocabulary, which x ranks may share.
+    - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
+      another fourth of the sequences, a document starts at every eighth, and so at the borders of cp ranks' chunks.
     - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
       each other, every fourth sequence also has a document of padding between its other documents.
     - One micro-batch of a step repeats a single token, so a few experts get all its rows and all other experts get
@@ -32,6 +34,8 @@ class RandomSamples:
     def __init__(self, run: RunConfig) -> None:
         training = run.training
         self.seq_length, self.vocab_size = training.seq_length, run.model.vocab_size
+        eighths = np.arange(9) * (run.model.padded_vocab_size // 8)
+        self.borders = np.union1d(eighths - 1, eighths).clip(0, self.vocab_size - 1)
         self.batch, self.micro_batch = training.global_batch_size, training.micro_batch_size
         self.beta, self.pads_inside = run.dpo.beta, run.data.mask_documents
         self.goldfish = build_goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
@@ -48,7 +52,7 @@ class RandomSamples:
         numbers = np.asarray(numbers, dtype=np.int64)
         length = self.look_back + self.seq_length + 1
         generators = [np.random.default_rng((1, number)) for number in numbers]
-        tokens = np.stack([generator.integers(self.vocab_size, size=length) for generator in generators])
+        tokens = np.stack([self._tokens(generator, length) for generator in generators])
         is_repeated = self._is_micro_batch(numbers, 3) if self.batch // self.micro_batch > 3 else np.zeros_like(numbers)
         tokens = np.where(is_repeated[:, None], tokens[:, :1], tokens)
         documents = self._documents(numbers, generators, length)
@@ -79,6 +83,10 @@ class RandomSamples:
             found[self._is_micro_batch(numbers, 0)] = True
         return found
 
+    def _tokens(self, generator: np.random.Generator, length: int) -> NDArray[np.int64]:
+        anywhere, borders = generator.integers(self.vocab_size, size=length), generator.choice(self.borders, length)
+        return np.where(generator.random(length) < 0.25, borders, anywhere)
+
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
         """Return which samples are in micro-batch ``place`` + s of their step, where s is the step's number."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
@@ -93,6 +101,8 @@ class RandomSamples:
         is_start = np.stack([generator.random(length) < 4 / self.seq_length for generator in generators])
         ones = slice(self.look_back + self.seq_length // 2, self.look_back + self.seq_length * 5 // 8)
         is_start[numbers % 4 == 2, ones] = True
+        eighths = self.look_back + np.arange(1, 8) * self.seq_length // 8
+        is_start[np.ix_(numbers % 4 == 3, eighths)] = True
         documents = documents_of([np.flatnonzero(row) for row in is_start], length)
         return documents - documents[:, self.look_back, None]
 

@@ -7,6 +7,7 @@ partial sums.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,7 +32,8 @@ FP16_SCALE = 1024.0
 
 LESS = 16.0
 """The factor by which an overflow reduces the loss scale. It is so large that the gradients of one process and of later
-steps do not overflow either."""
+steps do not overflow either. One process must overflow too if its scale is four times as large as the scale with which
+the grid overflows."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -47,7 +49,7 @@ class SameTypes(Reference):
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
-        self.optimizer.matmul_dtype = torch.bfloat16
+        self.optimizer.matmul_dtype = torch.bfloat16  # Muon multiplies in bfloat16 in fp16 runs too.
         self.rounding = torch.Generator(device).manual_seed(0)
 
     def parameters(self, averaged: bool = False) -> Parameters:
@@ -85,21 +87,25 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     weights = gather(job.shards, [shard.local for shard in job.shards])
     exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
+    too_early: list[Deviation] = []
     squares = torch.zeros(2, 2)  # Summed squared errors. Rows: one process, the grid. Columns: gradients, weights.
     scale = FP16_SCALE if run.training.precision == "fp16" else 1.0
     for step in range(STEPS):
         if job.loss_scale is not None and step == 1:
             job.loss_scale.scale = OVERFLOWS_AT
             _step(job, step)
+        before = scale
         scale, graded, local = _finite_step(job, step, scale)
+        if weights is not None and scale < before and _stays_finite(run, weights, device, step, 4 * LESS * scale):
+            too_early.append(Deviation(f"step {step + 1} overflows on the grid only", math.inf, 0.0))
         gradients = gather(graded, local)
-        for reference in references[:1]:
-            reference.loss_scale = scale
+        if references:
+            references[0].loss_scale = scale
         weights = gather(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
             squares += _errors(job, references, step, gradients, weights).square()
     one, on_grid = (squares / STEPS).sqrt().tolist()
-    return [Deviation(*each) for each in zip(("gradients", "weights"), on_grid, one, strict=True) if references]
+    return too_early + [Deviation(*e) for e in zip(("gradients", "weights"), on_grid, one, strict=True) if references]
 
 
 def _errors(
@@ -114,29 +120,41 @@ def _errors(
 
 
 def _finite_step(job: Job, step: int, scale: float) -> tuple[float, list[LocalShard], list[Tensor]]:
-    """Take a step with a loss scale. If gradients overflow, take it again with a smaller scale, as training does.
+    """Take a step with a loss scale. If gradients overflow, take it again with a smaller scale.
 
     Returns:
-        The last loss scale, and the results of ``_step``. If gradients overflow with a scale below 1, these results are
-        infinite or NaN.
+        The last loss scale, the shards that have gradients, and these gradients. If gradients overflow with a scale
+        below 1, they are infinite or NaN.
     """
     while True:
         if job.loss_scale is not None:
             job.loss_scale.scale = scale
-        graded, gradients = _step(job, step)
-        if job.loss_scale is None or job.loss_scale.scale >= scale or scale < 1:
+        is_finite, graded, gradients = _step(job, step)
+        if is_finite or scale < 1:
             return scale, graded, gradients
         scale /= LESS
 
 
-def _step(job: Job, step: int) -> tuple[list[LocalShard], list[Tensor]]:
-    """Take a step on its random samples. Return the shards that have gradients, and these gradients."""
+def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, step: int, scale: float) -> bool:
+    """Return whether no gradient of a step overflows on one process with these weights and this loss scale."""
+    one = SameTypes(run, weights, device)
+    one.loss_scale = scale
+    gradients = one.step(step, random_batch(run, step, device), math.inf).gradients
+    return all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+def _step(job: Job, step: int) -> tuple[bool, list[LocalShard], list[Tensor]]:
+    """Take a step on its random samples.
+
+    Returns:
+        Whether all gradients are finite, the shards that have gradients, and these gradients.
+    """
     micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
     job.forward_backward(micro_batches, job.count_kept(micro_batches))
     scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
     found = [(shard, shard.grad / scale) for shard in job.trained if shard.grad is not None]
-    job.update(step, job.clip())
-    return [shard for shard, _ in found], [grad for _, grad in found]
+    is_finite = job.update(step, job.clip())
+    return is_finite, [shard for shard, _ in found], [grad for _, grad in found]
 
 
 def _stored(run: RunConfig) -> torch.dtype:

@@ -38,11 +38,6 @@ from fourfold.verification.durations import PICOSECOND, Durations
 from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
-MATMUL_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that torch allocates for matmuls on an NVIDIA GPU: 32 MiB (``CUBLAS_WORKSPACE_CONFIG``) each for the forward's
-thread and the backward's thread, because each has a cuBLAS handle. ``Memory`` does not count them, because they belong
-to the process and not to the step. The planner's ``reserve`` has room for them."""
-
 WINDOWS = ("early", "late")
 """Parts of a step within which peak memory is linear in the number of layers (see ``Recorder.watch``)."""
 

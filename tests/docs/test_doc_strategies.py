@@ -12,12 +12,13 @@ from letters import letters_of
 from markdown import REPOSITORY, blocks_of, formula_in, tables_of
 from tiny_runs import GPT, LLAMA, tiny_run
 
+from benchmarks.pipeline_times import bubble, timeline
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import stage_layers
 from fourfold.parallel.attention.context import chunks_of
-from fourfold.parallel.pipeline.schedule import bubble, schedule_ops, timeline
+from fourfold.parallel.pipeline.schedule import schedule_ops
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.cost.weight_traffic import weight_traffic_seconds
 from fourfold.planning.machines.machine import load_machine

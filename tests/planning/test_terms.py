@@ -126,7 +126,8 @@ PIPELINES = [
 def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     schedule: str, chunks: int, pp: int, micro_batches: int, backward: float
 ) -> None:
-    from fourfold.parallel.pipeline.schedule import schedule_ops, timeline
+    from benchmarks.pipeline_times import timeline
+    from fourfold.parallel.pipeline.schedule import schedule_ops
 
     grid = ParallelConfig(pp=pp, schedule=schedule, stages_per_rank=max(chunks, 2))
     ran = schedule_ops(grid, micro_batches)

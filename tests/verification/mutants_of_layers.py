@@ -17,7 +17,7 @@ from mutants import (
     Z2,
     Mutant,
 )
-from tiny_runs import GEMMA, GPT, OLMO
+from tiny_runs import GEMMA, GPT, LLAMA, OLMO
 
 COLLECTIVES = [
     Mutant(
@@ -211,6 +211,22 @@ EMBEDDING_AND_HEAD = [
         "parallel.tensor.embedding:Embedding.look_up",
         "return partial_BSh.masked_fill(elsewhere_BS[..., None], 0)",
         "return partial_BSh",
+        grid=X2,
+    ),
+    Mutant(
+        "the first row of a later x rank is looked up as zero",
+        "parallel.tensor.embedding:Embedding.look_up",
+        "(local_BS < 0) | (local_BS >= rows)",
+        "(local_BS < min(self.x.rank, 1)) | (local_BS >= rows)",
+        LLAMA | {"vocab_size": 4096},
+        grid=X2,
+    ),
+    Mutant(
+        "the first label of a later x rank is not found",
+        "parallel.tensor.head:cross_entropy",
+        "(columns_m >= 0) & (columns_m < rows)",
+        "(columns_m >= min(head.x.rank, 1)) & (columns_m < rows)",
+        LLAMA | {"vocab_size": 4096},
         grid=X2,
     ),
     Mutant(

@@ -329,6 +329,15 @@ CONTEXT = [
         sections=PACKED,
     ),
     Mutant(
+        "a document that starts at the middle of the sequence loses its first token to the previous document",
+        "parallel.attention.ring:block_of_step",
+        "ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)",
+        "documents_BS = documents_BS.clone()\ndocuments_BS[:, length // 2] = documents_BS[:, length // 2 - 1]\n"
+        "ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)",
+        grid=CP2,
+        sections=PACKED | {"training": {"seq_length": 256}},
+    ),
+    Mutant(
         "the ring forgets the queries' earlier gradients",
         "parallel.attention.ring:_Ring.backward",
         "dq[:, :, rows] += dq_part",

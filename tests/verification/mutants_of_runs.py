@@ -174,6 +174,14 @@ STEP = [
         "loss * factor / (micro_batch.labels >= 0).sum().clamp(min=1) / len(micro_batches)",
     ),
     Mutant(
+        "fp16 gradients overflow in a layer, although its results are small",
+        "parallel.tensor.matmuls:Matmuls.input_gradient",
+        "return grad @ weight",
+        "return (grad * 65536) @ weight / 65536",
+        grid=DP2,
+        sections=FP16,
+    ),
+    Mutant(
         "a step that overflows changes Muon's momentum",
         "training.job:Job.update",
         "return self.skip_update()",

@@ -157,6 +157,13 @@ def test_a_fault_in_reading_the_configuration_is_seen(pool: Pool, tmp_path: Path
     assert report.worst("imported").ratio > 2 * report.limit
 
 
+@pytest.mark.parametrize("place", [fault[-1] for fault in [*CONFIG_FAULTS.values(), *WEIGHT_FAULTS.values()]], ids=str)
+def test_a_fault_changes_the_function_that_it_names(place: tuple[str, str, str]) -> None:
+    """If this fails, the program works in another way now. Write the fault anew for it."""
+    with mutated(*place) as changed:
+        assert changed == [place[0].partition(":")[2]]
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("fault", WEIGHT_FAULTS)
 def test_a_fault_in_reading_weights_or_texts_is_seen(pool: Pool, tmp_path: Path, fault: str) -> None:

@@ -88,36 +88,11 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
             whole[rank].append(Op("SEND_F" if op.kind == "F" else "SEND_B", op.stage, op.micro_batch))
             whole[other].append(Op("RECV_F" if op.kind == "F" else "RECV_B", to, op.micro_batch))
 
-    _simulate(ops, grid, run)
+    simulate(ops, grid, run)
     return whole
 
 
-def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
-    """Return when each operation runs if a forward takes 1, a backward takes ``backward``, each half of a backward
-    takes half of that, and a transfer takes no time."""
-    seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
-    chunks = stages_per_rank(grid)
-    spans: list[list[Span]] = [[] for _ in ops]
-    ends: dict[Op, float] = {}
-
-    def run(rank: int, op: Op) -> None:
-        free = spans[rank][-1].end if spans[rank] else 0.0
-        begin = max([free, *(ends[needed] for needed in _needs(op, grid) if needed in ends)])
-        ends[op] = begin + seconds[op.kind] / chunks
-        spans[rank].append(Span(op, begin, ends[op]))
-
-    _simulate(ops, grid, run)
-    return spans
-
-
-def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the fraction of time that the ranks spend waiting, over all ranks."""
-    begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
-    busy = sum(span.end - span.begin for rank in spans for span in rank)
-    return 1 - busy / (len(spans) * (end - begin))
-
-
-def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
+def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
     """Call ``run`` for every operation.
 
     Each rank's operations run in order, and no operation runs before the operations that it needs.
@@ -136,14 +111,14 @@ def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
     """Return alternative sets of operations. This operation can run once any one of the sets is complete."""
-    needs = _needs(op, grid)
+    needs = needs_of(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
     forward, *gradients = needs
     return [[forward, gradient] for gradient in gradients]
 
 
-def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
+def needs_of(op: Op, grid: ParallelConfig) -> list[Op]:
     """Return the operations whose results this operation reads.
 
     A gradient comes from a B or an I operation, depending on the schedule.

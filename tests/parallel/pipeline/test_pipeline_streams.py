@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
+from benchmarks.pipeline_times import bubble, timeline
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, bubble, schedule_ops, timeline, with_transfers
+from fourfold.parallel.pipeline.schedule import Op, schedule_ops, with_transfers
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 Group = Callable[[int, int], Hashable]

@@ -12,9 +12,10 @@ from typing import get_args
 import pytest
 from torch.distributed import pipelining
 
+from benchmarks.pipeline_times import bubble, timeline
 from fourfold.config.run import ParallelConfig, Schedule
 from fourfold.config.stages import SPLIT_BACKWARD, balanced, rank_of_stage, stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, bubble, schedule_ops, timeline, with_transfers
+from fourfold.parallel.pipeline.schedule import Op, schedule_ops, with_transfers
 
 SCHEDULES = get_args(Schedule)
 CASES = [

@@ -1,0 +1,34 @@
+"""Compute when each operation of a pipeline runs, and how long its ranks wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fourfold.config.run import ParallelConfig
+from fourfold.config.stages import stages_per_rank
+from fourfold.parallel.pipeline.schedule import Op, Span, needs_of, simulate
+
+
+def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
+    """Return when each operation runs if a forward takes 1, a backward takes ``backward``, each half of a backward
+    takes half of that, and a transfer takes no time."""
+    seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+    chunks = stages_per_rank(grid)
+    spans: list[list[Span]] = [[] for _ in ops]
+    ends: dict[Op, float] = {}
+
+    def run(rank: int, op: Op) -> None:
+        free = spans[rank][-1].end if spans[rank] else 0.0
+        begin = max([free, *(ends[needed] for needed in needs_of(op, grid) if needed in ends)])
+        ends[op] = begin + seconds[op.kind] / chunks
+        spans[rank].append(Span(op, begin, ends[op]))
+
+    simulate(ops, grid, run)
+    return spans
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Return the fraction of time that the ranks spend waiting, over all ranks."""
+    begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
+    busy = sum(span.end - span.begin for rank in spans for span in rank)
+    return 1 - busy / (len(spans) * (end - begin))
