@@ -41,7 +41,9 @@ def tensors_of(job: Job) -> list[Tensor]:
     """Return everything on this process that a checkpoint must restore."""
     moments = [m for i in range(len(job.shards)) for m in job.optimizer.moments(i).values()]
     counts = [job.optimizer.adamw.state[p]["step"] for p in job.optimizer.parameters]
-    return [tensor.clone() for tensor in [*(s.local for s in job.shards), *moments, *counts]]
+    scale = job.loss_scale
+    numbers = [] if scale is None else [torch.tensor([scale.scale, scale.steps_since_change])]
+    return [tensor.clone() for tensor in [*(s.local for s in job.shards), *moments, *counts, *numbers]]
 
 
 def equal(some: list[Tensor], others: list[Tensor]) -> bool:

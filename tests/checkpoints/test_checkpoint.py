@@ -63,20 +63,21 @@ def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: 
     return same_start, equal(tensors_of(resumed), tensors_of(straight)), empty
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("model", "parallel", "more"),
     [
         (LLAMA, {}, {}),
         pytest.param(GPT, {"z": 2}, {}, marks=pytest.mark.slow),
         (LLAMA, {"x": 2}, {"training": {"precision": "bf16"}}),
+        (LLAMA, {"dp": 2}, {"training": {"precision": "fp16"}, "loss_scaling": {"initial": 2.0**20}}),
         (QWEN | SHORT, {"z": 3}, {"training": {"global_batch_size": 12}}),
         (QWEN, {"x": 2, "dp": 2, "zero": 1}, {}),
         pytest.param(
             GPT, {"y": 2, "z": 2}, {"training": {"precision": "bf16", "master_weights": "bf16"}}, marks=pytest.mark.slow
         ),
     ],
-    ids=["one process", "z2 tied", "x2 bf16", "z3 empty shards", "x2 dp2 zero 1", "y2 z2 bf16 masters"],
+    ids=["one process", "z2 tied", "x2 bf16", "dp2 fp16", "z3 empty shards", "x2 dp2 zero 1", "y2 z2 bf16 masters"],
 )
 def test_resume_on_the_same_grid_is_bit_identical(
     pool: Pool, tmp_path: Path, model: dict[str, Any], parallel: dict[str, int], more: dict[str, Any]
