@@ -22,7 +22,7 @@ class RandomSamples:
     The samples are as uneven as real data can be:
 
     - The labels that count are spread very unevenly (see ``kept``).
-    - A quarter of the tokens are at the borders of eighths of the vocabulary, which x ranks may share.
+    - One token in sixteen is at a border of eighths of the vocabulary, which x ranks may share.
     - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
       another fourth of the sequences, a document starts at every eighth, and so at the borders of cp ranks' chunks.
     - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
@@ -85,7 +85,7 @@ class RandomSamples:
 
     def _tokens(self, generator: np.random.Generator, length: int) -> NDArray[np.int64]:
         anywhere, borders = generator.integers(self.vocab_size, size=length), generator.choice(self.borders, length)
-        return np.where(generator.random(length) < 0.25, borders, anywhere)
+        return np.where(generator.random(length) < 1 / 16, borders, anywhere)
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
         """Return which samples are in micro-batch ``place`` + s of their step, where s is the step's number."""

@@ -24,7 +24,7 @@ def on_grid(
 EXPERTS = [
     on_grid(
         "the router gets no gradient from the experts",
-        "parallel.experts.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture._routed",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK.detach()",
         MIXTURE,
@@ -33,7 +33,7 @@ EXPERTS = [
     ),
     on_grid(
         "the router's gradient covers only one rank's channels",
-        "parallel.experts.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture._routed",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
         "routing.weights_TK",
         MIXTURE,
@@ -171,9 +171,9 @@ EXPERTS = [
     ),
     on_grid(
         "the experts get the weights of the next token",
-        "parallel.experts.experts:ParallelMixture.forward",
-        "combine(rows_Nh, order, weights_TK)",
-        "combine(rows_Nh, order, weights_TK.roll(1, 0))",
+        "parallel.experts.experts:ParallelMixture._routed",
+        "combine(self._outputs(x_Th, order), order, weights_TK)",
+        "combine(self._outputs(x_Th, order), order, weights_TK.roll(1, 0))",
         MIXTURE,
         EP2,
     ),
@@ -299,7 +299,7 @@ EXPERTS = [
     ),
     on_grid(
         "every rank of x has the mask of the first rank",
-        "parallel.experts.experts:ParallelMixture.forward",
+        "parallel.experts.experts:ParallelMixture._routed",
         "self.grid.x.rank",
         "0",
         MIXTURE,
