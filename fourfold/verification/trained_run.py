@@ -117,7 +117,7 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
         for name in names:
             value = recorded[step].get(name)
             got = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
-            each = deviation(f"{name} of step {step + 1}", got, one[name], exact[name])
+            each = deviation(f"{name} of step {step + 1}", got, one[name], exact[name], amplification(run))
             found.append(each._replace(one_process=max(each.one_process, noise)))
     return found
 

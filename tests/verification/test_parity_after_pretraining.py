@@ -38,6 +38,11 @@ SLOW_CASES: dict[str, Case] = {
     "y2 z2 pairs, adapters": (LLAMA, {"y": 2, "z": 2}, PAIRS | ADAPTERS),
     "x2 y2 pairs, y shares the batch, in parts": (SIX_HEADS, {"x": 2, "y": 2}, PAIRS | TWO_PARTS),
     "dp2 ep2 average, biases of routers": (DEEPSEEK, {"dp": 2, "ep": 2}, AVERAGE),
+    "dp2 pairs of long answers": (
+        LLAMA | {"vocab_size": 1000},
+        {"dp": 2},
+        PAIRS | {"dpo": {"beta": 0.5}, "training": {"seq_length": 256, "global_batch_size": 4}},
+    ),
     "z2 ep2 pairs": (MIXTURE, {"z": 2, "ep": 2}, PAIRS),
     "pp2 y2 ZBV average, tied": (DEEP_GPT, {"pp": 2, "y": 2, "schedule": "ZBVZeroBubble"}, AVERAGE),
     "dp2 cp2 zero 3 average of adapters": (LLAMA, {"dp": 2, "cp": 2, "zero": 3}, AVERAGE | ADAPTERS),
