@@ -27,7 +27,12 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.trace import MATMUL_WORKSPACES, trace
+from fourfold.verification.trace import trace
+
+MATMUL_WORKSPACES = 2 * 32 * 2**20
+"""Bytes that torch allocates for matmuls on an NVIDIA GPU: 32 MiB (``CUBLAS_WORKSPACE_CONFIG``) each for the forward's
+thread and the backward's thread, because each has a cuBLAS handle. The trace does not count them, because they belong
+to the process and not to the step. The planner's ``reserve`` has room for them."""
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},

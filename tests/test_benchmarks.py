@@ -29,6 +29,7 @@ HELPERS = {
     "options",
     "optuna_samplers",
     "peers",
+    "pipeline_times",
     "ranks",
     "startup_job",
     "titan",

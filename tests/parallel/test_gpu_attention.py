@@ -13,6 +13,7 @@ from tiny_runs import LLAMA, tiny_run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.one_step import MATMUL_WORKSPACES
 from fourfold.models import causal_attention
 from fourfold.models.causal_attention import AttentionContext, AttentionCore
 from fourfold.parallel.attention import block_attention, document_attention
@@ -31,11 +32,6 @@ from fourfold.planning.run_workload import workload_of
 from fourfold.verification import recorder
 from fourfold.verification.recorder import flash_backward_bytes
 from fourfold.verification.trace import trace
-
-MATMUL_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that torch allocates for matmuls on an NVIDIA GPU: 32 MiB (``CUBLAS_WORKSPACE_CONFIG``) each for the forward's
-thread and the backward's thread, because each has a cuBLAS handle. ``Memory`` does not count them, because they belong
-to the process and not to the step. The planner's ``reserve`` has room for them."""
 
 
 def core_and_inputs(device: str, dtype: torch.dtype) -> tuple[AttentionCore, list[Tensor]]:
