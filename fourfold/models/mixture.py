@@ -46,8 +46,8 @@ class Mixture(nn.Module):
             kept_TK = within_capacity(experts_BSK, experts, self.capacity_factor).flatten(0, 1)
         order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts, is_data_BS is not None)
         groups = Groups(order.sizes_E)
-        # The calls are nested, because a variable would keep the experts' outputs in memory.
         rows_NH = take_rows(x_TH, order, order.taken(groups))
+        # The calls are nested, because a variable would keep the experts' outputs in memory.
         out_BSH = combine(self.experts(rows_NH, groups), order, routing.weights_TK).view_as(x_BSH)
         return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
 

@@ -22,7 +22,7 @@ LIMIT = 1.5
 the grid also rounds partial sums."""
 
 FP16_SCALE = 64.0
-"""A loss scale with which no gradient of a small model overflows, and few are rounded to zero."""
+"""The loss scale of fp16 runs. Small models do not overflow with it. fp16 rounds few of their gradients to zero."""
 
 
 class PrecisionError(NamedTuple):
