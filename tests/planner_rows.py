@@ -8,7 +8,7 @@ COLUMNS = {
     "heads": "16", "kv_heads": "", "vocab": "51200", "seq_len": "1024", "global_batch": "64", "micro_batch": "2",
     "precision": "bf16", "tp": "1", "pp": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "no",
     "end_layers": "", "program": "megatron-lm", "sharding": "none", "shard_group": "", "recompute": "full",
-    "recompute_what": "", "recompute_every": "", "attention": "flash", "compiled": "", "tp_overlap": "",
+    "recompute_what": "", "recompute_every": "", "attention": "flash", "loss": "", "compiled": "", "tp_overlap": "",
     "blocking": "", "memory_gb": "", "memory_kind": "", "out_of_memory": "", "notes": "", "complete": "", "doubt": "",
     "step_seconds": "1",
 }  # fmt: skip

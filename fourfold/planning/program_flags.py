@@ -24,6 +24,8 @@ class Program(ArrayFields):
     """Whether a gated MLP keeps gate, up, and their product, but no activation in between."""
     fused_loss: Flag = True
     """Whether the loss reads 16-bit logits, as fourfold's loss does on a GPU."""
+    eager_loss: Flag = False
+    """Whether a loss that is not fused makes 32-bit tensors of the logits, their softmax, and its gradient."""
     keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
@@ -34,6 +36,9 @@ class Program(ArrayFields):
     """Whether gradients, optimizer states, and 32-bit weights are kept in host memory."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
+    host_operations: Number = 0
+    """Host time that a block takes in addition to its launches, for each micro-batch without recompute, as a number of
+    launches that take equally long. The backward takes two thirds of it."""
 
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""

@@ -158,9 +158,9 @@ class MeasuredRow(BaseModel):
     except the core of attention and every second matmul (ops, torchtitan's per-op mode)."""
     recompute_every: Count = 1.0
     """Recompute only every n-th layer."""
-    attention: Literal["flash", "unfused"] = "flash"
-    """How attention runs: as one fused kernel (flash), or as several kernels that write the scores to memory
-    (unfused)."""
+    attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
+    """The attention kernel: the program's usual fused kernel (flash), FlashAttention-2, FlashAttention-3, cuDNN's, or
+    several kernels that write the scores to memory (unfused)."""
     compiled: Flag = False
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
@@ -191,6 +191,9 @@ class MeasuredRow(BaseModel):
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
     """The program keeps these tensors in the host's memory. `inputs`: the inputs of recomputed blocks. `optimizer`:
     gradients, optimizer states, and 32-bit weights."""
+    loss: Literal["fused", "compiled", "eager"] | None = None
+    """How the loss reads 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with a 32-bit tensor for
+    the copy, for the softmax, and for its gradient (eager). Default: as in the program."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
-from fourfold.planning.calibration.programs import PROGRAMS, Traits
+from fourfold.planning.calibration.programs import PROGRAMS, ZERO3_HOOKS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.program_flags import Program
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Workload
@@ -229,7 +229,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
     shared = {
-        "flash": measured.attention == "flash",
+        "flash": measured.attention != "unfused",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
         "experts_over_x": measured.experts_over_tp,
@@ -244,6 +244,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     overlap = measured.tp_overlap or traits.tp_overlap
     return {
         **shared,
+        **_chosen_kernels(measured),
         **_deepspeed(measured, traits),
         "fused": measured.compiled or traits.flags.fused,
         "fused_gate": measured.compiled or traits.flags.fused_gate,
@@ -263,9 +264,20 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     }
 
 
+def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
+    """Return the flags of kernels that the row names. All others are the program's."""
+    chosen: dict[str, Any] = {}
+    if measured.attention in ("flash2", "flash3", "cudnn"):
+        chosen["flash2"] = measured.attention == "flash2"
+    if measured.loss is not None:
+        chosen |= {"fused_loss": measured.loss == "fused", "eager_loss": measured.loss == "eager"}
+    return chosen
+
+
 def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
     shares = _shares_optimizer(measured)
     return {
+        "host_operations": ZERO3_HOOKS if measured.sharding == "zero3" else traits.flags.host_operations,
         "gradient_copy": traits.deepspeed and measured.precision == "fp16",
         "gradient_bytes": 6 if shares else 0,
         "all_reduces_gradients": shares,

@@ -141,14 +141,13 @@ def _time_with_experts(
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
     """Return the seconds that the host needs to launch the forward and the backward."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
-    more = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
-    fused, more_back = work.program.fused, more
+    plain = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
+    fused, third = work.program.fused, work.program.host_operations / 3
+    more, more_back = plain + third, plain + 2 * third
     if np.any(caps_scores(work)):
         pieces = np.where(caps_scores(work), capped_scores(work).pieces, 0.0)
-        more, more_back = (
-            more + pieces * kernels
-            for kernels in (attention_core.CAPPED_KERNELS, attention_core.CAPPED_KERNELS_BACKWARD)
-        )
+        more = more + pieces * attention_core.CAPPED_KERNELS
+        more_back = more_back + pieces * attention_core.CAPPED_KERNELS_BACKWARD
     forward = rates.launch * (host.block_launches(host.FORWARD_KERNELS, fused, collectives) + more)
     return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more_back)
 

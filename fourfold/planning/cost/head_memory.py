@@ -21,7 +21,8 @@ def head_bytes(work: Workload) -> Number:
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
-    first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums)
+    apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, 2 * step.item_bytes + sums)
+    first = rows * columns * np.where(is_ours, in_place, apart)
     # In fp32, our matmul adds directly to the weight's gradient. The backward makes a second one, when no logits exist.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
