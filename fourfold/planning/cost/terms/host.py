@@ -42,10 +42,6 @@ GROUPED_KERNELS = 4.0
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert if each matmul is launched separately (Transformer Engine's GroupedLinear), in
 forward and backward."""
-HOST_OF_AN_EXPERT = 2.0
-"""Host time that an expert takes in the forward in addition to its matmuls, in launches. The backward takes twice as
-long, because it also runs the hooks that sum the expert's gradients. On an H100 each expert on a rank adds 0.12 to
-0.15 ms to a layer of Megatron-LM."""
 FLOAT8_KERNELS = 3.0
 """Number of additional launches for each of these matmuls in 8 bits: one launch rounds an input, and two launches
 reorder scales."""
@@ -57,8 +53,7 @@ def expert_launches(
     """Return the numbers of launches of a router and its experts on a rank, in forward and backward."""
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
-    of_experts = HOST_OF_AN_EXPERT * experts
-    one_by_one = KERNELS_OF_AN_EXPERT * each + of_experts + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 2 * of_experts + 4
+    one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4
     forward, backward = (
         shared + np.where(grouped, GROUPED_KERNELS * times, each_way)
         for times, each_way in zip((1, 2), one_by_one, strict=True)
