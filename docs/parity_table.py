@@ -25,6 +25,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
 from low_precision import PrecisionError, precision_error  # noqa: E402
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
+from mutants_of_dtypes import DTYPES  # noqa: E402
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_families import FAMILIES  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
@@ -109,7 +110,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS, *DTYPES]
 PUBLISHED_HEADER = ("published in", "fault in fourfold", "grid", "batch that exposes it", "detected in")
 FAULTS_HEADER = ("fault", "file", "grid", "detected in")
 
