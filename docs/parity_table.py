@@ -210,12 +210,12 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     quantity, found = max(worst.items(), key=lambda item: item[1].ratio)
     figure = f"{quantity}, {found.tensor}: {found.ratio:,.0f}"
     if found.ratio <= report.limit:
-        own_types = max((each.ratio for each in report.own_types), default=0.0)
+        own_types = max(report.own_types, key=lambda each: each.ratio, default=None)
         figure = f"initial weights: {report.initial:.0f}"
         if report.replicas:
             figure = f"replicas: {report.replicas:.0e} apart"
-        elif own_types > report.own_types_limit:
-            figure = f"own types: {own_types:.1f}"
+        elif own_types is not None and own_types.ratio > report.own_types_limit:
+            figure = f"own types, {own_types.tensor}: {own_types.ratio:.1f}"
         figure = SURVIVED if report.ok else figure
     grid = ParallelConfig(**mutant.grid).describe()
     return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])

@@ -35,7 +35,7 @@ def error_of(after: Tensor) -> float:
 def test_random_rounding_passes() -> None:
     generator = torch.Generator().manual_seed(1)
     errors = [error_of(stochastically_rounded(exact(), generator)) for _ in range(20)]
-    assert 0 < min(errors)
+    assert min(errors) > 0
     assert max(errors) < STANDARD_ERRORS
 
 
