@@ -25,6 +25,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
 from low_precision import PrecisionError, precision_error  # noqa: E402
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
+from mutants_of_dtypes import DTYPES  # noqa: E402
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_families import FAMILIES  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
@@ -109,7 +110,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS, *DTYPES]
 PUBLISHED_HEADER = ("published in", "fault in fourfold", "grid", "batch that exposes it", "detected in")
 FAULTS_HEADER = ("fault", "file", "grid", "detected in")
 
@@ -209,12 +210,12 @@ def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
     quantity, found = max(worst.items(), key=lambda item: item[1].ratio)
     figure = f"{quantity}, {found.tensor}: {found.ratio:,.0f}"
     if found.ratio <= report.limit:
-        own_types = max((each.ratio for each in report.own_types), default=0.0)
+        own_types = max(report.own_types, key=lambda each: each.ratio, default=None)
         figure = f"initial weights: {report.initial:.0f}"
         if report.replicas:
             figure = f"replicas: {report.replicas:.0e} apart"
-        elif own_types > report.own_types_limit:
-            figure = f"own types: {own_types:.1f}"
+        elif own_types is not None and own_types.ratio > report.own_types_limit:
+            figure = f"own types, {own_types.tensor}: {own_types.ratio:.1f}"
         figure = SURVIVED if report.ok else figure
     grid = ParallelConfig(**mutant.grid).describe()
     return printed([mutant.fault, f"`{mutant.module.partition(':')[0].replace('.', '/')}.py`", grid, figure])

@@ -83,8 +83,10 @@ def replica_difference(parts: list[Part]) -> float:
     return worst
 
 
-def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], negligible: float = ROUNDING) -> float:
-    """Return the root mean square of the tensors' relative differences, each in the 2-norm.
+def relative_differences(
+    got: Mapping[str, Tensor], exact: Mapping[str, Tensor], negligible: float = ROUNDING
+) -> dict[str, float]:
+    """Return the tensors' relative differences, each in the 2-norm.
 
     Args:
         got: The tensors, by name.
@@ -94,8 +96,7 @@ def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], negligi
     norms = {name: float(tensor.norm()) for name, tensor in exact.items()}
     least = negligible * math.hypot(*norms.values())
     known = {name: tensor for name, tensor in exact.items() if norms[name] > least}
-    shares = [float((got[name].to(t.device, t.dtype) - t).norm() / norms[name]) for name, t in known.items()]
-    return math.sqrt(sum(share**2 for share in shares) / max(1, len(shares)))  # There are none if no label counts.
+    return {name: float((got[name].to(t.device, t.dtype) - t).norm() / norms[name]) for name, t in known.items()}
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 import torch
@@ -14,8 +15,9 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """Return the largest deviation of a tensor's first, second, or fourth moment from its distribution, in standard
-    errors.
+    """Return the largest deviation of a first, second, or fourth moment from its distribution, in standard errors.
+
+    It compares the moments of each tensor, and the moments of each name's tensors of all layers together.
 
     The result is infinite if the grid's weights differ from the weights of one process, if a constant has a wrong
     value, if rows repeat within a tensor or between two tensors, or if the seed makes no difference.
@@ -37,7 +39,9 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
     constants = [weights[name] == _constant(name, run) for name in weights if name not in drawn]
     if not all(bool(is_right.all()) for is_right in constants):
         return math.inf
-    return max(_standard_errors(weight) for weight in drawn.values())
+    kinds = {name: re.sub(r"\d+", "", name) for name in drawn}
+    pooled = [torch.cat([drawn[n].flatten() for n in drawn if kinds[n] == kind]) for kind in set(kinds.values())]
+    return max(_standard_errors(weight) for weight in (*drawn.values(), *pooled))
 
 
 def _is_zero(name: str) -> bool:

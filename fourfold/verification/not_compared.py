@@ -20,9 +20,7 @@ WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.sou
 """Sections and keys that change no results. Paths of the data are included, because parity's report has a separate
 sentence about them."""
 
-ALWAYS = {
-    "data": "parity trains on random tokens in the format of this data, and never reads the data itself",
-}
+ALWAYS = {"data": "parity trains on random tokens in the format of this data, and never reads the data itself"}
 REASONS = {
     "validation": "parity validates after every step, and does not stop or keep the best checkpoint",
     "checks": "parity drops one step, but detects no bad one",

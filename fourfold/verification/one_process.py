@@ -22,6 +22,7 @@ from torch.func import functional_call
 from fourfold.config.run import RunConfig
 from fourfold.models.mixture import Mixture, Routing, is_router_bias
 from fourfold.training.job import build_model
+from fourfold.verification.deviation import amplification
 from fourfold.verification.float64 import InFloat64
 from fourfold.verification.reference_batches import Sequences
 from fourfold.verification.reference_labels import document_ends
@@ -177,13 +178,16 @@ class Reference:
     def _take_preferences(self) -> dict[str, Tensor]:
         """Return the metrics of the pairs since the last call, with their names in metrics.jsonl.
 
-        Accuracy is left out, because a margin near zero may have either sign.
+        ``dpo_ties`` is not one of them: the share of pairs whose margin has either sign, because it is near zero.
         """
         if not self.pairs:
             return {}
         margins_P, rewards_P = torch.cat(self.pairs, dim=1)
         self.pairs.clear()
-        return {"dpo_margin": margins_P.mean(), "dpo_chosen_reward": rewards_P.mean()}
+        nearly_zero = 100 * amplification(self.run) * torch.finfo(torch.float32).eps
+        shares = {"dpo_accuracy": margins_P > 0, "dpo_ties": margins_P.abs() < nearly_zero}
+        found = {name: is_so_P.double().mean() for name, is_so_P in shares.items()}
+        return {"dpo_margin": margins_P.mean(), "dpo_chosen_reward": rewards_P.mean(), **found}
 
 
 class PlainLogits:

@@ -8,7 +8,7 @@ partial sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +16,18 @@ from torch import Tensor
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.mixture import is_router_bias
+from fourfold.parallel.data.replicated import Replicated
 from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.grid.shared_failure import true_on_any_rank
 from fourfold.parallel.state import LocalShard
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.deviation import relative_rms
+from fourfold.verification.deviation import ROUNDING, relative_differences
 from fourfold.verification.one_process import Parameters, PlainLogits, Reference
 from fourfold.verification.parity_report import Deviation
 from fourfold.verification.reference_batches import random_batch
+from fourfold.verification.stochastic_rounding import STANDARD_ERRORS, rounding_error
+from fourfold.verification.watched_collectives import WatchedCollectives
 
 STEPS = 4
 
@@ -38,6 +42,12 @@ the grid overflows."""
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
 
+OF_ONE_TENSOR = 2.0
+"""Factor on the limit of the worst gradient, because the rounding errors of one tensor are a matter of chance."""
+
+
+Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
+"""What ``_step`` returns."""
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
 """Compares the replicas, and returns whole tensors on rank 0."""
@@ -80,64 +90,103 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     With fp16, one additional step overflows, and must change nothing.
 
     Returns:
-        On rank 0, the relative errors of gradients and weights of the grid and of one process. Empty on other ranks.
+        On rank 0, the relative errors of gradients and weights of the grid and of one process, and an infinite error
+        for every other mistake. Without meaning on other ranks.
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
     weights = gather(job.shards, [shard.local for shard in job.shards])
-    exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
-    references = [] if weights is None or exact is None else [SameTypes(run, weights, device), exact]
-    too_early: list[Deviation] = []
-    squares = torch.zeros(2, 2)  # Summed squared errors. Rows: one process, the grid. Columns: gradients, weights.
+    in_float64 = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
+    references = [] if weights is None or in_float64 is None else [SameTypes(run, weights, device), in_float64]
+    found: list[Deviation] = []
+    is_stale = False
+    errors: dict[str, list[Deviation]] = {"gradients": [], "weights": []}
     scale = FP16_SCALE if run.training.precision == "fp16" else 1.0
     for step in range(STEPS):
         if job.loss_scale is not None and step == 1:
-            job.loss_scale.scale = OVERFLOWS_AT
-            _step(job, step)
-        before = scale
-        scale, graded, local = _finite_step(job, step, scale)
-        if weights is not None and scale < before and _stays_finite(run, weights, device, step, 4 * LESS * scale):
-            too_early.append(Deviation(f"step {step + 1} overflows on the grid only", math.inf, 0.0))
+            _step(job, step, OVERFLOWS_AT, smallest=math.inf)
+        scale_before, before = scale, weights
+        scale, graded, local, sent = _step(job, step, scale)
+        is_stale = is_stale or not _is_published(job)
         gradients = gather(graded, local)
-        if references:
-            references[0].loss_scale = scale
         weights = gather(job.shards, [shard.local for shard in job.shards])
-        if gradients is not None and weights is not None:
-            squares += _errors(job, references, step, gradients, weights).square()
-    one, on_grid = (squares / STEPS).sqrt().tolist()
-    return too_early + [Deviation(*e) for e in zip(("gradients", "weights"), on_grid, one, strict=True) if references]
+        if before is None or weights is None or gradients is None:
+            continue
+        references[0].loss_scale = scale
+        batch = random_batch(run, step, device)
+        one, exact = (reference.step(step, batch, run.optimizer.max_grad_norm) for reference in references)
+        errors["gradients"] += _errors(one.gradients, gradients, exact.gradients, _negligible(run))
+        of_one, of_exact = (reference.weights() for reference in references)
+        errors["weights"] += _errors(of_one, weights, of_exact)
+        if scale < scale_before and _stays_finite(run, before, device, step, 4 * LESS * scale):
+            found.append(Deviation(f"step {step + 1} overflows on the grid only", math.inf, 0.0))
+        if _sums_in_another_dtype(job, sent, scale, gradients, one.gradients):
+            found.append(Deviation("dtype of gradient sums", math.inf, 0.0))
+        if step == 0 and run.optimizer.stochastic_rounding and run.training.reduce_dtype == "fp32":
+            off = rounding_error(run, before, gradients, weights)
+            found.append(Deviation("random rounding", off, STANDARD_ERRORS))
+    if true_on_any_rank(is_stale or not _is_published_again(job), device, "working copies"):
+        found.append(Deviation("working copies", math.inf, 0.0))
+    return found + [_root_mean_square(*each) for each in errors.items()] + _worst_of(errors["gradients"])
 
 
-def _errors(
-    job: Job, references: list[Reference], step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]
-) -> Tensor:
-    """Take a step with the references. Return the errors of gradients and weights, for one process and for the grid.
+def _errors(one: Parameters, grid: Parameters, exact: Parameters, negligible: float = ROUNDING) -> list[Deviation]:
+    """Return the relative errors of the tensors of one step."""
+    of_one, of_grid = (relative_differences(each, exact, negligible) for each in (one, grid))
+    return [Deviation(name, of_grid[name], of_one[name]) for name in of_one]
 
-    Gradients of queries and keys that are thousands of times smaller than the other gradients are left out. In low
-    precision, attention kernels compute them as differences of large numbers, so their error depends on the kernel.
+
+def _negligible(run: RunConfig) -> float:
+    """Return the size of the gradients that are left out, relative to all gradients.
+
+    In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers, so
+    their error depends on the kernel.
     """
-    negligible = torch.finfo(DTYPES[job.run.training.precision]).eps / 16
-    batch = random_batch(job.run, step, job.device)
-    one, exact = (reference.step(step, batch, job.run.optimizer.max_grad_norm) for reference in references)
-    of_one, of_exact = (reference.weights() for reference in references)
-    each = ((one.gradients, of_one), (gradients, weights))
-    return torch.tensor([[relative_rms(g, exact.gradients, negligible), relative_rms(w, of_exact)] for g, w in each])
+    return torch.finfo(DTYPES[run.training.precision]).eps / 16
 
 
-def _finite_step(job: Job, step: int, scale: float) -> tuple[float, list[LocalShard], list[Tensor]]:
-    """Take a step with a loss scale. If gradients overflow, take it again with a smaller scale.
+def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
+    squares = torch.tensor([(error.grid**2, error.one_process**2) for error in errors] or [(0.0, 0.0)])
+    return Deviation(name, *squares.mean(0).sqrt().tolist())
 
-    Returns:
-        The last loss scale, the shards that have gradients, and these gradients. If gradients overflow with a scale
-        below 1, they are infinite or NaN.
+
+def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
+    """Return the tensor whose gradients have the largest error, compared with one process or with other tensors."""
+    typical = _root_mean_square("", gradients).one_process
+    names = dict.fromkeys(error.tensor for error in gradients)
+    each = [_root_mean_square(name, [e for e in gradients if e.tensor == name]) for name in names]
+    each = [e._replace(one_process=OF_ONE_TENSOR * max(e.one_process, typical)) for e in each]
+    return sorted(each, key=lambda error: error.ratio)[-1:]
+
+
+def _sums_in_another_dtype(
+    job: Job, sent: set[torch.dtype], scale: float, gradients: Parameters, of_one: Parameters
+) -> bool:
+    """Return whether the grid sums gradients in another dtype than the run file's ``reduce_dtype``.
+
+    Gradients of ranks must be sent in this dtype. Sums over micro-batches and ranks show their dtype too, unless they
+    have only one summand. The sums of norms, biases, and tied embeddings over other axes have a dtype of their own.
     """
-    while True:
-        if job.loss_scale is not None:
-            job.loss_scale.scale = scale
-        is_finite, graded, gradients = _step(job, step)
-        if is_finite or scale < 1:
-            return scale, graded, gradients
-        scale /= LESS
+    low, dtype = DTYPES[job.run.training.precision], DTYPES[job.run.training.reduce_dtype]
+    names = {shard.name for shard in job.trained if not shard.tile.partial_over} & gradients.keys() & of_one.keys()
+    names -= {"embed_tokens.weight"}
+
+    def are_rounded(sums: Parameters) -> bool:
+        scaled = [scale * sums[name].float() for name in names]
+        return all(torch.equal(each, each.to(low).float()) for each in scaled)
+
+    is_visible = dtype == low or not are_rounded(of_one)
+    return bool(sent - {dtype}) or (is_visible and are_rounded(gradients) != (dtype == low))
+
+
+def _is_published(job: Job) -> bool:
+    """Return whether this process's working copies are its stored weights, rounded to the dtype of the step.
+
+    Sharded weights have no working copies. They are rounded each time they are gathered.
+    """
+    whole = [stage for stage in job.stages.values() if isinstance(stage, Replicated)]
+    pairs = [(weight.working, weight.stored) for stage in whole for weight in stage.weights.values()]
+    return all(torch.equal(working, stored.to(working.dtype)) for working, stored in pairs)
 
 
 def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, step: int, scale: float) -> bool:
@@ -148,18 +197,32 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
     return all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
-def _step(job: Job, step: int) -> tuple[bool, list[LocalShard], list[Tensor]]:
-    """Take a step on its random samples.
+def _is_published_again(job: Job) -> bool:
+    """Change all weights, publish them, and return ``_is_published``. Updates of norms can be too small to show."""
+    with job.replacing_weights():
+        for shard in job.shards:
+            shard.local.mul_(1.5)
+    return _is_published(job)
+
+
+def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
+    """Take a step on its random samples with a loss scale. If gradients overflow, take it again with a smaller scale.
 
     Returns:
-        Whether all gradients are finite, the shards that have gradients, and these gradients.
+        The last loss scale, the shards that have gradients, these gradients, and the dtypes in which this process sent
+        gradients to be summed. If gradients overflow with a scale below ``smallest``, they are infinite or NaN.
     """
-    micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
-    job.forward_backward(micro_batches, job.count_kept(micro_batches))
-    scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
-    found = [(shard, shard.grad / scale) for shard in job.trained if shard.grad is not None]
-    is_finite = job.update(step, job.clip())
-    return is_finite, [shard for shard, _ in found], [grad for _, grad in found]
+    while True:
+        if job.loss_scale is not None:
+            job.loss_scale.scale = scale
+        micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
+        kept = job.count_kept(micro_batches)
+        with WatchedCollectives(job.grid, job.device.type != "cpu") as watched:
+            job.forward_backward(micro_batches, kept)
+        found = [(shard, shard.grad / scale) for shard in job.trained if shard.grad is not None]
+        if job.update(step, job.clip()) or scale < smallest:
+            return scale, [shard for shard, _ in found], [grad for _, grad in found], watched.dtypes["gradients"]
+        scale /= LESS
 
 
 def _stored(run: RunConfig) -> torch.dtype:

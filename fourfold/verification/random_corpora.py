@@ -25,6 +25,11 @@ def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
     return found
 
 
+def end_token(run: RunConfig) -> int:
+    """Return the last token of each document, which is nowhere else. A text's vocabulary may have no token for it."""
+    return 0 if run.data.format == "text" else ByteTokenizer.eod_id
+
+
 def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
     """Write a corpus of about two global batches. Its documents have at least one token, and only a few fill a
     window."""
@@ -34,9 +39,9 @@ def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
     with IndexedWriter(prefix, run.model.vocab_size) as corpus, IndexedWriter(trained_prefix(prefix), 2) as answers:
         needed = 2 * run.training.global_batch_size * (length + 1)
         while split.tokens < needed or split.documents % 2:
-            tokens = draw.integers(min(run.model.vocab_size, 256), size=draw.integers(1 if is_text else 4, length))
-            if not is_text:
-                tokens[-1] = ByteTokenizer.eod_id
+            size = draw.integers(1 if is_text else 4, length)
+            tokens = draw.integers(int(is_text), min(run.model.vocab_size, 256), size=size)
+            tokens[-1] = end_token(run)
             is_answer = are_answers(tokens)
             corpus.add_document(tokens)
             answers.add_document(is_answer.astype(np.int64))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Samples, SourceMixture
 from fourfold.verification.batches import RandomSamples
-from fourfold.verification.random_corpora import are_answers
+from fourfold.verification.random_corpora import are_answers, end_token
 from fourfold.verification.reference_labels import kept_tokens, positions
 
 
@@ -53,8 +53,11 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """
     size, apart, goldfish = run.training.global_batch_size, run.data.mask_documents, run.masks.goldfish
     windows = samples.read(np.arange(step * size, (step + steps) * size))
-    if isinstance(samples, SourceMixture) and windows.is_data is not None:  # Find answers from the tokens alone.
-        windows = replace(windows, answers=are_answers(windows.tokens) & windows.is_data)
+    if isinstance(samples, SourceMixture):  # Find documents and answers from the tokens alone.
+        is_end = windows.stream == end_token(run)
+        windows = replace(windows, stream_documents=is_end.cumsum(axis=1) - is_end)
+        if windows.is_data is not None:
+            windows = replace(windows, answers=are_answers(windows.tokens) & windows.is_data)
     is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
     kept_BS = kept_tokens(windows, goldfish, [is_masked] * len(windows.numbers))
     tokens = torch.from_numpy(windows.tokens).to(device)

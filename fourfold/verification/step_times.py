@@ -39,12 +39,7 @@ class StepTimes:
 
     @classmethod
     def of(
-        cls,
-        window: Span,
-        parts: int,
-        compute: Iterable[Span],
-        flights: list[SpanOfAxis],
-        held: list[SpanOfAxis] | None,
+        cls, window: Span, parts: int, compute: Iterable[Span], flights: list[SpanOfAxis], held: list[SpanOfAxis] | None
     ) -> Self:
         """Split a time window of several equal ``parts`` (steps), and return the mean over these parts.
 

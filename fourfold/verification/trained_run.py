@@ -30,6 +30,7 @@ from fourfold.launch.stop_signals import StopRequest
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.training.corpora import VALIDATION_SEED
 from fourfold.training.job import Job
+from fourfold.training.loss_scaling import LossScale
 from fourfold.training.metrics import METRICS_FILE
 from fourfold.training.run_folder import folder_of
 from fourfold.training.trainer import prepare
@@ -40,9 +41,12 @@ from fourfold.verification.random_corpora import write_corpus
 from fourfold.verification.reference_batches import Sequences, batch_of
 
 STEPS, RESUMES_AFTER = 3, 2
+OVERFLOWS = 1
+"""The step that overflows, counted from 0, if the run file's precision is fp16."""
+
 VALIDATION_STEPS = 2
 
-AT_DEFAULTS = ("checks", "fault_tolerance", "metrics", "evaluation", "audit", "sample")
+AT_DEFAULTS = ("checks", "fault_tolerance", "loss_scaling", "metrics", "evaluation", "audit", "sample")
 """Sections of the run file that the trained run leaves at their defaults."""
 
 Record = dict[str, float | None]
@@ -69,8 +73,14 @@ def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig
     )
 
 
-def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tuple[Job, list[Record]]:
+def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> tuple[Job, list[Record]]:
     """Train a run in an empty folder, and resume it on another grid. Every process calls this.
+
+    Args:
+        run: The run.
+        other: The other grid.
+        place: This process's place in the job.
+        overflows: Whether the gradients of the step ``OVERFLOWS`` are infinite, so that the trainer skips it.
 
     Returns:
         The job after the last step, and on rank 0 the trainer's record of each step.
@@ -84,14 +94,19 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place) -> tup
     for part, until in ((run, RESUMES_AFTER), (run.model_copy(update={"parallel": other}), STEPS)):
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), ExitStack() as stack:
             trainer = prepare(place, part, (), StopRequest(announce=False, launched=False), stack)
-            while trainer.steps < until:
-                trainer.after_step(trainer.train_step())
+            for step in range(trainer.steps, until):
+                if overflows and step == OVERFLOWS:
+                    trainer.job.loss_scale = LossScale(run.loss_scaling, math.inf)
+                taken = trainer.train_step()
+                trainer.job.loss_scale = None
+                trainer.after_step(taken)
             trainer.checkpointer.wait()
     dist.barrier()
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    return trainer.job, [json.loads(line) for line in lines]
+    # A trainer that leaves steps out must not stop parity.
+    return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
 def compare_records(run: RunConfig, recorded: list[Record], references: list[Reference]) -> list[Deviation]:
@@ -111,14 +126,17 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
         noise = amplification(run) * torch.finfo(torch.float32).eps
     found = []
     for step, batch in enumerate(batches):
+        if step == OVERFLOWS and recorded[step].get("skipped"):
+            continue  # The references never see a step that overflows.
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
         is_undecided = step == 0  # The model is still the DPO reference, so only rounding distinguishes the answers.
-        names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward")))]
+        ties = {name.replace("ties", "accuracy"): float(exact.pop(name)) for name in [*exact] if name.endswith("ties")}
+        names = [name for name in exact if not (is_undecided and name.endswith(("margin", "reward", "accuracy")))]
         for name in names:
             value = recorded[step].get(name)
             got = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
             each = deviation(f"{name} of step {step + 1}", got, one[name], exact[name], amplification(run))
-            found.append(each._replace(one_process=max(each.one_process, noise)))
+            found.append(each._replace(one_process=max(each.one_process, noise, ties.get(name, 0.0))))
     return found
 
 

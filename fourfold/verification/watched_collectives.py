@@ -4,6 +4,7 @@ waited for it."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from threading import get_ident
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
@@ -60,6 +62,8 @@ class WatchedCollectives:
         self.sent: dict[Line, list[int]] = {}
         """Count and bytes of each line, in the way that ``fourfold trace`` counts them: with the bytes of the full
         tensor."""
+        self.dtypes: defaultdict[str, set[torch.dtype]] = defaultdict(set)
+        """The dtypes of the tensors that were sent for each purpose."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
         """Axis, start, and end (ns since the start of 1970) of each time span that this process spent issuing or
@@ -96,9 +100,11 @@ class WatchedCollectives:
             self._hold(flight.axis, flight.start)
             if operation != "recv":
                 whole = args[1] if operation == "reduce_scatter" else args[0]
+                whole = whole[0] if isinstance(whole, list) else whole
                 entry = self.sent.setdefault(line, [0, 0])
                 entry[0] += 1
-                entry[1] += whole[0].nbytes if isinstance(whole, list) else whole.nbytes
+                entry[1] += whole.nbytes
+                self.dtypes[line[2]].add(whole.dtype)
             if work is not None:
                 self._flight_of[work] = flight
                 if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not report their end.

@@ -12,7 +12,7 @@ from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.deviation import relative_rms
+from fourfold.verification.deviation import relative_differences
 from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity import shortened
 from fourfold.verification.reference_batches import random_batch
@@ -58,4 +58,5 @@ def _error_of_step(job: Job, exact: Reference | None, step: int) -> PrecisionErr
         return None
     expected = exact.step(step, random_batch(job.run, step, job.device), job.run.optimizer.max_grad_norm)
     relative = float(((loss - expected.loss) / expected.loss).abs())
-    return PrecisionError(relative, relative_rms(gradients, expected.gradients), relative_rms(weights, exact.weights()))
+    differences = relative_differences(gradients, expected.gradients), relative_differences(weights, exact.weights())
+    return PrecisionError(relative, *(math.sqrt(sum(d**2 for d in each.values()) / len(each)) for each in differences))

@@ -64,6 +64,14 @@ PREFERENCES = [
         sections=PAIRS,
     ),
     Mutant(
+        "the recorded accuracy counts the pairs whose rejected answer wins",
+        "parallel.tensor.preference_head:PreferenceHead.note",
+        "margins_P > 0",
+        "margins_P < 0",
+        grid=DP2,
+        sections=PAIRS,
+    ),
+    Mutant(
         "the mean is over tokens, not over pairs",
         "training.job:Job.count_kept",
         "self.run.dpo.beta",

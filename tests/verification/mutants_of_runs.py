@@ -8,6 +8,7 @@ from tiny_runs import GEMMA2, LLAMA, MIXTURE
 
 ANSWERS = {"data": {"format": "sft", "train": [{"path": "nowhere"}], "mask_documents": True}}
 EP2 = {"dp": 2, "ep": 2}
+FP16 = {"training": {"precision": "fp16"}}
 
 DATA_PATH = [
     Mutant(
@@ -32,6 +33,13 @@ DATA_PATH = [
         "self.answers.read(int(self._offsets[document // 2 * 2]), length)",
         grid=DP2,
         sections=PAIRS,
+    ),
+    Mutant(
+        "documents start one token late",
+        "data.dataset:TokenWindows.read",
+        "absent + self.corpus.document_starts(start + absent, length - absent)",
+        "absent + 1 + self.corpus.document_starts(start + absent, length - absent - 1)",
+        grid=X2,
     ),
     Mutant(
         "a document of one token joins the document before it",
@@ -76,6 +84,22 @@ TRAINER = [
         "self.corpora.train.step(step)",
         "self.corpora.train.step(step + step // 2)",
         grid=DP2,
+    ),
+    Mutant(
+        "the batch of a step that overflows is read again",
+        "training.trainer:Trainer.train_step",
+        "self.steps = step + 1",
+        "self.steps = step + is_updated",
+        grid=DP2,
+        sections=FP16,
+    ),
+    Mutant(
+        "the batch after a step that overflows is left out",
+        "training.trainer:Trainer.train_step",
+        "self.steps = step + 1",
+        "self.steps = step + 2 - is_updated",
+        grid=DP2,
+        sections=FP16,
     ),
     Mutant(
         "the reference's log-probabilities belong to other answers",
@@ -163,7 +187,6 @@ TRAINER = [
     ),
 ]
 
-FP16 = {"training": {"precision": "fp16"}}
 BF16_WEIGHTS = {"training": {"precision": "bf16", "master_weights": "bf16"}}
 
 STEP = [

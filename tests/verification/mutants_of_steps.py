@@ -19,7 +19,7 @@ from mutants import (
     Y2,
     Mutant,
 )
-from tiny_runs import GEMMA, GPT, NEOX
+from tiny_runs import GEMMA, GPT, LLAMA, NEOX
 
 MODEL = [
     Mutant(
@@ -93,6 +93,13 @@ MODEL = [
         "models.initialize:_std",
         "math.sqrt(2 * config.num_hidden_layers)",
         "math.sqrt(config.num_hidden_layers)",
+    ),
+    Mutant(
+        "initial residual weights are scaled for one more layer",
+        "models.initialize:_std",
+        "math.sqrt(2 * config.num_hidden_layers)",
+        "math.sqrt(2 * (config.num_hidden_layers + 1))",
+        LLAMA | {"num_hidden_layers": 12},
     ),
     Mutant(
         "all layers draw the same weights",

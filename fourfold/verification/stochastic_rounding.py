@@ -1,0 +1,56 @@
+"""Check that stored weights are rounded at random, and without bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.run import RunConfig
+from fourfold.verification.one_process import learning_rate
+from fourfold.verification.reference_optimizer import ReferenceOptimizer
+
+STANDARD_ERRORS = 6.0
+"""Size of an error that is rare with random rounding."""
+
+
+def rounding_error(
+    run: RunConfig, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> float:
+    """Return how far the rounding of the first step's weights is from random rounding, in standard errors.
+
+    Each weight should be one of the two neighbors of its exact value. The probability of the upper neighbor should be
+    the distance from the lower neighbor, in units of the distance between the two. So the mean of the errors should be
+    zero, and their correlation with this probability too. If weights are rounded to the nearest neighbor, the
+    correlation is large. Muon's matrices are left out, because Muon multiplies in bfloat16.
+
+    Args:
+        run: The run. It must sum gradients in float32, so that clipping does not round them.
+        before: The weights before the first step.
+        gradients: The gradients of this step before clipping.
+        after: The weights after this step.
+
+    Returns:
+        The larger error of the mean and the correlation, if all processes draw the same random numbers. It is infinite
+        if a weight is not a neighbor of its exact value.
+    """
+    exact = {name: nn.Parameter(before[name].double()) for name in gradients}
+    optimizer = ReferenceOptimizer(exact, run)
+    for name, weight in exact.items():
+        weight.grad = gradients[name].double()
+    nn.utils.clip_grad_norm_(exact.values(), run.optimizer.max_grad_norm)
+    optimizer.step(learning_rate(0, run))
+    sums = torch.zeros(4, dtype=torch.float64)
+    for name, weight in exact.items():
+        if name in optimizer.own and run.optimizer.name == "muon":
+            continue
+        upper_half = weight.detach().float().view(torch.int32) & -(1 << 16)  # This is a bfloat16.
+        low, high = (bits.view(torch.float32).double() for bits in (upper_half, upper_half + (1 << 16)))
+        share, is_high = ((each.detach() - low) / (high - low) for each in (weight, after[name].double()))
+        error, variance, slope = is_high - share, share * (1 - share), 2 * share - 1
+        if not bool((error.abs() < 1.01).all()):
+            return math.inf
+        sums += torch.stack([error.sum(), (slope * error).sum(), variance.sum(), (slope**2 * variance).sum()])
+    return float((sums[:2].abs() / (run.parallel.world_size * sums[2:].clamp(min=1.0)).sqrt()).max())
