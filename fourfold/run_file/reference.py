@@ -15,7 +15,7 @@ from fourfold.config.expected_values import section_of, type_name
 from fourfold.config.model import UNSET, ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
-from fourfold.run_file.load import ELSEWHERE
+from fourfold.run_file.load import NAMES_ELSEWHERE
 
 INTRODUCTION = """\
 # The run file
@@ -121,15 +121,12 @@ def _count(parameters: int) -> str:
 
 
 def _elsewhere() -> str:
-    theirs: dict[str, list[str]] = {}
-    for name, ours in ELSEWHERE.items():
-        theirs.setdefault(ours, []).append(f"`{name}`")
     rows = [
         "fourfold does not accept these names, but its error message says which key to use instead.\n",
         "| key in fourfold | names in other programs |",
         "|---|---|",
     ]
-    rows += [f"| {ours} | {', '.join(names)} |" for ours, names in theirs.items()]
+    rows += [f"| {ours} | {', '.join(f'`{name}`' for name in theirs)} |" for ours, theirs in NAMES_ELSEWHERE.items()]
     return "\n".join(rows) + "\n"
 
 
