@@ -10,10 +10,7 @@ from types import ModuleType
 
 from fourfold.errors import UserError
 
-HARMLESS = {
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
-}
+HARMLESS = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
 """Warnings that appear when transformers imports torchao, as the name of the logger and the beginning of the message.
 
 torchao warns about kernels that were built for another GPU or Python, but it works without them. torch's warning is

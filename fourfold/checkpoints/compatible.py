@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoints.saved_state import (
-    CheckpointState,
-    absolute_name,
-    sample_order,
-    saved_model,
-)
+from fourfold.checkpoints.saved_state import CheckpointState, absolute_name, sample_order, saved_model
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig

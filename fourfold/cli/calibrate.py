@@ -21,7 +21,7 @@ def calibrate(
     machine: Annotated[
         str,
         typer.Option(
-            help=f"The machine to start from. Keep its values for everything that is not measured. {MACHINES}",
+            help=f"The machine to start from. Keep its values for everything that is not measured. {MACHINES}"
         ),
     ] = "laptop",
     processes: Annotated[

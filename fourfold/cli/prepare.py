@@ -34,8 +34,7 @@ def prepare(
         str | None, typer.Option(metavar="PATH|bytes", help="A tokenizer.json, a folder with one, or bytes.")
     ] = None,
     train_tokenizer: Annotated[
-        int | None,
-        _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input."),
+        int | None, _of_text(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input.")
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],
@@ -85,8 +84,7 @@ def prepare(
     canary_noise: Annotated[float, _of_text(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
     canary_shift: Annotated[int, _of_text(help="Cut up to this many tokens off the start of each copy.")] = 0,
     canaries_from: Annotated[
-        str | None,
-        _of_text(metavar="FILE.jsonl|random", help="Texts of the canaries. Default: taken from the input."),
+        str | None, _of_text(metavar="FILE.jsonl|random", help="Texts of the canaries. Default: taken from the input.")
     ] = None,
     force: Annotated[bool, _of_text("--force", help="Build the corpus again, even if it is complete.")] = False,
 ) -> None:

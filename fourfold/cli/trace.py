@@ -17,11 +17,7 @@ def trace(
         bool, typer.Option(help="Run every layer and micro-batch instead of extrapolating from a few (slow).")
     ] = False,
     machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE.toml",
-            help=f"Print seconds too, on this machine. {MACHINES}",
-        ),
+        str | None, typer.Option(metavar="NAME|FILE.toml", help=f"Print seconds too, on this machine. {MACHINES}")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:

@@ -10,15 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import (
-    KNOBS,
-    MACHINES,
-    SITES,
-    AsJson,
-    Overrides,
-    RunFile,
-    show,
-)
+from fourfold.cli.options import KNOBS, MACHINES, SITES, AsJson, Overrides, RunFile, show
 from fourfold.cli.working import working
 from fourfold.errors import UserError
 from fourfold.exit_codes import ended_by
@@ -43,10 +35,7 @@ def tune(
         int | None, typer.Option(min=1, help="Number of devices of a trial. Default: the run file's.")
     ] = None,
     machine: Annotated[
-        str | None,
-        typer.Option(
-            help=f"The planner's machine. Default: metrics.machine, or laptop. {MACHINES}",
-        ),
+        str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop. {MACHINES}")
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
@@ -56,10 +45,7 @@ def tune(
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Number of trials at once. Default: as many as the machine's GPUs allow.")
     ] = None,
-    slurm: Annotated[
-        str | None,
-        typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}."),
-    ] = None,
+    slurm: Annotated[str | None, typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch. Repeatable.")] = [],  # noqa: B006

@@ -93,10 +93,7 @@ def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor
     *rows, parts, columns = shard.slices
     width = shard.global_shape[-1]
     for place, part in enumerate(range(parts.start, parts.stop)):
-        yield (
-            shard.local.select(-2, place),
-            (*rows, slice(part * width + columns.start, part * width + columns.stop)),
-        )
+        yield (shard.local.select(-2, place), (*rows, slice(part * width + columns.start, part * width + columns.stop)))
 
 
 def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Mapping[str, range]) -> None:

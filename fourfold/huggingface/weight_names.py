@@ -35,8 +35,7 @@ _OUTSIDE: Table = {
     "model.embed_tokens.weight": ("embed_tokens.weight",),
     "lm_head.weight": ("lm_head.weight",),
 } | _weight_and_bias(
-    "model.",
-    {name: name for name in ("norm", "layers.{i}.input_layernorm", "layers.{i}.post_attention_layernorm")},
+    "model.", {name: name for name in ("norm", "layers.{i}.input_layernorm", "layers.{i}.post_attention_layernorm")}
 )
 _LLAMA = _OUTSIDE | _weight_and_bias(
     "model.layers.{i}.",
@@ -187,13 +186,7 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "glm4": Format(_GLM4, rotated_in_pairs=_PAIRS),
 }
 
-BUFFERS = (
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-    ".rotary_emb.inv_freq",
-)
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 """Endings of tensor names in older files that are buffers, not weights."""
 
 HEAD = "lm_head.weight"

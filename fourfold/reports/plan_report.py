@@ -11,14 +11,7 @@ from fourfold.data.files import write_output
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
 from fourfold.reports.layout_columns import choices, figures, gigabytes, predicted
-from fourfold.reports.plan_terminal import (
-    COLUMNS,
-    costs_sentence,
-    doubts,
-    largest_parts,
-    slower_by,
-    tune_command,
-)
+from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord

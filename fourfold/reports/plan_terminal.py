@@ -122,10 +122,7 @@ def doubts(result: PlanRecord) -> list[str]:
     these = f"The first {found.ranked} layouts of the table"
     if found.ranked < found.count:
         these = f"The best {found.count:,} layouts"
-    return [
-        *sentences,
-        f"{these} cannot be told apart: {close}. Measure the fastest of them:",
-    ]
+    return [*sentences, f"{these} cannot be told apart: {close}. Measure the fastest of them:"]
 
 
 def tune_command(result: PlanRecord) -> str:

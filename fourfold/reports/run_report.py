@@ -13,15 +13,7 @@ from fourfold.parsing import parse_toml
 from fourfold.reports import html
 from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, StepPositions, curve_chart
 from fourfold.reports.numbers import counted
-from fourfold.reports.recorded_run import (
-    RecordedRun,
-    largest,
-    number_of,
-    read_run,
-    read_summary,
-    read_text,
-    steps_of,
-)
+from fourfold.reports.recorded_run import RecordedRun, largest, number_of, read_run, read_summary, read_text, steps_of
 from fourfold.reports.short_records import MemorizationRecord, TaskRecord, read_short_record
 from fourfold.training.console import byte_unit, format_fact
 from fourfold.training.metrics import MEMORIZATION_FILE, TASKS_FILE
