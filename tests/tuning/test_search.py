@@ -19,7 +19,7 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import load_machine
 from fourfold.reports.tune_report import summary_of
 from fourfold.run_file.load import load_run
-from fourfold.tuning.ledger import EARLIER, LEDGER
+from fourfold.tuning.ledger import LEDGER
 from fourfold.tuning.memory_margin import needs_as_much
 from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, finish
 
@@ -175,9 +175,6 @@ def test_a_torn_line_of_the_ledger_is_dropped_and_another_file_refused(tmp_path:
         journal.write_text(text)
         with pytest.raises(UserError, match="damaged, or no ledger"):
             fake_search(folder, trials=3)
-    journal.rename(folder / EARLIER)
-    with pytest.raises(UserError, match="an earlier version"):
-        fake_search(folder, trials=3)
 
 
 def test_interrupted_trials_wait_for_a_place(tmp_path: Path) -> None:
