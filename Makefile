@@ -56,7 +56,7 @@ gpu:
 
 # Everything but torch that the tests and the benchmarks need on a GPU machine; torchtitan as a contender.
 gpu-wheels:
-	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) pydantic safetensors xxhash tokenizers charset-normalizer \
+	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) pydantic safetensors xxhash tokenizers \
 		typer rich pytest pytest-xdist hypothesis 'transformers>=5.21'
 	rm -f $(or $(WHEELS),wheels)/numpy-*.whl # the machine's torch has its own
 	$(PYTHON) $(PIP_DOWNLOAD) --dest $(or $(WHEELS),wheels) --no-deps torchao torchtitan==0.3.0 spmd_types==0.2.3 tyro \

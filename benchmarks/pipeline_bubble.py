@@ -21,13 +21,13 @@ import torch.distributed as dist
 from benchmarks.options import add_tiny
 from benchmarks.pipeline_times import bubble, timeline
 from benchmarks.ranks import draw_quickly
+from benchmarks.stopwatch import Stopwatch
 from benchmarks.train_gpu import LLAMA3_8B
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.launch.job_processes import choose_device, run_on_grid
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.pipeline.schedule import schedule_ops
-from fourfold.parallel.pipeline.stopwatch import Stopwatch
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
@@ -66,11 +66,13 @@ def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)
     assert job.pipeline is not None
-    stopwatch = job.pipeline.stopwatch = Stopwatch(device)
+    stopwatch = Stopwatch(device)
+    stopwatch.attach(job.pipeline)
     shares = []
     for step in range(steps + 1):
         micro_batches = random_micro_batches(run, step, job.grid, job.device)
         dist.barrier()
+        stopwatch.start()
         job.train_step(micro_batches, step)
         spans, waits = stopwatch.spans(), stopwatch.waits()
         busy = sum(span.end - span.begin for span in spans if span.op.kind in COMPUTED)

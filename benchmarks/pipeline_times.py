@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, Span, needs_of, simulate
+from fourfold.parallel.pipeline.schedule import Op, needs_of, simulate
+
+
+class Span(NamedTuple):
+    """The time span of an operation, in units of one forward."""
+
+    op: Op
+    begin: float
+    end: float
 
 
 def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:

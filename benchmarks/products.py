@@ -13,17 +13,25 @@ import argparse
 import itertools
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.options import add_tiny
-from fourfold.config.layout import matmul_sizes
+from fourfold.config.layout import MatmulSizes, matmul_sizes
 from fourfold.config.run import RunConfig
 from fourfold.matmul_tuning.matmul_report import layer_records
 from fourfold.matmul_tuning.matmul_table import machine_of
-from fourfold.matmul_tuning.matmul_times import layer_ratios, tune_layer
+from fourfold.matmul_tuning.matmul_times import (
+    MOST_ROUNDS,
+    WAYS,
+    Candidate,
+    matmul_calls,
+    seconds_in_rounds,
+    tune_layer,
+)
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.tensor.matmul_layouts import LayerLayout
 from fourfold.reports.tables import print_table
@@ -70,6 +78,19 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
         low, median, high = statistics.quantiles(record["again"], n=4)
         print(f"{', '.join(record['layers'])}, whole layer again: {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
     return {"preset": preset, "grid": GRIDS.get(preset), "precision": precision, "layers": records}
+
+
+def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Return how many times faster all three matmuls together are in ``layout`` than as stored. This is measured in new
+    rounds that run both."""
+
+    def whole_layer(layout: LayerLayout) -> Callable[[], object]:
+        own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in WAYS}
+        calls = [matmul_calls(matmul, [each], sizes, dtype, device)[each] for matmul, each in own.items()]
+        return lambda: [call() for call in calls]
+
+    times = seconds_in_rounds({each: whole_layer(each) for each in (LayerLayout(), layout)}, MOST_ROUNDS, device)
+    return [base / own for base, own in zip(times[LayerLayout()], times[layout], strict=True)]
 
 
 def run_of(preset: str, device: torch.device) -> RunConfig:

@@ -19,9 +19,10 @@ import re
 from functools import cache
 from pathlib import Path
 
+from validation_page.published_runs import AXONN_BLOCKS, MEGATRON, base_of
+
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.planning.calibration.machine_constants import constants_for, shipped
-from fourfold.planning.calibration.published import AXONN_BLOCKS, MEGATRON, base_of
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.machines.machine import load_machine

@@ -32,6 +32,7 @@ HELPERS = {
     "pipeline_times",
     "ranks",
     "startup_job",
+    "stopwatch",
     "titan",
 }
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)

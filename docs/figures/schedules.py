@@ -13,10 +13,10 @@ from make import INK, LINE, PAPER, SOFT, Drawing
 
 from fourfold.config.run import ParallelConfig, Schedule
 from fourfold.config.stages import stages_per_rank
-from fourfold.parallel.pipeline.schedule import Op, Span, schedule_ops
+from fourfold.parallel.pipeline.schedule import Op, schedule_ops
 
 sys.path.append(str(Path(__file__).parents[2]))  # the repository
-from benchmarks.pipeline_times import bubble, timeline
+from benchmarks.pipeline_times import Span, bubble, timeline
 
 PP, DRAWN = 4, 8
 COLORS = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from validation_page.cells import table
+from validation_page.published_runs import figures, weak_scaling
 
 
 def published_section(calibration: Calibration) -> list[str]:
@@ -25,7 +25,7 @@ def published_section(calibration: Calibration) -> list[str]:
         "- *As run* is the prediction for the program that ran, in the published layout. If no layout is published,",
         "  we take the fastest layout that the program supports. AxoNN supports x, y, z, dp, and full recompute. For",
         "  its runs on Frontier and Perlmutter, we take the fastest of the 20 layouts that its authors tried",
-        "  (`calibration/axonn_layouts.py`).",
+        "  (`docs/validation_page/axonn_layouts.py`).",
         "- *Best* is the prediction for fourfold with the fastest of all layouts.",
         "",
         *table(header, published_rows(calibration)),

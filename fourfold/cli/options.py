@@ -17,7 +17,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="Override a key of the run file. Repeatable. `python -m fourfold.run_file.reference` lists all keys.",
+        help="Override a key of the run file. Repeatable. docs/run-file.md lists all keys.",
     ),
 ]
 TASK_LIST = "`lm-eval ls tasks` lists them."

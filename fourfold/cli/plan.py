@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
 from fourfold.cli.working import working
 from fourfold.config.presets import PRESETS
-from fourfold.errors import UserError, given_as
+from fourfold.errors import given_as
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -135,7 +135,9 @@ def validate(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE.csv]", help="A table of measured rows. Default: published figures.", show_default=False
+            metavar="[FILE.csv]",
+            help="A table of measured rows. Default: the published rows that come with fourfold.",
+            show_default=False,
         ),
     ] = None,
     calibrate_on: Annotated[
@@ -144,9 +146,6 @@ def validate(
     ] = [],  # noqa: B006
     machine_only: Annotated[
         bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
-    ] = False,
-    measured: Annotated[
-        bool, typer.Option("--measured", help="Use the published rows that come with fourfold instead of FILE.csv.")
     ] = False,
     leave_out: Annotated[
         Literal["source", "machine"] | None,
@@ -166,12 +165,8 @@ def validate(
     from fourfold.planning.calibration.validation import validate as compare
     from fourfold.reports.plan_terminal import validation_tables
 
-    if measured:
-        if file is not None:
-            raise UserError(f"{file} and --measured contradict each other; give one")
-        file = measured_table()
     with working("Predicting the rows"):
-        result = compare(file, calibrate_on, machine_only, leave_out)
+        result = compare(file or measured_table(), calibrate_on, machine_only, leave_out)
     show(result.record(rows), as_json, lambda _: validation_tables(result, rows))
 
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import charset_normalizer
-
 from fourfold.errors import UserError
 
 UTF_8 = "utf-8"
@@ -23,13 +21,8 @@ _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with UTF
     codecs.BOM_UTF16_BE: "utf-16",
     codecs.BOM_UTF8: "utf-8-sig",
 }
-_WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
-_NUL_SHARE = 0.25  # In UTF-16, half the bytes of English text are NUL.
-_SAMPLE = 1 << 16  # Number of bytes that the detection reads.
 _WITHOUT = "remove such characters, or leave the file out"
-_WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")
 _CONVERT = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
-_CONTEXT = 12  # Number of characters to show before and after the first character that is not ASCII.
 _CONTROL = re.compile("[\0-\x08\x0e-\x19\x1b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 """Characters that only a wrong encoding produces: lone surrogates, and control characters except whitespace and
 end-of-file marks."""
@@ -81,11 +74,10 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     """Decode the content of a text file.
 
     If there is a byte-order mark, it determines the encoding. Without one:
-        1. The file is UTF-16 or UTF-32 if the fraction of NUL bytes is typical of such text.
-        2. If all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does, it is decoded as
+        1. If all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does, it is decoded as
           `named`.
-        3. If it is valid UTF-8, it is decoded as UTF-8.
-        4. Otherwise it is decoded as `named`.
+        2. If it is valid UTF-8 without NUL bytes, it is decoded as UTF-8.
+        3. Otherwise it is decoded as `named`.
 
     Args:
         path: The file, for messages.
@@ -99,8 +91,8 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
         UnreadableFile: The text cannot be decoded, or has control characters that only a wrong encoding produces.
     """
     mark = next((mark for mark in _MARKS if content.startswith(mark)), None)
-    certain = _MARKS[mark] if mark else _detect_wide_encoding(content) if b"\0" in content else UTF_8
-    if certain is None or (mark is None and named and content.isascii() and _is_seven_bit(named)):
+    certain = _MARKS[mark] if mark else UTF_8
+    if mark is None and (b"\0" in content or (named and content.isascii() and _is_seven_bit(named))):
         return _decode_as_named(path, content, named or UTF_8)
     try:
         text = content.decode(certain)
@@ -115,11 +107,9 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     if "\0" in text:
         raise UnreadableFile(f"{path} has NUL bytes, so it is not text; {_WITHOUT}")
     if (start := content.find(b"\x1b")) >= 0 and "\x1b" in text:
-        readings = "" if mark else _show_readings(content, start, _WITH_ESC)
-        kind = UnknownEncoding if readings else UnreadableFile
-        raise kind(f"{path} has the control character ESC (byte {start}{readings}); {_WITHOUT}")
-    how = None if "utf-8" in certain else f"{certain} ({'byte-order mark' if mark else 'found by its NUL bytes'})"
-    return text, how
+        kind = UnreadableFile if mark else UnknownEncoding  # Text in iso-2022-jp has this character too.
+        raise kind(f"{path} has the control character ESC (byte {start}); {_WITHOUT}")
+    return text, None if "utf-8" in certain else f"{certain} (byte-order mark)"
 
 
 def _decode_as_named(path: Path, content: bytes | bytearray, encoding: str) -> tuple[str, str | None]:
@@ -134,7 +124,7 @@ def _decode_as_named(path: Path, content: bytes | bytearray, encoding: str) -> t
             apart = f"prepare it separately from {encoding} text, without --encoding"
             raise UnreadableFile(f"{path} is {UTF_8} text and not {encoding} (byte {start}); {apart}") from error
         neither = f"is not {encoding}" if encoding == UTF_8 else f"is neither {UTF_8} nor {encoding}"
-        raise UnknownEncoding(f"{path} {neither} text (byte {start}{_show_readings(content, start)})") from error
+        raise UnknownEncoding(f"{path} {neither} text (byte {start})") from error
     if (found := _CONTROL.search(text)) is not None:
         if b"\0" in content:
             wide = "if it is UTF-16, name utf-16-le or utf-16-be with --encoding"
@@ -157,32 +147,3 @@ def _is_seven_bit(encoding: str) -> bool:
         return "日本".encode(encoding).isascii()
     except UnicodeError:
         return False
-
-
-def _detect_wide_encoding(content: bytes | bytearray) -> str | None:
-    """Return UTF-16 or UTF-32 if the fraction of NUL bytes is typical of Latin text in that encoding. Otherwise return
-    None."""
-    sample = content[:_SAMPLE]
-    if sample.count(0) < len(sample) * _NUL_SHARE:
-        return None
-    best = charset_normalizer.from_bytes(sample, cp_isolation=list(_WIDE)).best()
-    return None if best is None else codecs.lookup(best.encoding).name
-
-
-def _show_readings(content: bytes | bytearray, start: int, names: Sequence[str] = ()) -> str:
-    """Show the text around the first undecodable byte in a few likely encodings, so that the user can choose one."""
-    begin, end = max(content.rfind(b"\n", 0, start) + 1, start - _CONTEXT), start + _CONTEXT
-    sample = content[max(0, start - _SAMPLE // 2) : start + _SAMPLE // 2]
-    found = () if names else charset_normalizer.from_bytes(sample)
-    shown: dict[str, str] = {}
-    for name in names or ["cp1252", *(match.encoding for match in found if match.encoding not in _WIDE)]:
-        try:
-            content.decode(name)
-            text = content[begin:end].decode(name, errors="ignore").split("\n")[0].strip()
-        except (UnicodeDecodeError, LookupError):
-            continue
-        if text.isprintable():
-            # Use spellings that iconv also knows, such as iso-2022-jp and koi8-r.
-            shown.setdefault(text, name.replace("iso2022", "iso-2022").replace("_", "-"))
-    readings = [f'"{text}" in {name}' for text, name in shown.items()]
-    return f": {' or '.join(readings[:3])}" if readings else ""

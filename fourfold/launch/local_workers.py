@@ -24,7 +24,7 @@ from typing import Any, Literal
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, ended_by
-from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
+from fourfold.launch.stop_signals import RELAYED_INTERRUPT, STOP_SIGNALS, held_stop_signals, leave_terminal
 from fourfold.launch.worker_processes import WorkerProcesses
 from fourfold.processes import end_with_parent
 
@@ -122,7 +122,7 @@ def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connectio
     """Run the task and report the result. The task is unpickled here, because unpickling may import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent relays Ctrl-C to the workers.
     if not heeds_stop_signals:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent()
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
@@ -232,15 +232,10 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
     return _handler(signal.SIGINT, signal.SIG_IGN)
 
 
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _signals_blocked() -> contextlib.AbstractContextManager[None]:
     """Block the stop signals while workers start. The workers inherit the block and keep it until they are ready."""
     resource_tracker.ensure_running()  # Start the resource tracker now, because starting it later would unblock SIGINT.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return held_stop_signals()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fourfold.data.files import write_whole
 from fourfold.exit_codes import HANG, ended_by
 from fourfold.heartbeat import Beat, Heartbeat
 from fourfold.launch.stop_signals import STOP_SIGNALS
@@ -166,7 +167,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             time.sleep(0.1)
         if not verdict.exists():
             text = describe(_read_reports(folder), watch.world_size, folder)
-            _write(verdict, text)
+            write_whole(verdict, text.encode())
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
         if report.state in STOPPED:  # Collecting its stacks resumes the rank, so first wait for the other reports.
             _write_report(folder, report._replace(stacks=_collect_stacks(watch)))
@@ -246,7 +247,7 @@ def _make_report(watch: Watch, beat: Beat, silent: float) -> HangingRank:
 
 
 def _write_report(folder: Path, report: HangingRank) -> None:
-    _write(folder / f"rank_{report.rank:05}.json", json.dumps(report._asdict(), indent=1))
+    write_whole(folder / f"rank_{report.rank:05}.json", json.dumps(report._asdict(), indent=1).encode())
 
 
 def _read_state(process: int) -> str:
@@ -270,19 +271,7 @@ def _collect_stacks(watch: Watch) -> list[str]:
 
 
 def _read_reports(folder: Path) -> list[HangingRank]:
-    return [HangingRank(**_read_json(path)) for path in sorted(folder.glob("rank_*.json"))]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return parsed
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that no reader sees an incomplete file."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    return [HangingRank(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank_*.json"))]
 
 
 if __name__ == "__main__":

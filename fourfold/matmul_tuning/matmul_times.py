@@ -90,19 +90,6 @@ def tune_layer(sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> 
     )
 
 
-def layer_ratios(layout: LayerLayout, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return how many times faster all three matmuls together are in ``layout`` than as stored. This is measured in new
-    rounds that run both."""
-
-    def whole_layer(layout: LayerLayout) -> Callable[[], object]:
-        own = {matmul: Candidate(layout.turned, getattr(layout, matmul)) for matmul in WAYS}
-        calls = [_calls(matmul, [each], sizes, dtype, device)[each] for matmul, each in own.items()]
-        return lambda: [call() for call in calls]
-
-    times = _rounds({each: whole_layer(each) for each in (LayerLayout(), layout)}, MOST_ROUNDS, device)
-    return [base / own for base, own in zip(times[LayerLayout()], times[layout], strict=True)]
-
-
 def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Chosen]]) -> bool:
     """Return whether the layer is faster with a transposed weight, both with and without recomputing the output."""
 
@@ -119,16 +106,16 @@ def _tune_matmul(
     """Return the seconds with operands as stored, and the best copies, both for the stored weight and for its
     transpose."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
-    calls = _calls(matmul, candidates, sizes, dtype, device)
-    times = _rounds(calls, 1, device)
+    calls = matmul_calls(matmul, candidates, sizes, dtype, device)
+    times = seconds_in_rounds(calls, 1, device)
     kept = [c for c in candidates if c.way == Way() or times[c][0] < HOPELESS * times[AS_STORED][0]]
-    times = _rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
+    times = seconds_in_rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
     medians = {candidate: statistics.median(each) for candidate, each in times.items()}
     nominated = {turned: _nominee(medians, turned) for turned in (False, True)}
     finalists = list(dict.fromkeys([AS_STORED, *nominated.values()]))
     rounds = math.ceil(DECIDING_SECONDS / (medians[AS_STORED] * len(finalists)))
     rounds = min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)
-    times = _rounds({each: calls[each] for each in finalists}, rounds, device)
+    times = seconds_in_rounds({each: calls[each] for each in finalists}, rounds, device)
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
@@ -151,7 +138,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
     return low, median, high
 
 
-def _calls(
+def matmul_calls(
     matmul: str, candidates: Iterable[Candidate], sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
     """Return functions that compute the matmul on random operands, one per candidate."""
@@ -174,7 +161,9 @@ def _calls(
     return {candidate: call(*candidate) for candidate in candidates}
 
 
-def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device) -> dict[K, list[float]]:
+def seconds_in_rounds(
+    calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[K, list[float]]:
     """Return the seconds of each call in each round. Every round starts with a different call."""
     times: dict[K, list[float]] = {name: [] for name in calls}
     turns = deque(calls)
@@ -188,7 +177,7 @@ def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call, measured over enough calls to fill ``LEAST_SECONDS``."""
-    timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
+    timed = gpu_seconds if device.type == "cuda" else _cpu_seconds
     once = timed(call, 1)
     repetitions = math.ceil(LEAST_SECONDS / max(once, 1e-7))
     return timed(call, repetitions) / repetitions if repetitions > 1 else once
@@ -203,7 +192,8 @@ def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
     return clock() - begin
 
 
-def _gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
+def gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
+    """Return the seconds of several calls. Two events exclude the time that the host waits for the result."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 def common_span(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest run of tokens that both contain."""
-    row, longest = np.zeros(len(b) + 1, dtype=np.int64), 0
-    for token in a:
-        row[1:] = np.where(b == token, row[:-1] + 1, 0)
-        longest = max(longest, int(row.max()))
-    return longest
+    return SequenceMatcher(None, a.tolist(), b.tolist(), autojunk=False).find_longest_match().size
 
 
 def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:

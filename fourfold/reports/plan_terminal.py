@@ -217,26 +217,9 @@ def flop_note(published: bool) -> str:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print errors by source, or published figures next to predictions."""
+    """Print errors by source, the ranking of layouts, and the memory."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
-    if "figures" in record:
-        rows = [
-            [f["model"], f["machine"], f"{f['gpus']:,}", f"{f['published_pflops']:,.1f}", f"{f['as_run_pflops']:,.1f}",
-             f"{f['error']:+.0%}", f"{f['best_pflops']:,.1f}", f["as_run"]]
-            for f in record["figures"]
-        ]  # fmt: skip
-        header = ["model", "machine", "GPUs", "published", "as run", "error", "best", "layout"]
-        print_table("Published figures (Megatron PFLOP/s)", header, rows, words=["machine", "layout"])
-        rows = [
-            [f"{r['gpus']:,}", r["model"], f"{r['efficiency']:.1%}",
-             "" if r["published"] is None else f"{r['published']:.1%}", r["layout"]]
-            for r in record["weak_scaling"]
-        ]  # fmt: skip
-        header = ["GPUs", "model", "efficiency", "published", "layout"]
-        print_table("AxoNN's weak scaling", header, rows, words=["model", "layout"])
-        console.print(f"{MEGATRON_COUNT}.")
-        return
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
                   "mixtures": record["mixtures"], "doubtful": record["doubtful"],
                   "all, machine files only": record["machine_file_only"]}  # fmt: skip

@@ -1,1 +1,1 @@
-"""Read, override, write, and document run files."""
+"""Read, override, and write run files."""

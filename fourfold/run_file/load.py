@@ -19,44 +19,25 @@ from fourfold.huggingface.architectures.config_json import check_length, from_hu
 from fourfold.parsing import parse_toml
 from fourfold.untrusted_files import read_text_file
 
-ELSEWHERE = {
-    "tensor_parallel_size": "parallel.x (and y)",
-    "tensor_parallel_degree": "parallel.x (and y)",
-    "tensor_model_parallel_size": "parallel.x (and y)",
-    "tp": "parallel.x (and y)",
-    "data_parallel_shard": "parallel.z",
-    "data_parallel_shard_degree": "parallel.z",
-    "fsdp": "parallel.z",
-    "data_parallel_replicate": "parallel.dp",
-    "data_parallel_replicate_degree": "parallel.dp",
-    "context_parallel_size": "parallel.cp",
-    "context_parallel_degree": "parallel.cp",
-    "pipeline_parallel_size": "parallel.pp",
-    "pipeline_parallel_degree": "parallel.pp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "zero_stage": "parallel.zero",
-    "batch_size": "training.micro_batch_size or training.global_batch_size",
-    "learning_rate": "optimizer.lr",
-    "seq_len": "training.seq_length",
-    "max_seq_length": "training.seq_length",
-    "max_steps": "training.train_steps",
-    "steps": "training.train_steps",
-    "train_iters": "training.train_steps",
-    "clip_grad": "optimizer.max_grad_norm",
-    "max_norm": "optimizer.max_grad_norm",
-    "save_interval": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "num_layers": "model.num_hidden_layers",
-    "layers": "model.num_hidden_layers",
-    "n_layer": "model.num_hidden_layers",
-    "n_layers": "model.num_hidden_layers",
-    "heads": "model.num_attention_heads",
-    "n_head": "model.num_attention_heads",
-    "n_embd": "model.hidden_size",
-    "rms_norm_eps": "model.norm_eps",
-    "layer_norm_epsilon": "model.norm_eps",
+NAMES_ELSEWHERE = {
+    "parallel.x (and y)": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp"),
+    "parallel.z": ("data_parallel_shard", "data_parallel_shard_degree", "fsdp"),
+    "parallel.dp": ("data_parallel_replicate", "data_parallel_replicate_degree"),
+    "parallel.cp": ("context_parallel_size", "context_parallel_degree"),
+    "parallel.pp": ("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
+    "parallel.zero": ("zero_stage",),
+    "training.micro_batch_size or training.global_batch_size": ("batch_size",),
+    "optimizer.lr": ("learning_rate",),
+    "training.seq_length": ("seq_len", "max_seq_length"),
+    "training.train_steps": ("max_steps", "steps", "train_iters"),
+    "optimizer.max_grad_norm": ("clip_grad", "max_norm"),
+    "checkpoint.interval": ("save_interval", "save_steps"),
+    "model.num_hidden_layers": ("num_layers", "layers", "n_layer", "n_layers"),
+    "model.num_attention_heads": ("heads", "n_head"),
+    "model.hidden_size": ("n_embd",),
+    "model.norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
 }
-"""Names that other frameworks use for the same keys."""
+"""Names that other frameworks use for our keys."""
 
 REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set metrics.wandb or metrics.trackio"}
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
@@ -165,8 +146,8 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if (removed := REMOVED.get((".".join(sections), name))) is not None:
         return removed
-    if name in ELSEWHERE:
-        return f"here it is called {ELSEWHERE[name]}"
+    if (ours := next((ours for ours, theirs in NAMES_ELSEWHERE.items() if name in theirs), None)) is not None:
+        return f"here it is called {ours}"
     models = {other: section_of(field.annotation) for other, field in RunConfig.model_fields.items()}
     others = [
         f"'{other}.{name}'" for other, model in models.items() if model is not None and name in model.model_fields

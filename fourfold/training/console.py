@@ -106,7 +106,7 @@ class Progress:
             [
                 f"{metrics.step / self._total_steps:.1%}",
                 f"ETA {self._eta(metrics)}",
-                f"{_compact(metrics.tokens)}/{_compact(self._total_tokens)} tokens",
+                f"{format_count(metrics.tokens)}/{format_count(self._total_tokens)} tokens",
             ],
             columns - len(step) - _BAR_COLUMNS - 2,
             separator="  ",
@@ -179,11 +179,11 @@ def _flops(metrics: StepMetrics) -> tuple[str, str]:
     return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")
 
 
-def _compact(count: int) -> str:
-    """Format a count of tokens with three significant digits: 1.23M."""
+def format_count(count: int) -> str:
+    """Format a count with three significant digits and a unit: 1.23M."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= unit:
-            return f"{count / unit:.3g}{name}" if count < 1000 * unit else f"{count / unit:,.0f}{name}"
+            return f"{count / unit:.3g}{name}" if count < 999.5 * unit else f"{count / unit:,.0f}{name}"
     return str(count)
 
 

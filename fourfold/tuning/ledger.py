@@ -14,8 +14,8 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 from fourfold.tuning.result import Result, Trial
 
-LEDGER, EARLIER = "ledger.jsonl", "ledger.journal"
-"""Name of the ledger in a search's folder, and name of the Optuna study that old versions wrote instead."""
+LEDGER = "ledger.jsonl"
+"""Name of the ledger in a search's folder."""
 
 
 class Ledger:
@@ -33,8 +33,6 @@ class Ledger:
         self.file = folder / LEDGER
         self._begun: dict[int, tuple[int, str]] = {}
         self._results: dict[int, Result] = {}
-        if not self.file.exists() and (folder / EARLIER).exists():
-            raise UserError(f"{folder} holds a search of an earlier version; choose another --out, or remove it")
         try:
             search, *entries = [parse_json(line) for line in _whole_lines(self.file)] or [{"search": None}]
             before = search["search"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fourfold.environment import Place
+from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
 """Each point is repeated for this many seconds. The fastest repetition counts, because slower repetitions were
@@ -81,7 +82,8 @@ def _fastest(run: Callable[[], object], device: torch.device, times: int | None 
     All ranks must call a collective equally often, so collectives use a fixed number of repetitions.
     """
     run()
-    _wait(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     best, done, begin = math.inf, 0, time.perf_counter()
     while done < times if times is not None else time.perf_counter() - begin < SECONDS_PER_POINT:
         best, done = min(best, _seconds(run, device)), done + 1
@@ -89,24 +91,12 @@ def _fastest(run: Callable[[], object], device: torch.device, times: int | None 
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one repetition. On a GPU, two events exclude the time that the host waits for the
-    result."""
+    """Return the seconds of one repetition."""
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1e3
+        return gpu_seconds(run, 1)
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _matmul(m: int, n: int, k: int, kind: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -9,13 +9,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
 from fourfold.data.files import locked_folder, write_output, writing
-from fourfold.errors import UserError
-from fourfold.parsing import parse_json
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.planned_run import planned_run
@@ -31,7 +29,7 @@ from fourfold.tuning.slurm_trial import cancel
 from fourfold.tuning.trial_process import TrialProcess
 from fourfold.tuning.trial_run import RUN_FOLDER, measured, trial_run
 
-RUN_FILE, RESULT_FILE, TRIALS = "run.toml", "result.json", "trials"
+RUN_FILE, TRIALS = "run.toml", "trials"
 POLL_SECONDS = 0.2
 
 Start = Callable[[Path, Path, int], TrialProcess]
@@ -140,25 +138,14 @@ class Search:
         """Record the results of trials that finished before the search was killed. Unfinished trials start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
-            result = self._result_found(folder, index)
+            run = trial_run(self.subject.run(index), folder, self.settings.steps)
+            result = measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
             if result is not None:
                 self._note(number, index, result)
             else:
                 cancel(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 self._interrupted.append((number, index))
-
-    def _result_found(self, folder: Path, index: int) -> Result | None:
-        """Return the result of a trial that is missing from the ledger, or None if the trial has no result."""
-        if (folder / RESULT_FILE).is_file():
-            try:
-                return Result(**parse_json((folder / RESULT_FILE).read_text(encoding="utf-8")))
-            except (TypeError, ValueError, AssertionError):
-                raise UserError(
-                    f"{folder / RESULT_FILE} is damaged; remove {folder}, and the trial begins again"
-                ) from None
-        run = trial_run(self.subject.run(index), folder, self.settings.steps)
-        return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
 
     def _fill(self) -> Proposal | None:
         """Start trials as long as there are free slots. If there is nothing left to try, return the reason."""
@@ -204,7 +191,6 @@ class Search:
                 self._note(attempt.number, attempt.index, result)
 
     def _note(self, number: int, index: int, result: Result) -> None:
-        write_output(self._folder_of(number) / RESULT_FILE, json.dumps(asdict(result), indent=1) + "\n")
         self.ledger.end(number, result)
         what = "" if result.seconds is None else f" {result.seconds:.4g} s a step"
         why = f" ({result.reason})" if result.reason else ""

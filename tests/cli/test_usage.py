@@ -81,8 +81,7 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
         ("plan --model gpt2", "--gpus is missing; give the number of GPUs to plan for, such as --gpus 8"),
         ("plan --model gpt2 --gpus 2 --limit x=3", "--limit x=3: no layout of 2 GPUs is within these limits; leave"),
         ("plan --model gpt2 --gpus 2 --limit ep=2", "--limit ep=2: ep needs a model with experts; leave ep out"),
-        ("plan validate --measured --calibrate-on no.csv", "--calibrate-on: no.csv cannot be read: No such file"),
-        ("plan validate no.csv --measured", "no.csv and --measured contradict each other; give one"),
+        ("plan validate --calibrate-on no.csv", "--calibrate-on: no.csv cannot be read: No such file"),
         (
             "audit --model x --documents y --max-exact-match 2",
             "--max-exact-match 2.0 must be a share from 0 to 1, such",

@@ -4,7 +4,6 @@ import codecs
 import gzip
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -125,7 +124,7 @@ def test_all_files_of_unknown_encoding_are_named(tmp_path: Path, tokenizer: dict
     with pytest.raises(UserError) as error:
         prepare([tmp_path], tmp_path / "out" / "c", workers=1, **tokenizer)
     message = str(error.value)
-    named = [f'bad{number:02}.txt is not utf-8 text (byte 1: "für" in cp1252' in message for number in range(13)]
+    named = [f"bad{number:02}.txt is not utf-8 text (byte 1)" in message for number in range(13)]
     assert named == [True] * 10 + [False] * 3
     assert "; 3 more files cannot be read; name the encoding of files that are not UTF-8 with --encoding" in message
     assert not (tmp_path / "out" / "c.json").exists()
@@ -156,15 +155,7 @@ def test_unreadable_files_and_unknown_encodings_are_named_together(tmp_path: Pat
         assert part in str(error.value)
 
 
-WIDE = {
-    "utf-16": "utf-16 (byte-order mark)",
-    "utf-32": "utf-32 (byte-order mark)",
-    "utf-16-le": "utf-16-le (found by its NUL bytes)",
-    "utf-16-be": "utf-16-be (found by its NUL bytes)",
-}
-
-
-@pytest.mark.parametrize("encoding", WIDE)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_the_named_encoding_is_only_for_files_that_need_it(tmp_path: Path, encoding: str) -> None:
     """A named encoding applies only to files that are not UTF-8 and have no byte-order mark."""
     texts = {"a.txt": ("Déjà vu, größer.", "utf-8"), "b.txt": ("Déjà vu ailleurs.", encoding)}
@@ -176,7 +167,7 @@ def test_the_named_encoding_is_only_for_files_that_need_it(tmp_path: Path, encod
     expected = [token for text, _ in texts.values() for token in (*text.encode(), 256)]
     assert corpus.read(0, corpus.tokens).tolist() == expected
     assert summary.notes == (
-        f"read as {WIDE[encoding]}: {tmp_path}/b.txt",
+        f"read as {encoding} (byte-order mark): {tmp_path}/b.txt",
         f"read as iso8859-1 (--encoding): {tmp_path}/c.txt",
     )
     again = prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1)
@@ -247,7 +238,6 @@ def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: 
         (tmp_path / f"{'abc'[number]}.txt").write_bytes(text.encode(name))
     message = refusal(tmp_path)
     for name, file in zip(texts, "abc", strict=True):
-        assert re.search(rf'{file}\.txt [^;]*" in {name}\b', message), message
         command = f"iconv -f {name} -t UTF-8 FILE > NEW.txt"
         run_advice(message.replace("ENCODING", name), command, tmp_path / f"{file}.txt")
     assert texts_of(tmp_path)[0] == list(texts.values())
@@ -263,9 +253,8 @@ def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: 
         ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
         ("für".encode("latin-1"), "utf-16-le", r"is neither utf-8 nor utf-16-le text \(byte \d"),
         ("日本".encode("utf-16-be"), "utf-16", "has no byte-order mark, so --encoding utf-16 .* name utf-16-le or"),
-        ("日本".encode("iso2022_jp"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-jp-2\)'),
-        ("日本".encode("iso2022_kr"), None, r'has the control character ESC \(byte 0: "日本" in iso-2022-kr\)'),
-        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); remove such characters, or leave .* out$"),
+        ("wide".encode("utf-16-be"), None, "has NUL bytes, .*; if it is UTF-16, name utf-16-le or utf-16-be with"),
+        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); remove such characters, .* with --encoding"),
         ("\x1b[31mred".encode("utf-16"), "latin-1", r"has the control character ESC \(byte 2\); remove such"),
         (b"\x1b[31mred", "iso2022_jp", r"is not iso2022_jp text: it would have the character '\\x1b'"),
         (b"f\xfcr \x07", "latin-1", r"is not iso8859-1 text: it would have the character '\\x07'"),

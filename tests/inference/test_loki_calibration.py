@@ -18,7 +18,7 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_lok
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.key_hooks import observe_keys, undo_rotary
 from fourfold.inference.loki.principal_components import Moments
-from fourfold.inference.loki.select import SAMPLED, choose_keys, places_above_threshold, top_places
+from fourfold.inference.loki.select import choose_keys
 from fourfold.inference.loki.simulate import Probe, simulate
 
 
@@ -217,38 +217,6 @@ def test_how_many_keys() -> None:
     assert [share.key_count(length) for length in (10, 20, 70, 81, 1000)] == [10, 20, 20, 21, 250]
     assert [LokiConfig(k=64).key_count(length) for length in (10, 1000)] == [10, 64]
     assert [LokiConfig(k=64, min_seq=100).is_dense_at(length) for length in (64, 99, 100)] == [True, True, False]
-
-
-@pytest.mark.parametrize("length", [50, 20_000, 40_000])
-def test_the_best_are_the_best(length: int) -> None:
-    """This also holds with ties, with too few finite numbers, and with a misleading sample."""
-    generator = torch.Generator().manual_seed(length)
-    periodic = torch.zeros(length)
-    periodic[::SAMPLED] = torch.rand(len(periodic[::SAMPLED]), generator=generator)
-    rows = [torch.randn(length, generator=generator), periodic, torch.zeros(length), torch.full((length,), -torch.inf)]
-    rows.append(torch.where(torch.arange(length) < 30, 1.0, -torch.inf))
-    uneven = torch.randn(5, length, generator=generator) * torch.arange(1.0, 6.0)[:, None]
-    for table in (*(row[None] for row in rows), torch.stack(rows), uneven, uneven.round(decimals=1)):
-        chosen = top_places(table[None], 40)
-        assert chosen.shape == (1, len(table), 40)
-        for row, places in zip(table, chosen[0], strict=True):
-            assert len(set(places.tolist())) == 40
-            assert torch.equal(row[places].sort().values, torch.topk(row, 40).values.sort().values)
-
-
-def test_what_is_broken_is_not_hidden() -> None:
-    rows = torch.randn(2, 3, 20_000)
-    rows[1, 2, 5] = torch.nan
-    assert 5 in top_places(rows, 64)[1, 2]
-    assert top_places(rows[:0], 64).shape == (0, 3, 64)
-
-
-def test_a_sample_misleads_hardly_ever() -> None:
-    """If one misled row made the step read all numbers of all rows, the step would take twice as long. So this must be
-    rare."""
-    rows = torch.randn(100, 20, 20_000, generator=torch.Generator().manual_seed(0))
-    misled = sum(places_above_threshold(table, 1000) is None for table in rows)
-    assert misled <= 3
 
 
 def test_first_and_last_are_always_chosen() -> None:

@@ -13,6 +13,7 @@ from command_line import Cli, one_sentence
 from tiny_corpus import make_corpus, run_file
 from torch import Tensor
 
+from benchmarks.products import layer_ratios
 from fourfold.config.layout import MatmulSizes
 from fourfold.errors import UserError
 from fourfold.matmul_tuning import matmul_times
@@ -27,7 +28,7 @@ from fourfold.matmul_tuning.matmul_table import (
     table_file,
     write_table,
 )
-from fourfold.matmul_tuning.matmul_times import LEAST_GAIN, layer_ratios, tune_layer
+from fourfold.matmul_tuning.matmul_times import LEAST_GAIN, tune_layer
 from fourfold.parallel.tensor.matmul_layouts import LaidOutMatmuls, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.machines.names import FOLDER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,6 @@ from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning import plan_record, scaling
 from fourfold.planning.array_fields import stack
-from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.cost.memory import (
     CACHED,
     CATEGORIES,
@@ -296,22 +294,6 @@ def test_scaling_replans_at_each_size() -> None:
     assert none[0].best is None and "nothing fits" in none[0].why_not
     with pytest.raises(UserError, match="--gpus 8-16"):
         sizes_of("8-16")
-
-
-@pytest.mark.slow
-def test_published_figures_are_predicted_within_reason() -> None:
-    from fourfold.planning.calibration.machine_constants import shipped
-
-    found = figures(shipped())
-    assert len(found) == 6
-    for figure in found:
-        record = figure.record()
-        assert record["mfu"] < record["hfu"] < 0.7
-        assert 0.6 < figure.as_run_pflops / figure.published < 1.5, record
-    curve = weak_scaling(shipped())
-    assert curve[0]["efficiency"] == 1
-    efficiencies = [r["efficiency"] for r in curve]  # every number of GPUs has its own, larger model
-    assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
 
 
 def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:

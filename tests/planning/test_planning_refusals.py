@@ -9,7 +9,6 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.measured_run import row_of_run
-from fourfold.planning.calibration.validation import validate
 from fourfold.planning.machines.machine import load_machine, parse_machine
 from fourfold.planning.machines.names import FOLDER
 from fourfold.planning.plan_record import plan_request
@@ -48,7 +47,6 @@ REFUSALS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: request_from_options(model="gpt2", gpus=8, precision="fp9"), "--precision", "fp9", "there are bf16, "),
     (lambda: request_from_options(model="gpt2", gpus=8, optimizer="sgd"), "--optimizer", "sgd", "there are adamw"),
     (lambda: plan_request(GPT2, "laptop", [], 1, -1.0, False), "--tokens", "-1", "such as 2e12"),
-    (lambda: validate(None, (), False, "machine"), "--leave-out", "needs rows", "FILE.csv, or --measured"),
     (
         lambda: row_of_run(Path("no.jsonl"), load_machine("laptop")),
         "no.jsonl",

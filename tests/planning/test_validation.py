@@ -3,6 +3,7 @@ writes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -37,6 +38,7 @@ from validation_page.every_row import every_row_section  # noqa: E402
 from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
 from validation_page.memory_cases import memory_cases  # noqa: E402
 from validation_page.mixture_rows import mixtures_left_out, mixtures_section  # noqa: E402
+from validation_page.published_runs import figures, weak_scaling  # noqa: E402
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
@@ -107,8 +109,6 @@ def test_leaving_out_needs_two(tmp_path: Path) -> None:
         validate(table, [], False, "machine")
     with pytest.raises(UserError, match="contradict each other"):
         validate(table, [table], False, "source")
-    with pytest.raises(UserError, match="--leave-out needs rows"):
-        validate(None, [], False, "source")
 
 
 def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:
@@ -174,15 +174,29 @@ def test_the_page_has_every_row() -> None:
     assert sum(row.mixture for row in rows) > 0 and any(line.startswith("| ") for line in lines)
 
 
+@pytest.mark.slow
+def test_published_figures_are_predicted_within_reason() -> None:
+    found = figures(shipped())
+    assert len(found) == 6
+    for figure in found:
+        run = figure.as_run
+        assert run.utilization(run.work.model_flops()) < run.utilization(run.work.hardware_flops()) < 0.7
+        assert 0.6 < figure.as_run_pflops / figure.published < 1.5, figure.model
+    curve = weak_scaling(shipped())
+    assert curve[0]["efficiency"] == 1
+    efficiencies = [r["efficiency"] for r in curve]  # every number of GPUs has its own, larger model
+    assert all(later < before + 0.001 for before, later in itertools.pairwise(efficiencies)), efficiencies
+
+
 def test_the_planner_page_quotes_the_figures() -> None:
     page = (DOCS / "planner.md").read_text(encoding="utf-8")
-    figures = json.loads(page_maker.FIGURES.read_text(encoding="utf-8"))
-    for left_out, table in zip(("source", "machine"), figures[:2], strict=True):
+    tables = json.loads(page_maker.FIGURES.read_text(encoding="utf-8"))
+    for left_out, table in zip(("source", "machine"), tables[:2], strict=True):
         assert table["columns"][0] == f"{left_out} left out"
         (everything,) = (row for row in table["rows"] if row[0].startswith("all "))
         rows = everything[0].removeprefix("all ").strip("()")
         assert f"| the row's {left_out} ({rows} rows) | {' | '.join(everything[1:])} |" in page
-    (spans,) = (table for table in figures if table["columns"][0] == "extrapolation")
+    (spans,) = (table for table in tables if table["columns"][0] == "extrapolation")
     for *cells, lowest in spans["rows"]:
         source, _, coverage = lowest.partition(": ")
         assert f"| {' | '.join(cells)} | {coverage} (source {source}) |" in page

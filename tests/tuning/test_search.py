@@ -19,10 +19,9 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import load_machine
 from fourfold.reports.tune_report import summary_of
 from fourfold.run_file.load import load_run
-from fourfold.tuning.ledger import EARLIER, LEDGER
+from fourfold.tuning.ledger import LEDGER
 from fourfold.tuning.memory_margin import needs_as_much
 from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, finish
-from fourfold.tuning.tuner import RESULT_FILE, TRIALS
 
 BASE = load_machine("dgx-a100")
 
@@ -126,10 +125,7 @@ search, _ = fake_search(Path({folder!r}), trials=6)
 if moment == "begun":  # in the ledger, but not started
     start = search.start
     search.start = lambda *place: (die(), start(*place))[1]
-elif moment == "measured":  # done, but not noted
-    note = search._note
-    search._note = lambda *result: (die(), note(*result))[1]
-elif moment == "written":  # in its folder, but not in the ledger
+elif moment == "measured":  # done, but not in the ledger
     end = search.ledger.end
     search.ledger.end = lambda *result: (die(), end(*result))[1]
 search.run()
@@ -137,20 +133,16 @@ search.run()
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("moment", ["begun", "measured", "written"])
+@pytest.mark.parametrize("moment", ["begun", "measured"])
 def test_a_killed_search_loses_nothing_and_repeats_nothing(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "s"
     program = KILLED.format(path=[str(Path(__file__).parent)], moment=moment, folder=str(folder))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    ended = sorted((folder / TRIALS).glob(f"*/{RESULT_FILE}"))
-    assert len(ended) == {"begun": 2, "measured": 2, "written": 3}[moment]
-    before = {path: path.read_bytes() for path in ended}
     search, tried = fake_search(folder, trials=6)
     search.run()
     trials = search.ledger.trials()
     assert [trial.number for trial in trials] == list(range(6))
-    assert len(tried) == {"begun": 4, "measured": 3, "written": 3}[moment]
-    assert {path: path.read_bytes() for path in ended} == before
+    assert len(tried) == {"begun": 4, "measured": 3}[moment]
     whole, tried_at_once = fake_search(tmp_path / "whole", trials=6)
     whole.run()
     assert [trial.index for trial in trials] == tried_at_once
@@ -183,9 +175,6 @@ def test_a_torn_line_of_the_ledger_is_dropped_and_another_file_refused(tmp_path:
         journal.write_text(text)
         with pytest.raises(UserError, match="damaged, or no ledger"):
             fake_search(folder, trials=3)
-    journal.rename(folder / EARLIER)
-    with pytest.raises(UserError, match="an earlier version"):
-        fake_search(folder, trials=3)
 
 
 def test_interrupted_trials_wait_for_a_place(tmp_path: Path) -> None:
@@ -205,7 +194,7 @@ def test_interrupted_trials_wait_for_a_place(tmp_path: Path) -> None:
     begin = again.start
 
     def one_after_the_other(*place: Any) -> Any:
-        assert len(list((folder / TRIALS).glob(f"*/{RESULT_FILE}"))) == len(tried)
+        assert len(again.ledger.trials()) == len(tried)
         return begin(*place)
 
     again.start = one_after_the_other

@@ -6,22 +6,14 @@ underscore before S or k is a dim with the rows of a prompt. In a decoding step,
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.inference.loki.settings import LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
-SAMPLED = 32
-"""The threshold is estimated from a sample that has one in this many of the numbers."""
-
-THIN, LONG = 6, 1 << 14
-"""Rows shorter than THIN · k or shorter than LONG are processed directly, without a threshold."""
 
 
 @dataclass(frozen=True)
@@ -108,65 +100,11 @@ def choose_keys(
     kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
         worth_BK_S = worth_BK_S.masked_fill(kept_B1_S, ALWAYS)
-    chosen_BK_k = top_places(worth_BK_S, k)
+    chosen_BK_k = torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
     if k_B is None:
         return chosen_BK_k
     order_BK_k = worth_BK_S.gather(-1, chosen_BK_k).argsort(-1, descending=True)
     return chosen_BK_k.gather(-1, order_BK_k)
-
-
-def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest numbers of each row, in no particular order.
-
-    Long rows on a CPU are not sorted. A sample gives a threshold that more than k numbers should reach, with a margin
-    of four standard deviations, and only these numbers are compared. If fewer than k numbers reach it, all numbers
-    are compared. Otherwise the positions ascend, which is the fastest order for reading memory.
-    """
-    length = worth_BK_S.shape[-1]
-    chosen_Rk = None
-    if worth_BK_S.device.type == "cpu" and worth_BK_S.numel() and length > max(LONG, THIN * k):
-        chosen_Rk = places_above_threshold(worth_BK_S.reshape(-1, length), k)
-    if chosen_Rk is None:
-        return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
-    return chosen_Rk.view(*worth_BK_S.shape[:-1], k)
-
-
-def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
-    """Return the positions of the k largest numbers in each of R rows, [R, k], or None if the sample of a row gave no
-    useful threshold."""
-    narrow = worth_RS.dtype in (torch.bfloat16, torch.float16)
-    numbers_RS = (worth_RS.float() if narrow else worth_RS).detach().numpy()
-    rows, length = numbers_RS.shape
-    sample_Rs = numbers_RS[:, ::SAMPLED]
-    expected = k / SAMPLED
-    threshold_R = _largest(sample_Rs, min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected))))
-    if np.isneginf(threshold_R).any():
-        return None
-    # As in topk, a NaN counts as the largest number. It is not below any threshold.
-    candidates = np.flatnonzero(~(numbers_RS < threshold_R[:, None]))
-    ends_R = np.searchsorted(candidates, np.arange(1, rows + 1) * length)
-    counts_R = np.diff(ends_R, prepend=0)
-    if counts_R.min() < k or counts_R.max() > length // 2:
-        return None
-    numbers = numbers_RS.reshape(-1)[candidates]
-    numbers[np.isnan(numbers)] = ALWAYS
-    numbers_RC = np.full((rows, counts_R.max()), NEVER, numbers.dtype)
-    numbers_RC[np.arange(counts_R.max()) < counts_R[:, None]] = numbers
-    least = np.repeat(_largest(numbers_RC, k), counts_R)
-    taken = numbers >= least
-    if np.count_nonzero(taken) > rows * k:  # If several numbers tie for the last place, take the leftmost.
-        tied, starts_R = numbers == least, ends_R - counts_R
-        above_R = np.add.reduceat(numbers > least, starts_R, dtype=np.int64)
-        tied_before = np.cumsum(tied) - tied
-        nth = tied_before - np.repeat(tied_before[starts_R], counts_R)
-        taken &= ~tied | (nth < np.repeat(k - above_R, counts_R))
-    return torch.from_numpy(candidates[taken].reshape(rows, k) - np.arange(rows)[:, None] * length)
-
-
-def _largest(numbers_RS: NDArray[np.floating], k: int) -> NDArray[np.floating]:
-    """Return the k-th largest number of each row, [R]."""
-    place = numbers_RS.shape[1] - k
-    return np.partition(numbers_RS, place, axis=1)[:, place]
 
 
 def always_chosen(

@@ -255,51 +255,48 @@ def _join(parts: Tensor, dim: int) -> Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
+def _over_ranks(
+    axis: Axis, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the tensor itself if the axis has one rank."""
+    return tensor if axis.size == 1 else differentiable(tensor, forward, backward)
+
+
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """All-gather in the forward. In the backward, sum and scatter the gradients of all ranks."""
-    if axis.size == 1:
-        return part
-    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
+    return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """Reduce-scatter in the forward, all-gather in the backward."""
-    if axis.size == 1:
-        return partial
-    return differentiable(partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why))
+    return _over_ranks(
+        axis, partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why)
+    )
 
 
 def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
     """All-to-all along the first dim, in forward and backward."""
-    if axis.size == 1:
-        return parts
-    return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
+    return _over_ranks(axis, parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
 
 
 def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
     """Run ``send_rows`` in the forward, and send the gradients back in the backward."""
-    if axis.size == 1:
-        return rows
-    return differentiable(
-        rows, lambda t: send_rows(t, axis, sent, received, why), lambda g: send_rows(g, axis, received, sent, why)
+    return _over_ranks(
+        axis, rows, lambda t: send_rows(t, axis, sent, received, why), lambda g: send_rows(g, axis, received, sent, why)
     )
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
     """Join ``sizes[i]`` rows of each rank i. In the backward, sum and scatter the gradients of all ranks."""
-    if axis.size == 1:
-        return rows
-    return differentiable(
-        rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
+    return _over_ranks(
+        axis, rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
     )
 
 
 def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
     """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` rows. This is the reverse of ``gather_rows``."""
-    if axis.size == 1:
-        return rows
-    return differentiable(
-        rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
+    return _over_ranks(
+        axis, rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
     )
 
 
@@ -320,30 +317,22 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """Take this rank's part of a tensor that all ranks hold. All-gather in the backward."""
-    if axis.size == 1:
-        return whole
-    return differentiable(whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
+    return _over_ranks(axis, whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """All-gather in the forward, for work that every rank repeats. In the backward, keep this rank's gradient part."""
-    if axis.size == 1:
-        return part
-    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
+    return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
     """All-reduce in the forward. The backward does nothing, because all ranks already have the whole gradient."""
-    if axis.size == 1:
-        return partial
-    return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
+    return _over_ranks(axis, partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
     """Return the tensor unchanged. In the backward, all-reduce the ranks' partial gradients."""
-    if axis.size == 1:
-        return tensor
-    return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))
+    return _over_ranks(axis, tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))
 
 
 def _own_part(whole: Tensor, axis: Axis, dim: int) -> Tensor:

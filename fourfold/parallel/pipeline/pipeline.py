@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from fourfold.parallel.data.data_parallel import DataParallel
 from fourfold.parallel.grid.communicate import Pending, start_receive, start_send, swap
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.pipeline.schedule import Op, schedule_ops, with_transfers
-from fourfold.parallel.pipeline.stopwatch import Stopwatch
 from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.deferred_gradients import WeightGradients, weight_gradients_deferred
 from fourfold.parallel.tensor.linear import Linear4D
@@ -37,8 +36,9 @@ class Pipeline:
             stage: [module for module in part.model.modules() if isinstance(module, Linear4D)]
             for stage, part in stages.items()
         }
-        self.stopwatch: Stopwatch | None = None
-        """Times the operations of the last step, if given."""
+        self.around_operation: Callable[[Op], AbstractContextManager[object]] = nullcontext
+        self.around_wait: Callable[[Op], AbstractContextManager[object]] = nullcontext
+        """Contexts in which each operation runs, and in which it waits for another rank. Benchmarks measure times."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
@@ -89,9 +89,6 @@ class _PipelineStep:
         self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
         self.outputs: list[Tensor] = []
-        self.stopwatch = pipeline.stopwatch
-        if self.stopwatch is not None:
-            self.stopwatch.start()
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
         """Run this rank's operations in order. Return the last stage's outputs."""
@@ -106,7 +103,7 @@ class _PipelineStep:
             "RECV_B": self._receive,
         }
         for op in ops:
-            with nullcontext() if self.stopwatch is None else self.stopwatch.span(op):
+            with self.pipeline.around_operation(op):
                 handlers[op.kind](op)
         for pending in self.leaving.values():
             pending.wait()
@@ -159,7 +156,7 @@ class _PipelineStep:
         """Return a tensor that either another rank has sent, or another stage of this rank has computed."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
-        with nullcontext() if self.stopwatch is None else self.stopwatch.wait(received):
+        with self.pipeline.around_wait(received):
             return self.arriving.pop(received).wait()
 
     def _send(self, op: Op) -> None:

@@ -22,14 +22,6 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-class Span(NamedTuple):
-    """The time span of an operation, in units of one forward."""
-
-    op: Op
-    begin: float
-    end: float
-
-
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
     """Return the computations of each pp rank, in order.
 

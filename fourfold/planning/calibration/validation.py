@@ -1,4 +1,4 @@
-"""Validate the planner: compare its predictions with measured rows or with published figures."""
+"""Validate the planner: compare its predictions with measured rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from fourfold.errors import UserError, given_as
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import is_calibrated, shipped
-from fourfold.planning.calibration.published import Figure, figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import (
     KEYS,
@@ -25,7 +24,7 @@ from fourfold.planning.calibration.score import (
 
 @dataclass(frozen=True)
 class Validation:
-    """The scores of a file's rows. Without a file, the published figures and their predictions."""
+    """The scores of a file's rows."""
 
     constants: str
     """Where the constants come from."""
@@ -33,14 +32,9 @@ class Validation:
     scored: list[Scored]
     machine_only: list[Scored]
     """Scores of the same rows with unfitted constants."""
-    figures: list[Figure]
-    weak_scaling: list[dict[str, Any]]
 
     def record(self, rows: bool = False) -> dict[str, Any]:
         """Return the result as JSON values. With ``rows``, include the prediction of every row."""
-        if self.figures:
-            return {"constants": self.constants, "figures": [figure.record() for figure in self.figures],
-                    "weak_scaling": self.weak_scaling}  # fmt: skip
         dense = [s for s in self.machine_only if s.row.dense_half and s.error is not None]
         record = {"constants": self.constants, "skipped": self.skipped, **summary(self.scored),
                   "machine_file_only": errors_of(dense)}  # fmt: skip
@@ -55,7 +49,7 @@ class Validation:
 
 
 def validate(
-    file: Path | None, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
+    file: Path, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
 ) -> Validation:
     """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
     calibration.
@@ -70,10 +64,6 @@ def validate(
         raise UserError("--machine-only, --calibrate-on and --leave-out contradict each other; give one")
     constants = "machine files and priors only" if machine_only else "shipped with fourfold"
     calibration = Calibration() if machine_only else shipped()
-    if file is None:
-        if calibration_files or leave_out:
-            raise UserError(f"{'--leave-out' if leave_out else '--calibrate-on'} needs rows: FILE.csv, or --measured")
-        return Validation(constants, {}, [], [], figures(calibration), weak_scaling(calibration))
     rows, skipped = read_rows([file])
     if not rows:
         raise UserError(f"{file} has no row that can be predicted: {', '.join(skipped) or 'it is empty'}")
@@ -83,9 +73,7 @@ def validate(
     if leave_out is not None:
         if len(set(map(KEYS[leave_out], rows))) < 2:
             raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s; leave it out")
-        return Validation(
-            f"fitted to all other {leave_out}s", skipped, predict_left_out(rows, leave_out), alone, [], []
-        )
+        return Validation(f"fitted to all other {leave_out}s", skipped, predict_left_out(rows, leave_out), alone)
     if calibration_files:
         with given_as("--calibrate-on"):
             others = held_out(read_rows(calibration_files)[0], rows)
@@ -96,7 +84,7 @@ def validate(
     prefer_own = not (machine_only or calibration_files)
     if prefer_own and any(is_calibrated(row.machine) for row in rows):
         constants += ", except on machines whose file has [efficiency]"
-    return Validation(constants, skipped, predict_rows(rows, calibration, prefer_own), alone, [], [])
+    return Validation(constants, skipped, predict_rows(rows, calibration, prefer_own), alone)
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:

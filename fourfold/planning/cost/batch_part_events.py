@@ -46,8 +46,7 @@ class Kind:
 class Event(NamedTuple):
     """A computation, the start of a collective, or the wait for one.
 
-    ``what`` names the field of ``BatchPartTime`` with its duration. ``flight`` identifies the collective within the
-    block.
+    ``what`` names its duration in ``batch_part_time``. ``flight`` identifies the collective within the block.
     """
 
     kind: Literal["compute", "issue", "wait"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from fourfold.planning.array_fields import ArrayFields, Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.attention_time import attention_seconds
 from fourfold.planning.cost.block import norm_seconds, whole_keys_seconds
 from fourfold.planning.cost.rates import Rates
@@ -15,45 +13,14 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 
-@dataclass(frozen=True)
-class BatchPartTime(ArrayFields):
-    """Seconds of matmuls and their gradients by layer, and of collectives by layer and axis.
+def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
+    """Return the seconds for each case of ``work``, by the names that events have. For dense blocks only.
 
-    Within a block, all all-gathers and all sums over x take the same time.
+    The names are layers for their matmuls (``up``), layers with ``_input_gradient`` or ``_weight_gradient``, and layers
+    with the axis of a collective (``up_x``). ``half_up`` is the matmul of either up or gate alone, and ``up_y`` the sum
+    of one of them. ``keys_y`` is the collective of keys and values, if the y ranks share the queries. Within a block,
+    all all-gathers and all sums over x take the same time.
     """
-
-    qkv: Number
-    qkv_input_gradient: Number
-    qkv_weight_gradient: Number
-    o_proj: Number
-    o_proj_input_gradient: Number
-    o_proj_weight_gradient: Number
-    up: Number
-    up_input_gradient: Number
-    up_weight_gradient: Number
-    down: Number
-    down_input_gradient: Number
-    down_weight_gradient: Number
-    half_up: Number
-    """The matmul of either up or gate alone."""
-    attention: Number
-    attention_backward: Number
-    qkv_x: Number
-    o_proj_x: Number
-    up_x: Number
-    down_x: Number
-    qkv_y: Number
-    o_proj_y: Number
-    up_y: Number
-    """The sum of either up or gate alone over y."""
-    down_y: Number
-    norm_y: Number
-    keys_y: Number
-    """The collective of keys and values over y, if the y ranks share the queries."""
-
-
-def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> BatchPartTime:
-    """Return the seconds for each case of ``work``, for dense blocks only."""
     part = work.but(micro_batch_size=work.layout.micro_batch_size / work.active_parts)
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes
     x_group, y_group = group_of(layout.x, 1, machine, constants), group_of(layout.y, layout.x, machine, constants)
@@ -73,15 +40,14 @@ def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> B
         seconds[f"{name}_x"] = over_x
     attention, attention_backward = attention_seconds(part, rates, machine)
     token = item * part.tokens
-    return BatchPartTime(
-        **seconds,
-        half_up=seconds["up"] / 2,
-        attention=attention,
-        attention_backward=attention_backward,
-        qkv_y=gather_seconds(token * qkv, 1, y_group),
-        o_proj_y=gather_seconds(token * queries, 1, y_group),
-        up_y=reduce_seconds(token * inner, 1, y_group),
-        down_y=reduce_seconds(token * inner, 1, y_group),
-        norm_y=norm_seconds(part, y_group),
-        keys_y=whole_keys_seconds(part, y_group),
-    )
+    return seconds | {
+        "half_up": seconds["up"] / 2,
+        "attention": attention,
+        "attention_backward": attention_backward,
+        "qkv_y": gather_seconds(token * qkv, 1, y_group),
+        "o_proj_y": gather_seconds(token * queries, 1, y_group),
+        "up_y": reduce_seconds(token * inner, 1, y_group),
+        "down_y": reduce_seconds(token * inner, 1, y_group),
+        "norm_y": norm_seconds(part, y_group),
+        "keys_y": whole_keys_seconds(part, y_group),
+    }

@@ -6,14 +6,14 @@ The order of events does not depend on how long they take. It is recorded once f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number, unique_rows
 from fourfold.planning.cost.batch_part_events import Event, Kind, events_of
-from fourfold.planning.cost.batch_part_time import BatchPartTime, batch_part_time
+from fourfold.planning.cost.batch_part_time import batch_part_time
 from fourfold.planning.cost.block import norms_before
 from fourfold.planning.cost.tensor_sizes import attention_over_y
 from fourfold.planning.machines.constants import Constants
@@ -27,7 +27,9 @@ KEY = (
 """Fields of a layout that the results of this module depend on."""
 
 
-def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime, slowed: Number) -> dict[str, Number]:
+def waits(
+    events: Sequence[Event], shares: Sequence[Number], times: Mapping[str, Number], slowed: Number
+) -> dict[str, Number]:
     """Return the mean number of seconds per block that a step waits for collectives, by axis
     (``verification.exposure``).
 
@@ -36,7 +38,7 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime
     Args:
         events: The events of the blocks.
         shares: The fraction of all blocks that each of these blocks represents.
-        time: Durations of the events.
+        times: Durations of the events, by the names that ``what`` of an event has.
         slowed: Time that a hidden collective adds to concurrent computation, as a fraction of its own time.
     """
     now: Number = 0.0
@@ -46,10 +48,10 @@ def waits(events: Sequence[Event], shares: Sequence[Number], time: BatchPartTime
     flying: dict[tuple[object, ...], tuple[Number, Number, Number]] = {}
     for kind, what, axis, block, flight in events:
         if kind == "compute":
-            seconds = getattr(time, what)
+            seconds = times[what]
             now, computed = now + seconds, computed + seconds
         elif kind == "issue":
-            seconds = getattr(time, what)
+            seconds = times[what]
             free[axis] = np.maximum(now, free[axis]) + seconds
             flying[flight] = free[axis], seconds, computed
         elif flight in flying:
@@ -100,14 +102,15 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
 
 def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, constants: Constants) -> np.ndarray:
     """Return the exposed seconds of a block over x and over y [2, n]."""
-    time = batch_part_time(work, machine, constants)
+    times = batch_part_time(work, machine, constants)
     exposed = np.zeros((2, np.size(work.active_parts)))
     blocks = work.model.num_hidden_layers / (work.layout.pp * work.layout.stages_per_rank)  # The blocks of one stage.
     blocks = np.broadcast_to(blocks, (np.size(work.active_parts),))
     for kind, places in _kinds_of(work, parts_cross_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
         shares = (few, 1 - 2 * few, few) if kind.parts_cross_blocks else (1.0,)
-        waited = waits(events_of(kind), shares, time.take(places), constants.take(places).exposed)
+        of_kind = {what: np.broadcast_to(seconds, blocks.shape)[places] for what, seconds in times.items()}
+        waited = waits(events_of(kind), shares, of_kind, constants.take(places).exposed)
         exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
     return exposed
 

@@ -5,7 +5,7 @@ Machines are TOML files (``fourfold/planning/machines``). Every constant in them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,17 +97,7 @@ SECTIONS = {
 LEAST, MOST = 1e-12, 1e24
 """Bounds of any constant: from a trillionth of a second to a million exaflop/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
-_OPTIONAL = {
-    *SECTIONS["costs"],
-    *SECTIONS["layouts"],
-    "host",
-    "ring_hop",
-    "ring_floor",
-    "attention_half",
-    "flash2",
-    "flash2_half",
-    "spread",
-}
+_OPTIONAL = {field.name for field in fields(Machine) if field.default is not MISSING}
 
 
 def load_machine(name: str, given_as: str = "--machine") -> Machine:

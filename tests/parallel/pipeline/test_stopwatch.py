@@ -9,10 +9,11 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, tiny_run
 
+from benchmarks.pipeline_times import Span
+from benchmarks.stopwatch import Stopwatch
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.pipeline.schedule import Op, Span
-from fourfold.parallel.pipeline.stopwatch import Stopwatch
+from fourfold.parallel.pipeline.schedule import Op
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 
@@ -77,8 +78,10 @@ def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[Span], l
     job = Job(run, Grid(run.parallel, "cpu"), device)
     job.initialize(0)
     assert job.pipeline is not None
-    stopwatch = job.pipeline.stopwatch = Stopwatch(device)
+    stopwatch = Stopwatch(device)
+    stopwatch.attach(job.pipeline)
     for step in range(2):
+        stopwatch.start()
         job.train_step(random_micro_batches(run, step, job.grid, device), step)
     return stopwatch.spans(), stopwatch.waits()
 

@@ -1,10 +1,11 @@
-"""Write the run file's reference from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
+"""Write docs/run-file.md, the run file's reference, from the schema: python docs/run_file.py"""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_origin
 
 from annotated_types import Gt
@@ -15,12 +16,15 @@ from fourfold.config.expected_values import section_of, type_name
 from fourfold.config.model import UNSET, ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
-from fourfold.run_file.load import ELSEWHERE
+from fourfold.run_file.load import NAMES_ELSEWHERE
+from fourfold.training.console import format_count
+
+PAGE = Path(__file__).with_name("run-file.md")
 
 INTRODUCTION = """\
 # The run file
 
-<!-- Written by fourfold/run_file/reference.py from the schema: change descriptions there, not here. -->
+<!-- Written by docs/run_file.py from the schema: change descriptions there, not here. -->
 
 A run file describes a run in TOML. Start from [examples/laptop.toml](../examples/laptop.toml). To change a key for one
 run only, use `--set`:
@@ -108,30 +112,19 @@ def _presets() -> str:
             model.intermediate_size,
             model.vocab_size,
         )
-        rows.append(" | ".join([f"| `{name}`", _count(model.num_parameters), *map(str, numbers)]) + " |")
+        rows.append(" | ".join([f"| `{name}`", format_count(model.num_parameters), *map(str, numbers)]) + " |")
     return "\n".join(rows) + "\n"
 
 
-def _count(parameters: int) -> str:
-    """Format a count with three significant digits and a unit."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if parameters >= unit:
-            return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"
-    return f"{parameters / 1000:.0f}K"
-
-
 def _elsewhere() -> str:
-    theirs: dict[str, list[str]] = {}
-    for name, ours in ELSEWHERE.items():
-        theirs.setdefault(ours, []).append(f"`{name}`")
     rows = [
         "fourfold does not accept these names, but its error message says which key to use instead.\n",
         "| key in fourfold | names in other programs |",
         "|---|---|",
     ]
-    rows += [f"| {ours} | {', '.join(names)} |" for ours, names in theirs.items()]
+    rows += [f"| {ours} | {', '.join(f'`{name}`' for name in theirs)} |" for ours, theirs in NAMES_ELSEWHERE.items()]
     return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    PAGE.write_text(reference(), encoding="utf-8")

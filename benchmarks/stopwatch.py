@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from fourfold.parallel.pipeline.schedule import Op, Span
+from benchmarks.pipeline_times import Span
+from fourfold.parallel.pipeline.pipeline import Pipeline
+from fourfold.parallel.pipeline.schedule import Op
 
 
 class Stopwatch:
@@ -21,6 +23,10 @@ class Stopwatch:
         self._spans: list[tuple[Op, Any, Any]] = []
         """Operations with their begin and end, in seconds or as CUDA events."""
         self._waits: list[tuple[Op, Any, Any]] = []
+
+    def attach(self, pipeline: Pipeline) -> None:
+        """Time the operations of a pipeline from now on."""
+        pipeline.around_operation, pipeline.around_wait = self.span, self.wait
 
     def start(self) -> None:
         """Clear the recorded times."""
