@@ -78,9 +78,10 @@ def misfits(rows: list[Row]) -> list[str]:
         "",
         "`fourfold plan` is more careful: it refuses a layout if the probability is above "
         f"{MAX_P_OUT_OF_MEMORY:.0%}. So it refuses {percent(careful_recall)} of the cases",
-        f"that do not fit. The price is that {percent(1 - careful)} of the refused cases would have fitted. With exact",
-        f"predictions this would be {percent(1 - exact)}, and not zero, because the planner keeps a margin. It assumes",
-        f"that its predictions have a standard deviation of {SPREAD:.0%}, and asks for {margin:.0%} more memory",
+        f"that do not fit. The price is that {percent(1 - careful)} of the refused cases would have fitted. Better",
+        f"predictions would not help: with exact ones, this would be {percent(1 - exact)}. The reason is a margin that",
+        f"the planner keeps. It assumes that its predictions have a standard deviation of {SPREAD:.0%}, and asks for "
+        f"{margin:.0%} more memory",
         "than it predicts. So it refuses the device sizes of "
         f"{' and '.join(f'{size:.0%}' for size in refused)}, although the run would fit.",
         "",
