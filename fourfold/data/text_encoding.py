@@ -24,7 +24,7 @@ _MARKS = {  # UTF-32 comes first, because its little-endian mark begins with UTF
     codecs.BOM_UTF8: "utf-8-sig",
 }
 _WIDE = ("utf_16_le", "utf_16_be", "utf_32_le", "utf_32_be")
-_NUL_SHARE = 0.25  # In UTF-16, half the bytes of English text are NUL.
+_NUL_SHARE = 0.25  # A file with this fraction of NUL bytes is UTF-16 or UTF-32.
 _SAMPLE = 1 << 16  # Number of bytes that the detection reads.
 _WITHOUT = "remove such characters, or leave the file out"
 _WITH_ESC = ("iso2022_jp_2", "iso2022_jp_3", "iso2022_kr")

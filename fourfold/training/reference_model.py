@@ -91,7 +91,8 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # Average, as the last step may repeat answers.
+    # The last step may repeat answers, so divide by how often each answer was scored.
+    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()
     return found
 
 

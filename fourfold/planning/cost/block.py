@@ -81,7 +81,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # Sums of the batch parts' weight gradients.
+    # Each further batch part adds its weight gradients to the sum.
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,

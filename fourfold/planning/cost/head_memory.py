@@ -22,7 +22,8 @@ def head_bytes(work: Workload) -> Number:
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     first = rows * columns * np.where(is_ours, in_place, 2 * step.item_bytes + sums)
-    # In fp32, our matmul adds directly to the weight's gradient. The backward makes a second one, when no logits exist.
+    # In fp32, our matmul adds directly to the weight's gradient. The backward later creates a second gradient, but then
+    # no logits are in memory.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
     capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
