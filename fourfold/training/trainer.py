@@ -178,7 +178,7 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps in the history of the current weights."""
+    """Number of steps taken since the start of the run. It falls when the run goes back to a checkpoint."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
@@ -270,7 +270,8 @@ class Trainer:
         return outcome
 
     def _roll_back(self) -> None:
-        """Continue from the newest checkpoint. The record and the data go back with the weights."""
+        """Go back to the newest checkpoint, and continue from there. The metrics of later steps are removed, and the
+        data continues at the checkpoint's step."""
         self.steps = self.checks.roll_back()
         continue_stream(self.corpora, self.checkpointer.newest, self.steps)
         with failing_together():

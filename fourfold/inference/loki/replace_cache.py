@@ -77,7 +77,8 @@ def replace_layer(
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer holds plain keys and values of all tokens, and ``recipe`` would hold them differently."""
+    """Return whether a layer must be replaced: it holds keys and values in transformers' own form, and ``recipe`` asks
+    for another form."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:

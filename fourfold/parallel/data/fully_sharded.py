@@ -296,8 +296,9 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
-    If a unit names nothing to prefetch in the backward, FSDP2 prefetches the unit that ran before it in the forward.
-    The unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.
+    Every unit must name what to prefetch in the backward. Otherwise FSDP2 prefetches the unit that ran before it in the
+    forward, which may belong to another micro-batch. A unit that needs no prefetch names the root, which has no weights
+    of its own.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -35,7 +35,7 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention keeps between the previous and the next matmul, without its output.
+    """Return the bytes that attention keeps for its backward: tensors between qkv and o_proj, except its output.
 
     The first number is for attention that is computed once, and the second for attention that is recomputed.
     """

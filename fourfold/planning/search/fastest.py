@@ -51,8 +51,8 @@ RANKED = 400
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
-"""Minimum fraction of a step's time that remains if no tensors are copied around collectives. A batch part with one
-sequence needs no such copies."""
+"""Batch parts with one sequence save copies before and after collectives. This is the smallest fraction of a step's
+time that can be left without the copies."""
 
 
 class SearchScores(NamedTuple):
