@@ -215,8 +215,8 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, ``expert_shards`` has one rank. Such an ep needs zero = 3, which shards the experts'
-        # weights over all ranks of ``expert_replicas``.
+        # If ep does not divide z, z does not shard the experts, and ``expert_shards`` has one rank. This is allowed
+        # only with zero = 3, which shards the experts' weights over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
