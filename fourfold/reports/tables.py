@@ -70,7 +70,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the width at which only the header (the first cell) and texts longer than any number wrap."""
+    """Return the smallest width at which no number wraps. The header (the first cell) and long texts may wrap."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),

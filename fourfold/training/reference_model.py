@@ -84,7 +84,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     for step in range(-(-len(source) // training.global_batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
-        outputs = job.outputs(mine)  # The outputs are empty except on the last stage.
+        outputs = job.outputs(mine)  # On ranks without the last stage, the list is empty.
         if outputs:
             rows = torch.from_numpy(source.documents_of(numbers)).to(job.device)
             sums.index_add_(0, rows, torch.cat(outputs).double())

@@ -156,6 +156,6 @@ def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerR
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # This is true in every step except the first.
+    if layer.basis is ours:  # In all steps but the first, it is the same tensor.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

@@ -168,7 +168,7 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, these belong to our own keys and values.
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of our own keys and values are back.
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 

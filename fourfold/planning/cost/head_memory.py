@@ -26,7 +26,8 @@ def head_bytes(work: Workload) -> Number:
     # no logits are in memory.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
-    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
+    # Capped logits need two fp32 numbers each: the sum, and the slope of the cap.
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)
     # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
