@@ -199,7 +199,8 @@ class Trainer:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            kept = job.count_kept(batches)  # Count over all ranks, because the summed losses are divided by it.
+            # The losses of all ranks are divided by this number, so count the tokens of all ranks.
+            kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
             result = StepResult(loss, job.clip(), kept)

@@ -203,8 +203,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
     The times of blocks and the traffic of weights are shared by many points and computed only once.
 
-    The minimum assumes that batch parts hide all communication over x and y, and shorten nothing else except copies of
-    tokens.
+    For the minimum, batch parts are assumed to hide all communication over x and y, and to save copies of tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
