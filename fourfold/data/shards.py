@@ -35,7 +35,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """File ranges in input order, with everything else that determines their tokens."""
+    """The unit of tokenizing: file ranges in input order, and the settings that determine their tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str

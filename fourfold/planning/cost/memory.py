@@ -68,7 +68,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank, which is counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. Ranks are counted from 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
