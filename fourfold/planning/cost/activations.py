@@ -219,7 +219,7 @@ class BlockBytes(ArrayFields):
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
-        # A recomputed block reads the input that it has kept, so this input is not created again.
+        # The input of a recomputed block is in memory already, so it does not count again.
         made = self.whole - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
