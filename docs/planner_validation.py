@@ -88,9 +88,11 @@ def introduction(rows: list[Row]) -> list[str]:
         "This page compares the planner's predictions with published step times and memory. A *row* is one published",
         "run. Its *source* (S1, V1, …) is a publication in [this list](#the-rows). fourfold comes with",
         f"{len(rows) - mixtures:,} rows of dense models and {mixtures} rows of [mixtures of",
-        "experts](#mixtures-of-experts). The errors of step times are for dense models in bf16 or fp16 with a complete",
-        "configuration. Other precisions and incomplete rows are listed as *others*, and doubtful measurements as",
-        "*doubtful*. The number of rows is in parentheses.",
+        "experts](#mixtures-of-experts).",
+        "",
+        "In the tables of step times, the rows of a source or machine are dense models in bf16 or fp16 whose source",
+        "describes the whole configuration. The line *others* has all other precisions and incomplete configurations.",
+        "The line *doubtful* has measurements that we do not trust. The number of rows is in parentheses.",
         "",
     ]
 

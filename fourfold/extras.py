@@ -18,7 +18,7 @@ meant for the authors of torchao.
 """
 
 RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
-"""A warning that torch's own code causes, because it still calls collectives by deprecated names."""
+"""A warning about deprecated names of collectives. torch's own code causes it, so users cannot avoid it."""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

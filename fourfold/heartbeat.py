@@ -60,7 +60,8 @@ class Heartbeat:
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Record that this process is in a group. Return the group's index in the memory and its counter."""
         if group not in self._entered:
-            number = min(len(self._entered), GROUPS)  # When all entries are taken, groups share the unnamed entry.
+            # The memory has room for this many groups. Further groups share one unnamed entry.
+            number = min(len(self._entered), GROUPS)
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
             _GROUP.pack_into(self._memory, place, 0, group.encode() if number < GROUPS else b"")

@@ -11,38 +11,45 @@ from fourfold.planning.calibration.score import Scored, errors_of, fit_rows, pre
 from validation_page.cells import number, percent, table
 
 MIXTURES = """\
-No constant is fitted to a mixture. The planner predicts these rows with constants from dense rows, and counts the
-operations of experts. Every source is predicted with constants fitted to the *dense* rows of all other sources. The
-tables also show the errors with the constants that fourfold ships (*shipped*). These constants are fitted to dense rows
-of S5 and S8 too. The column *machine files only* shows the errors without fitted constants. The rows are not a blind
-test, because we saw them when we decided which operations to count. So the error on an unseen program will be larger.
+No constant is fitted to a mixture of experts. The planner uses the constants of dense models, and adds the operations
+of the experts. The tables show three errors of each row:
 
-Sizes are from the models' published configurations. The tables of the sources do not say how tokens are exchanged, or
-what runs as a CUDA graph. We take both from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge, S8: the
-run files of the recipes). For each table, we used the recipe with the same container version. In S5, every expert gets
-equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
+- *error*: with constants fitted to the dense rows of all other sources.
+- *shipped*: with the constants that fourfold comes with. They are also fitted to the dense rows of S5 and S8, the
+  two sources of the mixtures.
+- *machine files only*: without fitted constants.
+
+None of these is a blind test: we saw the rows when we decided which operations to count. So expect larger errors for a
+program that we have not seen.
+
+The sizes of the models are from their published configurations. The sources' tables do not say how tokens are exchanged
+between experts, or what runs as a CUDA graph. We take both from the recipes (S5: `scripts/performance/configs` of
+Megatron-Bridge, S8: the run files of the recipes). For each table, we used the recipe with the same container version.
+In S5, every expert gets equally many tokens. Grok-1 in S8 drops tokens above an expert's capacity.
 
 The planner counts what these programs do:
 
 - Tokens move through memory. They are gathered, exchanged, sorted, padded, rounded for 8-bit matmuls, and moved back.
   From container 26.06 on, the exchange delivers tokens sorted by expert, and the kernels of the matmuls also compute
   the activation and round it to 8 bits (`fused_experts`).
-- In earlier containers, each matmul of an expert is a launch of its own, and the host first waits for the number of
-  tokens per expert. So no other work hides these launches. With a capacity, the host knows these numbers.
+- In earlier containers, the host launches each matmul of an expert separately. It must wait for the number of tokens
+  per expert before it can launch them, so no other work hides these launches. If experts have a capacity, the host
+  knows the numbers in advance and does not wait.
 - DeepEP and HybridEP send a token once to each GPU that needs it, and over the network once to each node.
 
-These errors remain with the shipped constants:
+With the shipped constants, two groups of rows have large errors:
 
-- GPT-OSS (up to -35 %). The planner does not predict the biases of its experts, its clamped activation, or the sinks
-  and windows of its attention. Its rows on B200 with ep 8 recompute the experts' activation. No column says this, so
-  they are predicted not to fit.
-- Runs of the oldest containers on H100 and B300 (-40 %). Newer containers run them almost twice as fast.
+- For GPT-OSS, the predicted time is up to 35 % too short. The planner does not predict the biases of its experts, its
+  clamped activation, or the sinks and windows of its attention. Its rows on B200 with ep 8 recompute the experts'
+  activation. No column says this, so they are predicted not to fit.
+- For the oldest containers on H100 and B300, the predicted time is up to 40 % too short. Newer containers run the same
+  models almost twice as fast.
 
 The planner does not predict multi-head latent attention (DeepSeek, Kimi).
 
 No source of these rows gives memory. The planner's memory and communication are close to what `fourfold trace` counts
-(`tests/planning/test_exact_mixture.py` has the limits). All rows ran, and *fits* is the share of them that the planner
-predicts to fit.
+(`tests/planning/test_exact_mixture.py` has the limits). All rows ran, so all of them fit. *Fits* is the share that the
+planner predicts to fit.
 """.splitlines()
 
 

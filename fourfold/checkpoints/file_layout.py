@@ -69,7 +69,8 @@ class CheckpointTensors(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """Axes that cut the tiles of x and y into shards, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks of a shard group on one node. Above 1, `parallel.sharding.shard_number` numbers the shards."""
+    """Number of ranks of a shard group on one node. Above 1, the shards have another order than the ranks
+    (`parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
     """Number of ranks that share the experts."""
     tensors: dict[str, SavedTensor]

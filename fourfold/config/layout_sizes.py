@@ -150,7 +150,8 @@ class Sizes:
 
     @property
     def uneven_heads(self) -> Number:
-        """Return whether these ranks cannot all get the same number of whole query heads and whole key heads."""
+        """Return whether the heads cannot be divided equally among these ranks, without cutting a query head or a key
+        head."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property

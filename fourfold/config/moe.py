@@ -15,8 +15,8 @@ class MoEConfig(Strict):
     the sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0
     sets no limit in training either."""
     load_balancing_loss: float = Field(0.0, ge=0)
-    """Coefficient of the [load-balancing loss](moe.md#balance), per token: the number of experts times the sum, over
-    the experts, of the expert's load times its router probability. Raise it if a few experts get most tokens."""
+    """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more
+    tokens than others. Raise it if a few experts get most tokens."""
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z-loss, logsumexp(logits)², per token. It keeps router logits small."""
     bias_update_rate: float = Field(0.0, ge=0)

@@ -98,7 +98,8 @@ def build_masks(
 
 
 def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position after the last whole `marker` at or before each token, or -1 [samples, S + 1]."""
+    """For each token, find the last whole `marker` that ends before the token. Return the position after this marker,
+    or -1 if there is none [samples, S + 1]."""
     samples, length = tokens.shape
     ends = np.full((samples, length), -1, dtype=np.int64)
     places = length - len(marker)

@@ -58,7 +58,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # A half has at most 32 bits, so the round number does not overlap it.
+    # Put the round number above the half, which has at most 32 bits.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

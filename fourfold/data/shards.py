@@ -19,7 +19,7 @@ from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 
-SMALLEST_SHARD = 1 << 20  # In bytes.
+SMALLEST_SHARD = 1 << 20  # Number of bytes.
 _MOST_SHARDS = 8192
 _CHARACTERS_AT_ONCE = 1 << 20  # Number of characters per call of the tokenizer.
 
@@ -35,7 +35,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """File ranges in input order, with everything else that determines their tokens."""
+    """The unit of tokenizing: file ranges in input order, and the settings that determine their tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str

@@ -198,7 +198,7 @@ class StreamedWindows:
         def known() -> Position | None:
             return self._marks[stream].get(place) or self._begin[stream].get(place)
 
-        if (position := known()) is None:  # The batch of the step was skipped.
+        if (position := known()) is None:  # The run skipped this step's batch and has not read it. Read it now.
             with self._lock:
                 self._window((place - 1) * len(self.streams) + stream)
             position = known()

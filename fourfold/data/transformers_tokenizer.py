@@ -121,7 +121,8 @@ def open_tokenizer(name: str) -> Any:
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers constructed it from the model type alone.
+    # transformers found no tokenizer files, and made an empty tokenizer from the model type.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer
 

@@ -48,9 +48,9 @@ class ScoredWindow:
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
     """Return windows that together predict every token exactly once.
 
-    The first window starts with the token ``before``, and each later window repeats ``overlap`` tokens. A window has
-    at most ``context`` inputs. The windows equal those that lm-eval's ``get_rolling_token_windows`` returns with
-    ``overlap`` as its ``context_len``. Each has as many inputs as possible, so the last window begins early.
+    The first window starts with the token ``before``, and each later window repeats ``overlap`` tokens. A window has at
+    most ``context`` inputs. lm-eval's ``get_rolling_token_windows`` returns the same windows, if its ``context_len`` is
+    ``overlap``. Each has as many inputs as possible, so the last window begins early.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []

@@ -22,7 +22,7 @@ from fourfold.parsing import parse_json
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
-    """Raise ``UserError`` if the corpus was tokenized with another vocabulary than that of the model ``name``.
+    """Raise ``UserError`` if the vocabulary of the corpus is not the vocabulary of the model ``name``.
 
     If the corpus or the model names no tokenizer, nothing is checked.
     """

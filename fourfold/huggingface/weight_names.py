@@ -219,8 +219,9 @@ class TensorPiece:
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield runs of consecutive rows (all inside ``self.rows``). Each run gives their positions in our parameter,
-        counted from its first row, and in the Hugging Face tensor. There, interleaved rows are every second row."""
+        """Divide ``rows`` of our parameter into runs that are evenly spaced in the Hugging Face tensor. For each run,
+        yield its rows, counted from the start of ``rows``, and its rows in the Hugging Face tensor (every second row if
+        they are interleaved)."""
         size, pairs = self.rows // self.groups, self.paired_rows
         for group in range(rows.start // size, math.ceil(rows.stop / size)):
             ours, theirs = group * size, self.first + group * self.stride

@@ -22,12 +22,12 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """The measured time of one matmul, and the gain of its layout over operands as stored."""
+    """The measured time of one matmul, and the gain of its layout over the default layout."""
 
     seconds: float = Field(gt=0)
-    """Seconds with operands as stored."""
+    """Seconds in the default layout."""
     gain: float = Field(gt=0)
-    """Seconds with operands as stored, divided by seconds with this layout: the median over the rounds."""
+    """Seconds in the default layout, divided by seconds in this layout: the median over the rounds."""
     low: float = Field(gt=0)
     """Lower quartile of this gain over the rounds."""
     high: float = Field(gt=0)

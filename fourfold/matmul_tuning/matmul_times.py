@@ -1,8 +1,8 @@
 """Time a linear layer's matmuls in all layouts, and choose layouts whose gain is larger than the noise.
 
 Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate one layout per
-matmul for each way to store the weight. Then new rounds alternate between the nominee and operands as stored, and these
-rounds decide.
+matmul for each way to store the weight. Then new rounds alternate between the nominee and the default layout, which
+copies no operand, and these rounds decide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_GAIN = 1.02
 """A layout is chosen if it is faster by this factor in three of four rounds."""
 
 HOPELESS = 1.1
-"""A layout that is slower than operands as stored by this factor in the first round is not timed any further."""
+"""A layout that is slower than the default layout by this factor in the first round is not timed any further."""
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
@@ -61,7 +61,8 @@ class Candidate(NamedTuple):
 
 AS_STORED = Candidate(False, Way())
 Ratios = tuple[float, float, float]
-"""Lower quartile, median, and upper quartile of the ratio: seconds as stored divided by a candidate's seconds."""
+"""How much faster a candidate is: the lower quartile, the median, and the upper quartile of the default layout's
+seconds divided by the candidate's seconds."""
 
 
 class Chosen(NamedTuple):
@@ -103,7 +104,7 @@ def _turning_pays(seconds: dict[str, float], by_matmul: dict[str, dict[bool, Cho
 def _tune_matmul(
     matmul: str, sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[bool, Chosen]]:
-    """Return the seconds with operands as stored, and the best copies, both for the stored weight and for its
+    """Return the seconds in the default layout, and the best copies of operands, both for the stored weight and for its
     transpose."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[matmul]]
     calls = matmul_calls(matmul, candidates, sizes, dtype, device)

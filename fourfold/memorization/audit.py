@@ -58,7 +58,7 @@ class AuditRequest(ScoringRequest):
     text_key: str = "text"
     """Key of the text in each line."""
     count_key: str = "count"
-    """Key of the number of times that the model was trained on a document."""
+    """Key in each line that says how often the model was trained on the document."""
 
     def check(self) -> None:
         """Check the sizes and the sampling options.

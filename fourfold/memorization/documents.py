@@ -62,7 +62,7 @@ def read_documents(
         vocab_size: Size of the model's vocabulary.
         shortest: Smallest allowed number of tokens in a document.
         text_key: Key of the text.
-        count_key: Key of the number of times that the model was trained on the document.
+        count_key: Key that says how often the model was trained on the document.
 
     Returns:
         The documents, in the order of the file.

@@ -22,8 +22,8 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass predicts every token of a document after the first, so the new token needs a placeholder, which is
-        # never an input.
+        # A pass predicts each token of its input from the tokens before it. So append a 0, in place of the token to
+        # predict.
         fields = scorer.score([np.append(text, 0) for text in texts])
         new = [0] * len(texts)
         if fields is not None:  # Drop the columns of padding.

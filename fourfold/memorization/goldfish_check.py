@@ -70,7 +70,8 @@ def replay_mask(
     document.
 
     Args:
-        shift: The largest number of tokens that were cut off the start of a copy. Each copy kept its own first tokens.
+        shift: The largest number of tokens that were cut off the start of a copy. A copy without its first tokens keeps
+            the h tokens that follow them.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]

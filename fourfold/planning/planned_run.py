@@ -16,8 +16,8 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
 
 REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
-"""Keys of [parallel] that a plan replaces in addition to the axes: the plan's choices, and keys that depend on the
-axes."""
+"""Keys of [parallel] that a plan overwrites, apart from the axes: other choices of the plan, and keys whose values
+depend on the axes."""
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:

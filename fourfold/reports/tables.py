@@ -52,7 +52,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the width of a table in which only headers and the cells of the columns in ``words`` wrap."""
+    """Return the smallest width of a table in which no number wraps. Headers and the columns in ``words`` may wrap."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
@@ -70,7 +70,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the width at which only the header (the first cell) and texts longer than any number wrap."""
+    """Return the smallest width at which no number wraps. The header (the first cell) and long texts may wrap."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),

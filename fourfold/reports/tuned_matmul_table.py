@@ -9,10 +9,10 @@ HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return one row per matmul from the records of layers, with its rate with operands as stored and the gain of
-    another layout.
+    """Return one row per matmul: its rate in the default layout, and how much faster another layout is.
 
-    "other order" is the gain of the whole layer if its weight had been stored in the other order.
+    The column "other order" says how much faster all matmuls of the layer are if its weight is stored the other way
+    (transposed or not).
     """
     rows = []
     for layer in layers:

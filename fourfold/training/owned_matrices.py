@@ -260,7 +260,8 @@ def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
 def _in_place(
     matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part of the whole matrices as a view, with its section of the flat ``entries``."""
+    """Divide the flat ``entries`` among parts of the whole matrices. Yield each part, as a view of its matrix, and its
+    section of ``entries``."""
     for (slot, part), values in zip(places, entries.split([_entries(part) for _, part in places]), strict=True):
         target = matrices_BMN[slot][tuple(slice(*each) for each in part)]
         yield target, values.view(target.shape)

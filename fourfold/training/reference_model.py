@@ -84,14 +84,15 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[
     for step in range(-(-len(source) // training.global_batch_size)):
         numbers = loader.sample_numbers(step).reshape(-1)
         mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
-        outputs = job.outputs(mine)  # The outputs are empty except on the last stage.
+        outputs = job.outputs(mine)  # On ranks without the last stage, the list is empty.
         if outputs:
             rows = torch.from_numpy(source.documents_of(numbers)).to(job.device)
             sums.index_add_(0, rows, torch.cat(outputs).double())
             counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
     for axis in (batch, job.grid.pp):
         sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
-    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # Average, as the last step may repeat answers.
+    # The last step may repeat answers, so divide by how often each answer was scored.
+    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()
     return found
 
 

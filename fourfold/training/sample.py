@@ -47,7 +47,7 @@ def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator
         raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())
-    # The largest value becomes 0, so a low temperature gives no NaN. The clamp covers a temperature that is 0 in
-    # float32.
+    # Subtract the largest logit, so that dividing by a low temperature gives no NaN. Clamp the temperature, because
+    # float32 may round it to 0.
     scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

@@ -178,7 +178,7 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps in the history of the current weights."""
+    """Number of steps taken since the start of the run. It falls when the run goes back to a checkpoint."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
@@ -199,7 +199,8 @@ class Trainer:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            kept = job.count_kept(batches)  # Count over all ranks, because the summed losses are divided by it.
+            # The losses of all ranks are divided by this number, so count the tokens of all ranks.
+            kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
             result = StepResult(loss, job.clip(), kept)
@@ -270,7 +271,8 @@ class Trainer:
         return outcome
 
     def _roll_back(self) -> None:
-        """Continue from the newest checkpoint. The record and the data go back with the weights."""
+        """Go back to the newest checkpoint, and continue from there. The metrics of later steps are removed, and the
+        data continues at the checkpoint's step."""
         self.steps = self.checks.roll_back()
         continue_stream(self.corpora, self.checkpointer.newest, self.steps)
         with failing_together():

@@ -28,7 +28,7 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
             job.take_preferences()  # The metrics of the averaged weights are not reported.
-    return decided_by_rank_0(lambda: found)  # All ranks must decide from the same bits.
+    return decided_by_rank_0(lambda: found)  # Ranks may round differently, but all of them must make the same decision.
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:

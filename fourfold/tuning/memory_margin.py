@@ -67,8 +67,8 @@ class MemoryMargin:
 
 
 def _prior() -> np.ndarray:
-    """Return the logarithms of the weights of ``SHIFTS`` from the planner's own uncertainty, with a small probability
-    of being far off."""
+    """Return the logarithms of the weights of ``SHIFTS`` before any trial. They follow from the planner's uncertainty,
+    with a small probability that its prediction is far off."""
     one = SPREAD**2 - APART**2
     far = (FAR_OFF * SPREAD) ** 2
     usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5

@@ -58,7 +58,8 @@ class LayerBasis:
     def to(self, device: torch.device) -> None:
         """Move the basis to the layer's device."""
         if self.whole_KDD.device != device:
-            with torch.inference_mode(False):  # The basis is also used after a pass in inference mode.
+            # The first pass may be in inference mode, and tensors from inference mode are unusable outside it.
+            with torch.inference_mode(False):
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
 
 

@@ -68,7 +68,7 @@ def enable_loki(
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = text_config(model)._attn_implementation
-    if before == NAME:  # Another model that shares this configuration has set it before.
+    if before == NAME:  # Another model shares this configuration and uses Loki already.
         before = "sdpa"
     model.set_attn_implementation(NAME)
     for attention, recipe in zip(attentions, recipes, strict=True):

@@ -107,7 +107,7 @@ def loki_attention(
     state = state_of(module)
     basis = None if state is None else state.recipe.basis
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # This is a dense layer, or a model without Loki that shares the configuration of a model with Loki.
+    # The layer stays dense, or its model does not use Loki but shares its configuration with a model that does.
     if state is None or basis is None:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):

@@ -183,7 +183,7 @@ def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:
-    """Return the means of a layer's probe, or None for a layer that stayed dense."""
+    """Return the mean recall and captured mass of a layer, or None for a layer that stayed dense."""
     if not probe.recall:
         return None
     recall, mass = torch.cat(probe.recall), torch.cat(probe.mass)

@@ -77,7 +77,8 @@ def replace_layer(
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Return whether a layer holds plain keys and values of all tokens, and ``recipe`` would hold them differently."""
+    """Return whether a layer must be replaced: it holds keys and values in transformers' own form, and ``recipe`` asks
+    for another form."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -155,6 +156,6 @@ def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerR
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # This is true in every step except the first.
+    if layer.basis is ours:  # In all steps but the first, it is the same tensor.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

@@ -91,7 +91,8 @@ def block_of_step(
     if not causal and window:
         if (abs(source - cp.rank) - 1) * half + 1 >= window:
             return None
-        # The window also hides the source's head chunk from our tail chunk.
+        # The window may also hide the source's head chunk from our tail chunk, because these two are the furthest
+        # apart.
         if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:
             queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
     if documents_BS is None and not 0 < window < length:
@@ -167,7 +168,7 @@ class _Ring(Function):
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, these belong to our own keys and values.
+        dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of our own keys and values are back.
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 

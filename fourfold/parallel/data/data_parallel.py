@@ -113,7 +113,8 @@ class DataParallel(ABC):
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """Free the gathered weights that forwards without a backward leave behind."""
+        """Free gathered weights that are still in memory after a forward without a backward. Usually the backward frees
+        them."""
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:

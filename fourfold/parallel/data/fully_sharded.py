@@ -73,13 +73,15 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # The head's weights are needed again as soon as the backward begins. Keep a tied embedding in the same unit.
+        # Keep the head's weights gathered after the forward, because the backward begins with the head. An embedding
+        # that is tied to the head shares its weights, so it belongs to the same unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                _fsdp(embedding).set_unshard_in_backward(False)  # The gradient of a look-up does not read the table.
+                # The backward of an embedding does not read its weights.
+                _fsdp(embedding).set_unshard_in_backward(False)
             else:
                 last.append(embedding)
         for block in units.blocks:
@@ -142,7 +144,8 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # The first call adds to the sum in reduce_dtype if that sum exists. Otherwise the second call starts that sum.
+        # If there is already a sum in reduce_dtype, the first call adds to it. If there is none, the second call starts
+        # it.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
@@ -293,8 +296,9 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
-    If a unit names nothing to prefetch in the backward, FSDP2 prefetches the unit that ran before it in the forward.
-    The unit may have run for another micro-batch. Naming the root, which has no weights of its own, prevents this.
+    Every unit must name what to prefetch in the backward. Otherwise FSDP2 prefetches the unit that ran before it in the
+    forward, which may belong to another micro-batch. A unit that needs no prefetch names the root, which has no weights
+    of its own.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

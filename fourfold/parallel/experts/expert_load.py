@@ -52,7 +52,8 @@ class ExpertLoad:
         """Number of rows of each expert in the last step's batch, including rows that were dropped. Zero before the
         first step."""
         self.counting = False
-        """Whether a step's tokens are being counted and its losses have gradients."""
+        """Whether a training step is running. Only then are tokens counted, and only then do the balance losses have
+        gradients."""
         self.factor: Tensor | float = 0.0
         """The factor on a loss's sum over tokens."""
         self.planned: Sequence[float] | None = None

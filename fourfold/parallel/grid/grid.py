@@ -132,7 +132,8 @@ class Grid:
                 join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
-        # FSDP2 needs the processes that split the tokens as one axis, and as the two axes (dp·cp, z).
+        # FSDP2 takes its processes as device meshes. Describe the processes that split the tokens twice: as one axis,
+        # and as the two axes (dp·cp, z).
         tokens = torch.tensor(dist.get_process_group_ranks(self.tokens.group))
         self.tokens_mesh = DeviceMesh.from_group(self.tokens.group, device_type, tokens, mesh_dim_names=("dp_cp_z",))
         ranks = tokens.view(self.replicas.size, -1)
@@ -214,8 +215,8 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        # If ep does not divide z, ``expert_shards`` has one rank. Such an ep needs zero = 3, which shards the experts'
-        # weights over all ranks of ``expert_replicas``.
+        # If ep does not divide z, z does not shard the experts, and ``expert_shards`` has one rank. This is allowed
+        # only with zero = 3, which shards the experts' weights over all ranks of ``expert_replicas``.
         shards = self.z.size // ep if self.z.size % ep == 0 else 1
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)

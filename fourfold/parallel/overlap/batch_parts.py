@@ -54,7 +54,8 @@ class Parts:
     by_tokens: bool
     """Whether a part may hold some tokens of all sequences."""
     token_ranks: int
-    """Number of ranks that share the tokens of the residual stream, if attention needs whole sequences."""
+    """Number of ranks among which the tokens of a sequence are divided between the layers. Attention must join their
+    tokens, if it needs whole sequences."""
     run_ahead: bool
     """Whether parts may be at different steps. With y > 1 they may not. If they did, most collectives could hide
     behind only one part's matmuls."""
@@ -197,7 +198,7 @@ class JoinedAttention:
 
 
 class Visit:
-    """The passage of all parts through one block. The block's own forward starts it.
+    """Runs all parts through one block. The block's own forward calls it.
 
     Args:
         is_last: whether no other block gathers the result.
@@ -216,9 +217,9 @@ class Visit:
 
 
 class HookedVisit(Visit):
-    """The passage of all parts through a block whose forward is never called.
+    """Runs all parts through a block without calling the block's forward.
 
-    Its hooks run when the first part enters and when the last part leaves.
+    The block's hooks run when the first part enters and when the last part leaves.
 
     FSDP2's hooks gather the block's weights and free them. They also sum its gradients, in an autograd node that is
     created when the first part enters. Autograd runs the newest ready node first, so this node runs after all other

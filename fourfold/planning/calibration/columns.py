@@ -56,7 +56,7 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Text that no program reads."""
     derived: str = ""
-    """Which values are not in the source but computed from values in the source."""
+    """Names of columns whose values the source does not print. They were computed from values that it prints."""
     complete: Flag = True
     """`no` if the source leaves part of the configuration open. The errors of such rows are reported separately."""
     doubt: str = ""
@@ -75,8 +75,8 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name. Rows that differ only in layout (a sweep) have the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model. The planner does not predict `hybrid` models (latent attention, or blocks other than attention and
-    MLP)."""
+    """Kind of model: dense (`dense`), a mixture of experts (`moe`), or a model that the planner does not predict
+    (`hybrid`), because it has latent attention or blocks other than attention and MLP."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
     hidden: Count | None = None
@@ -84,8 +84,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = None
     """Width of the MLP. Default: 4 · hidden."""
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = "gelu"
-    """Type of the MLP. The model has rotary embeddings only with `swiglu`. Embedding and head share a table only with
-    `gelu` and `geglu`."""
+    """Type of the MLP. The planner also infers two properties from it that have no column. A model with `swiglu` has
+    rotary embeddings, and a model with `gelu` or `geglu` uses one table for embedding and head."""
     heads: Count | None = None
     """Number of query heads."""
     kv_heads: Count | None = None
@@ -101,18 +101,19 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of blocks without experts in a mixture of experts. Their MLP is ffn_hidden wide."""
+    """Number of blocks of a mixture of experts that have an MLP instead of experts. This MLP is ffn_hidden wide."""
     capacity_factor: Size | None = None
-    """An expert takes at most this many times its equal share of the tokens. Default: no limit."""
+    """Limit on the tokens of one expert, as a multiple of the tokens that it gets if all experts get equally many.
+    Default: no limit."""
     vocab: Count | None = None
-    """Size of the vocabulary, with padding. Default: GPT-2's, 51,200."""
+    """Size of the vocabulary, with padding. Default: 51,200, GPT-2's vocabulary with padding."""
 
     seq_len: Count | None = None
-    """Tokens of a sequence."""
+    """Number of tokens per sequence."""
     global_batch: Count | None = None
-    """Sequences of a step."""
+    """Number of sequences per step."""
     micro_batch: Count | None = None
-    """Sequences of a micro-batch on one rank."""
+    """Number of sequences per micro-batch on one rank."""
     precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
     """Precision of the matmuls. The planner does not predict nvfp4."""
 
@@ -127,14 +128,14 @@ class MeasuredRow(BaseModel):
     ep: Count = 1.0
     """Expert parallel size."""
     experts_over_tp: Flag = True
-    """Whether tp splits each expert. With `no`, every expert is whole, and ep also divides the experts over the ranks
-    of tp."""
+    """Whether each expert is split over tp. With `no`, no expert is split, and the experts are divided over the ranks
+    of tp too."""
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """How often a token is sent: once to each of its experts (alltoall), or only once to each GPU with any of its
-    experts (deepep, for DeepEP and HybridEP)."""
+    """How often a token is sent to a GPU that has several of its experts: once per expert (alltoall), or only once
+    (deepep, for DeepEP and HybridEP)."""
     fused_experts: Flag = False
-    """Whether the experts run as fused kernels. The kernels of their matmuls then also compute the activation and round
-    to 8 bits, and tokens arrive from the exchange already sorted by expert."""
+    """Whether the experts run as fused kernels. A matmul kernel then also computes the activation and rounds the result
+    to 8 bits, and the exchange delivers the tokens sorted by expert."""
     ep_overlap: Flag = False
     """Whether matmuls of another micro-batch hide the exchange of tokens over ep."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
@@ -143,10 +144,10 @@ class MeasuredRow(BaseModel):
     seq_parallel: Flag | None = None
     """Whether the residual stream is sharded over tp. Default: as in the program."""
     end_layers: Flag = False
-    """Whether the split into pipeline stages counts embedding and head as one layer each."""
+    """Whether the split into pipeline stages counts the embedding as one layer and the head as another layer."""
 
     program: Annotated[str, AfterValidator(_program)]
-    """The training program, a name in `planning/calibration/programs.py`."""
+    """The training program. `planning/calibration/programs.py` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
     """What data-parallel ranks shard. `hsdp` shards only within groups, by default within a node."""
     shard_group: Count | None = None
@@ -154,8 +155,8 @@ class MeasuredRow(BaseModel):
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations the backward recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
-    """What selective recompute repeats: the core of attention (attention), some of the layers (layers), or everything
-    except the core of attention and every second matmul (ops, torchtitan's per-op mode)."""
+    """What selective recompute repeats: the core of attention (attention), some layers (layers), or half of the matmuls
+    and all other operations except the core of attention (ops, torchtitan's per-op mode)."""
     recompute_every: Count = 1.0
     """Recompute only every n-th layer."""
     attention: Literal["flash", "flash2", "flash3", "cudnn", "unfused"] = "flash"
@@ -165,32 +166,32 @@ class MeasuredRow(BaseModel):
     """Whether torch.compile fuses pointwise operations."""
     tp_overlap: Literal["none", "backward", "pieces"] | None = None
     """Which computation hides tensor-parallel collectives: no computation (none), the weight gradients (backward), or
-    also the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and tp_comm_overlap). Default: as in
-    the program."""
+    the weight gradients and the layer's own matmul, which then runs in pieces (pieces, as in AsyncTP and
+    tp_comm_overlap). Default: as in the program."""
     blocking: Flag = False
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
 
     step_seconds: Size | None = None
     """Seconds of an optimizer step."""
     time_from: Literal["printed", "tokens", "flops"] = "printed"
-    """Where the step time comes from: printed in the source (printed), or computed from the source's tokens/s (tokens)
-    or FLOP/s (flops)."""
+    """Where the step time comes from: the source prints it (printed), or it was computed from the source's tokens/s
+    (tokens) or FLOP/s (flops)."""
     memory_gb: Size | None = None
     """Peak memory in 10⁹ bytes, on the GPU that uses the most."""
     memory_kind: Literal["device", "allocator"] = "allocator"
-    """`device`: `memory_gb` is the memory used on the device, as nvidia-smi reports it. `allocator`: it is the memory
-    that PyTorch's allocator reserved."""
+    """What `memory_gb` is: all memory in use on the device, as nvidia-smi reports it (device), or the memory that
+    PyTorch's allocator has reserved (allocator)."""
     out_of_memory: Flag = False
     """`yes` if the run ran out of memory."""
     cp_method: Literal["gathered", "ring", "ulysses"] = "gathered"
     """How cp splits attention: it gathers keys and values (gathered), passes them around a ring (ring), or exchanges
     heads for tokens (ulysses)."""
     tiled: Literal["none", "loss", "both"] = "none"
-    """What processes the tokens in chunks: nothing (none), the loss (loss), or the loss and the MLP (both). A chunk has
-    as many tokens as the hidden size."""
+    """What runs on one chunk of the tokens after another, to save memory: nothing (none), the loss (loss), or the loss
+    and the MLP (both). A chunk has as many tokens as the hidden size."""
     offload: Literal["none", "inputs", "optimizer", "both"] = "none"
-    """The program keeps these tensors in the host's memory. `inputs`: the inputs of recomputed blocks. `optimizer`:
-    gradients, optimizer states, and 32-bit weights."""
+    """Which tensors the program keeps in the host's memory: the inputs of recomputed blocks (inputs), or gradients,
+    optimizer states, and 32-bit weights (optimizer), or all of these (both)."""
     loss: Literal["fused", "compiled", "eager"] | None = None
     """How the loss reads 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with a 32-bit tensor for
     the copy, for the softmax, and for its gradient (eager). Default: as in the program."""

@@ -72,7 +72,8 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
         out = set(order[fold::FOLDS].tolist())
         fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
         held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
-    # With only one program and one machine, the levels cannot be told apart, so the machine file gets their sum.
+    # The fit has a factor for all machines, a factor for the machine, and a factor for the program. With one program
+    # and one machine, only their product is known, so the machine file gets the product.
     sources = {row.source for row in rows}
     logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [range_features(row.work) for row in rows]

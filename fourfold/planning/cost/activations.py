@@ -35,7 +35,7 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention keeps between the previous and the next matmul, without its output.
+    """Return the bytes that attention keeps for its backward: tensors between qkv and o_proj, except its output.
 
     The first number is for attention that is computed once, and the second for attention that is recomputed.
     """
@@ -45,14 +45,15 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y delivers q, k, and v in one buffer. If v is neither gathered nor copied, it keeps the whole buffer.
+    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward. If v is neither gathered
+    # nor copied, v is a view of the buffer, so the whole buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # For a norm of queries or keys, autograd keeps a float32 copy, and a second one if the norm multiplies by
-    # 1 + weight. Our norm over ranks keeps neither copy.
+    # If queries and keys are normalized, autograd keeps a float32 copy of them. It keeps a second copy if the norm
+    # multiplies by 1 + weight. A norm over several ranks keeps neither copy, because it is our own.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
@@ -218,7 +219,7 @@ class BlockBytes(ArrayFields):
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
-        # A recomputed block reads the input that it has kept, so this input is not created again.
+        # The input of a recomputed block is in memory already, so it does not count again.
         made = self.whole - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
@@ -292,7 +293,8 @@ def peak_bytes(
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     seq = step.seq_length
     inputs = 16 * layout.micro_batch_size * seq * work.micro_batches + 4 * seq * model.head_dim * model.rope
-    # The head's part of a tied weight's gradient is held until the embedding's part exists.
+    # If embedding and head share a weight, the head's part of the gradient waits until the embedding's part is
+    # computed.
     tied = np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y), 0)
     weights = layers * of_block + of_tables

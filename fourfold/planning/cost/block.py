@@ -81,13 +81,15 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
-    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # Sums of the batch parts' weight gradients.
+    # Each further batch part adds its weight gradients to the sum.
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_matmul": np.where(model.output_norms, 0, down),  # An output norm needs the result, so none is skipped.
+        # An output norm reads the result, so recompute cannot skip the matmul.
+        "last_matmul": np.where(model.output_norms, 0, down),
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),

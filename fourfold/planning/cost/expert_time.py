@@ -97,8 +97,8 @@ def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, 
 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
-    """Return the bytes that are moved between the matmuls in forward and backward, and the bytes of the forward's
-    activation."""
+    """Return the bytes that operations between the matmuls move through memory, in forward and backward. The third
+    number is the activation's part of the forward."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts

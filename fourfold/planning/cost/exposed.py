@@ -70,7 +70,7 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # A recomputed attention core skips the collective of its output, because the output is not needed.
+    # If only the attention core is recomputed, its output is not sent back, because the backward does not need it.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)

@@ -85,8 +85,8 @@ def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) 
 
 
 def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Return the exposed seconds of an average block over x and over y [2, n], given that only a fraction of the blocks
-    recomputes."""
+    """Return the exposed seconds of a block over x and over y [2, n]. They are a mean over blocks that recompute and
+    blocks that do not."""
     count = np.size(work.active_parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))

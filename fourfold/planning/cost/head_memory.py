@@ -16,17 +16,20 @@ def head_bytes(work: Workload) -> Number:
     columns = model.padded_vocab_size / layout.x
     weights = columns * model.hidden_size / layout.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
-    # A chunk needs the partial logits, their sums in fp32, the logits' gradient in the step's dtype, and the result of
-    # the matmul with that gradient. Our kernels overwrite the sums with the gradient.
+    # While a chunk is computed, these tensors are in memory: the partial logits, their sums in fp32, the gradient of
+    # the logits in the step's dtype, and the result of the matmul with this gradient. Our kernels overwrite the sums
+    # with the gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     in_place = step.item_bytes * (1 + np.where(layout.y > 1, 1 / layout.y, 0))
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, 2 * step.item_bytes + sums)
     first = rows * columns * np.where(is_ours, in_place, apart)
-    # In fp32, our matmul adds directly to the weight's gradient. The backward makes a second one, when no logits exist.
+    # In fp32, our matmul adds directly to the weight's gradient. The backward later creates a second gradient, but then
+    # no logits are in memory.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
-    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # These are the sums in fp32 and the slopes of the cap.
+    # Capped logits need two fp32 numbers each: the sum, and the slope of the cap.
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)
     # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)

@@ -68,7 +68,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank, which is counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. Ranks are counted from 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -153,7 +153,8 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding has a gradient, but a head that was gathered again has none.
+    # At the end of the backward, the embedding's gradient is in memory. If weights are freed after use, the head's
+    # gathered weights, which count as gathered, are no longer there.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
@@ -280,7 +281,7 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether gathered weights are freed after the forward of their unit."""
+    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 

@@ -51,8 +51,8 @@ RANKED = 400
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
-"""Minimum fraction of a step's time that remains if no tensors are copied around collectives. A batch part with one
-sequence needs no such copies."""
+"""Batch parts with one sequence save copies before and after collectives. This is the smallest fraction of a step's
+time that can be left without the copies."""
 
 
 class SearchScores(NamedTuple):
@@ -203,8 +203,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
     The times of blocks and the traffic of weights are shared by many points and computed only once.
 
-    The minimum assumes that batch parts hide all communication over x and y, and shorten nothing else except copies of
-    tokens.
+    For the minimum, batch parts are assumed to hide all communication over x and y, and to save copies of tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)

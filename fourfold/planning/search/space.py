@@ -129,7 +129,7 @@ def refused_grids(
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
-    """Return the index in ``REASONS`` of each point's reason for a refusal [n], without considering memory."""
+    """Return why each point is refused, as indices into ``REASONS`` [n]. Memory is not considered."""
     count = np.size(work.layout.x)
     if count > CHUNK:
         chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]
