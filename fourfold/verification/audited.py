@@ -43,7 +43,7 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
     found: tuple[list[Tensor], ...] = ([], [], [])
     for tokens, fields, one_TV, exact_TV in zip(documents, scored, logits_of_one, exact_logits, strict=True):
         targets_T = torch.from_numpy(tokens[1:]).to(job.device)
-        padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))  # These may be scores of a shorter document.
+        padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))  # A faulty audit can score too few tokens.
         of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
         # If two tokens are equally likely, either may be predicted. The exact score of the predicted token is compared.
         predicted_T = of_grid[PREDICTED].long().clamp(max=exact_TV.shape[1] - 1)

@@ -65,11 +65,13 @@ class RandomSamples:
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
 
-        In the first sequence of a batch all labels count, and in the last sequence only one label in twenty. One
-        micro-batch of each batch has no labels at all. Another has labels only in the last eighth of its sequences, so
-        some cp or x ranks have none, and a mean over a rank's own tokens would divide by zero. The choice of these two
-        micro-batches changes with every step, so every rank gets them. If a batch has only two or three micro-batches,
-        one of them has all its labels, so no step is empty.
+        In the first sequence of a batch all labels count, and in the last sequence only one label in twenty. Two
+        micro-batches of each batch are special, and every step chooses two others:
+            - One has no labels at all.
+            - One has labels only in the last eighth of its sequences. So some cp or x ranks have none, and a mean over
+              a rank's own tokens would divide by zero.
+
+        If a batch has only two or three micro-batches, one of them has all its labels, so no step is empty.
         """
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]

@@ -54,7 +54,7 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
     if grid.pp > 1 and grid.schedule == "1F1B":
         pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
-        # Trace a full pipeline, with and without pp more micro-batches. Schedules other than 1F1B accept only certain
+        # Trace a full pipeline, and one with pp more micro-batches. Schedules other than 1F1B accept only certain
         # numbers of micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
         if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:

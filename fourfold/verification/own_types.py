@@ -35,9 +35,9 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, it causes neither overflows nor lost gradients."""
 
 LESS = 16.0
-"""The factor by which an overflow reduces the loss scale. It is so large that the gradients of one process and of later
-steps do not overflow either. One process must overflow too if its scale is four times as large as the scale with which
-the grid overflows."""
+"""The factor by which an overflow reduces the loss scale. With a smaller factor, one process or a later step could
+overflow again. One process must overflow too if its scale is four times as large as the scale with which the grid
+overflows."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
             layers[-2].register_forward_hook(enter_late_in_the_backward)
 
     def __enter__(self) -> Self:
-        # FSDP2 frees and restores gathered weights by resizing their storage, which no dispatch mode sees.
+        # FSDP2 frees and restores gathered weights by resizing their storage. A dispatch mode does not see this.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))

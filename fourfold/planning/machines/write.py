@@ -58,9 +58,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     """Return a machine from a microbenchmark's record. Values that the microbenchmark could not measure are taken from
     ``base``.
 
-    The measured rates are rates that programs reach, so no constant needs to scale them down. The factors are therefore
-    set so that prior × factor = 1. For links, prior × factor is the fraction of the bandwidth that one collective
-    reached.
+    Programs reach the measured rates, so no constant needs to scale these rates down. The planner multiplies a rate by
+    prior · factor. So the factor is 1 / prior. For links, prior · factor is the fraction of the bandwidth that one
+    collective reached.
     """
     from fourfold.planning.machines.constants import PRIORS
 
