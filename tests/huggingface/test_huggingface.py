@@ -95,6 +95,8 @@ OF_PRESETS = {
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
     "olmoe-1b-7b": "olmoe",
+    "gpt-oss-20b": "gpt_oss",
+    "gpt-oss-120b": "gpt_oss",
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from mutants import Mutant
 from mutants_of_experts import EXPERTS
 from mutants_of_families import FAMILIES
+from mutants_of_gpt_oss import GPT_OSS_FAULTS
 from mutants_of_layers import LAYERS
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
@@ -24,7 +25,7 @@ from tuned_products import parity_on_cpu
 from fourfold.config.run import RunConfig
 from fourfold.verification.parity_report import ParityReport
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *GPT_OSS_FAULTS, *PREFERENCES, *RUNS]
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
