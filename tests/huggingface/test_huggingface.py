@@ -47,6 +47,20 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_greedy_tokens_are_those_that_transformers_generates(name: str, tmp_path: Path) -> None:
+    """transformers caches keys and values. Our decoder computes the whole sequence for each token."""
+    folder = make_model(tmp_path / "hf", name)
+    model, ours = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), ours_of(folder)
+    found = tokens()[:1, :12]
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(found, attention_mask=torch.ones_like(found), **settings)
+    for _ in range(24):
+        found = torch.cat([found, ours(found)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -130,7 +130,6 @@ ACTIVATION = [
         "gate.clamp(max=limit)",
         "gate",
         GPT_OSS,
-        X2,
     ),
     Mutant(
         "one is not added to up",
@@ -138,7 +137,6 @@ ACTIVATION = [
         "(up + 1) * (gate * torch.sigmoid(SLOPE * gate))",
         "up * (gate * torch.sigmoid(SLOPE * gate))",
         GPT_OSS,
-        X2,
     ),
     Mutant(
         "a clamped gate has a gradient",
@@ -146,7 +144,6 @@ ACTIVATION = [
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad).mul_(gate <= limit)",
         "d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad)",
         GPT_OSS,
-        X2,
     ),
     Mutant(
         "experts' weights are a softmax over all experts, not over the chosen ones",
@@ -154,7 +151,6 @@ ACTIVATION = [
         "self.normalize",
         "False",
         GPT_OSS,
-        X2,
     ),
     Mutant(
         "YaRN's bounds are rounded to whole channels",
