@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutation import mutated
 from safetensors.torch import save_file
 from tiny_huggingface import make_model, ours_of, tokens, weights_of
 from torch import Tensor
@@ -79,6 +80,27 @@ def test_any_part_of_a_packed_matrix_can_be_read(name: str, tmp_path: Path) -> N
     part = torch.empty(3, 43, 33)
     pretrained.read_into(part, name, slices)
     assert torch.equal(part, whole[slices].float())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("scales_OG.int() - SCALE_OF_ONE", "scales_OG.int() - SCALE_OF_ONE + 1"),
+        (
+            "[values[(blocks_OGb & 15).int()], values[(blocks_OGb >> 4).int()]]",
+            "[values[(blocks_OGb >> 4).int()], values[(blocks_OGb & 15).int()]]",
+        ),
+    ],
+    ids=["scales are twice as large", "the upper half of a byte comes first"],
+)
+def test_the_comparison_with_transformers_catches(old: str, new: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, **SIZES)
+    expected = pack(folder)["model.layers.0.mlp.experts.down_proj"]
+    pretrained = Pretrained(folder, model_of(read_config(folder), "config.json"))
+    name = "layers.0.mlp.experts.down_proj"
+    assert torch.equal(pretrained.read(name).mT, expected)
+    with mutated("fourfold.huggingface.mxfp4:unpacked", old, new):
+        assert not torch.equal(pretrained.read(name).mT, expected)
 
 
 def test_damaged_scales_are_refused(tmp_path: Path) -> None:
