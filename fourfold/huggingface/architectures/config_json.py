@@ -317,7 +317,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+        # Some models, such as GPT-OSS, have a second copy of their weights in a folder.
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"there is no folder {name}, and the Hub has no such model or cannot be reached: {first_line(error)}"
