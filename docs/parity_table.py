@@ -28,6 +28,7 @@ from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from 
 from mutants_of_dtypes import DTYPES  # noqa: E402
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_families import FAMILIES  # noqa: E402
+from mutants_of_gpt_oss import GPT_OSS_FAULTS  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
 from mutants_of_optimizers import OPTIMIZERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
@@ -110,7 +111,18 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS, *DTYPES]
+FAULTS = [
+    *LAYERS,
+    *PARALLELISM,
+    *STEPS,
+    *EXPERTS,
+    *OPTIMIZERS,
+    *FAMILIES,
+    *GPT_OSS_FAULTS,
+    *PREFERENCES,
+    *RUNS,
+    *DTYPES,
+]
 PUBLISHED_HEADER = ("published in", "fault in fourfold", "grid", "batch that exposes it", "detected in")
 FAULTS_HEADER = ("fault", "file", "grid", "detected in")
 

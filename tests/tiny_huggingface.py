@@ -52,6 +52,15 @@ QWEN_WINDOW = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_wi
 GEMMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 GEMMA_LINEAR = {"rope_theta": 1e5, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GPT_OSS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "swiglu_limit": 0.7,
+    "rope_parameters": YARN | {"truncate": False},
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -147,6 +156,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("OlmoeConfig", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "glm4_moe": ("Glm4MoeConfig", GLM | {"head_dim": 16, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "gpt_oss no biases": (
+        "GptOssConfig",
+        GPT_OSS | {"attention_bias": False, "layer_types": [F, S], "rope_parameters": {"rope_type": "default"}},
+    ),
     "glm4_moe norms": (
         "Glm4MoeConfig",
         GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2, "num_mtp_layers": 0},
@@ -171,8 +185,8 @@ def perturb(model: Any) -> None:
     """Change the vectors of a new model, which are all ones or zeros, so that every one of them matters."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -122,6 +122,30 @@ DEEPSEEK = {
 }
 """Sigmoid scores with a bias for the choice, a shared expert, a dense first layer."""
 
+GPT_OSS = MIXTURE | {
+    "num_experts": 8,
+    "intermediate_size": 48,
+    "attention_sinks": True,
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "norm_rounds_last": True,
+    "swiglu_limit": 0.1,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_theta": 100.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 1.0,
+        "beta_slow": 0.1,
+        "truncate": False,
+    },
+}
+"""Sinks, biases everywhere, and windows in every second layer. Half of the experts' activations are clamped. YaRN's
+bounds lie between channels."""
+
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
     """Return a run of 8 sequences of 32 tokens per step, with ``training`` and further sections merged over it."""

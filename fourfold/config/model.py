@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.expected_values import round_to_multiple, shown
+from fourfold.config.no_meaning import NO_MEANING
 from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
@@ -26,24 +27,12 @@ UNSET = 0
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
 """Sizes that ``ModelConfig`` derives from other sizes."""
 
-OF_EXPERTS = {
-    "router_score": "softmax",
-    "norm_topk_prob": True,
-    "router_bias": False,
-    "routed_scaling_factor": 1.0,
-    "shared_expert_intermediate_size": 0,
-    "shared_expert_gate": False,
-    "first_k_dense_replace": 0,
-}
-"""Keys that need experts, with their default values."""
-
-
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class ModelConfig(Strict):
-    """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, Llama, Mistral, Qwen, OLMo, and
-    Gemma."""
+    """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral, Qwen, OLMo,
+    and Gemma."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -70,6 +59,9 @@ class ModelConfig(Strict):
     GELU (gelu)."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
+    swiglu_limit: float = Field(0.0, ge=0)
+    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate cut to at most c, and up to ±c
+    (GPT-OSS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
     norm_placement: Literal["before", "after", "around"] = "before"
@@ -78,6 +70,9 @@ class ModelConfig(Strict):
     """Added to the variance (layernorm) or to the mean square (rmsnorm) inside a norm."""
     zero_centered_norm: bool = False
     """RMSNorms multiply by 1 + weight instead of weight (Gemma)."""
+    norm_rounds_last: bool = False
+    """RMSNorms multiply by the weight in float32, and round the product to the model's dtype (GPT-OSS). Otherwise they
+    round before they multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
     """Attention and MLP of a block read the same input and run in parallel (GPT-NeoX)."""
     position_embedding: Literal["rope", "learned"] = "rope"
@@ -103,12 +98,14 @@ class ModelConfig(Strict):
     """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
     final_logit_softcapping: float = Field(0.0, ge=0)
     """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
+    attention_sinks: bool = False
+    """Each query head has a trained logit, its sink, that takes part in the softmax and has no value (GPT-OSS)."""
     attention_bias: bool = False
     """Biases in the query, key, and value projections."""
     attention_output_bias: bool = False
     """Bias in the attention's output projection."""
     mlp_bias: bool = False
-    """Biases in the MLP's projections."""
+    """Biases in the MLP's projections. With experts, the router's logits have biases too (GPT-OSS)."""
     qk_norm: bool = False
     """RMSNorms of queries and keys (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
@@ -196,17 +193,7 @@ class ModelConfig(Strict):
                 f"head_dim = {2 * max(1, round(self.head_dim / 2))}"
                 f"{'' if share == 1 else ' with partial_rotary_factor = 1'} works"
             )
-        for key, unset, other, value in (
-            ("rope_scaling", None, "position_embedding", "learned"),
-            ("rope_local_base_freq", 0.0, "position_embedding", "learned"),
-            ("rope_local_base_freq", 0.0, "sliding_window", 0),
-            ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
-            ("zero_centered_norm", False, "norm", "layernorm"),
-            ("gelu_approximation", "tanh", "mlp", "swiglu"),
-            ("qk_norm_over", "head", "qk_norm", False),
-            ("norm_placement", "before", "parallel_residual", True),
-            *((key, unset, "num_experts", 0) for key, unset in OF_EXPERTS.items()),
-        ):
+        for key, unset, other, value in NO_MEANING:
             if getattr(self, key) != unset and getattr(self, other) == value:
                 raise ValueError(
                     f"{key} = {shown(getattr(self, key))} has no meaning with "
@@ -241,11 +228,9 @@ class ModelConfig(Strict):
                 f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}; "
                 f"num_experts_per_tok = {self.num_experts} works"
             )
-        if not self.gated_mlp or self.mlp_bias:
+        if not self.gated_mlp:
             raise ValueError(
-                f"num_experts = {self.num_experts} is for gated MLPs without biases, and "
-                f"mlp = '{self.mlp}', mlp_bias = {shown(self.mlp_bias)}; "
-                "mlp = 'swiglu' with mlp_bias = false works"
+                f"num_experts = {self.num_experts} is for gated MLPs, and mlp = '{self.mlp}'; mlp = 'swiglu' works"
             )
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise ValueError(
@@ -334,6 +319,7 @@ class ModelConfig(Strict):
         norm = hidden * (2 if self.norm == "layernorm" else 1)
         attention = hidden * (queries + 2 * keys) + queries * hidden
         attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
+        attention += self.num_attention_heads * self.attention_sinks
         normed = queries + keys if self.qk_norm_over == "all_heads" else 2 * self.head_dim
         return attention + normed * self.qk_norm + (4 if self.norm_placement == "around" else 2) * norm
 
@@ -344,6 +330,8 @@ class ModelConfig(Strict):
 
     def _mixture(self, experts: int) -> int:
         """Return the number of parameters of a router, of ``experts`` experts, and of the shared expert."""
-        width = experts * self.moe_intermediate_size + self.shared_expert_intermediate_size
-        router = self.num_experts * (self.hidden_size + self.router_bias)
-        return router + 3 * self.hidden_size * width + self.hidden_size * self.shared_expert_gate
+        hidden, shared = self.hidden_size, self.shared_expert_intermediate_size
+        width = experts * self.moe_intermediate_size + shared
+        router = self.num_experts * (hidden + self.router_bias + self.mlp_bias)
+        biases = (2 * width + hidden * (experts + (shared > 0))) * self.mlp_bias
+        return router + 3 * hidden * width + biases + hidden * self.shared_expert_gate

@@ -87,4 +87,9 @@ def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
     if optimizer != "muon":
         return optimizer
     of_router = ".mlp.gate." in name or ".shared_expert_gate." in name
-    return "muon" if name.startswith("layers.") and dims > 1 and not of_router else "adamw"
+    return "muon" if name.startswith("layers.") and is_matrix(name, dims) and not of_router else "adamw"
+
+
+def is_matrix(name: str, dims: int) -> bool:
+    """Return whether a parameter is a matrix, or a stack of matrices. A stack of the experts' biases is none."""
+    return dims > 1 and not name.endswith("bias")

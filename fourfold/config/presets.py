@@ -69,6 +69,26 @@ _QWEN3: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "attention_sinks": True,
+    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "norm_rounds_last"), True),
+    "swiglu_limit": 7.0,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     # These are small enough for tests and laptops.
@@ -129,6 +149,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Qwen3 (Yang et al. 2025, arXiv 2505.09388, table 2, and their config.json).
     "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, **_QWEN3, **_experts(128, 8, 768)),
     "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, **_QWEN3, **_experts(128, 8, 1536)),
+    # GPT-OSS (OpenAI 2025, arXiv 2508.10925, table 1, and their config.json).
+    "gpt-oss-20b": _llama(24, 2880, 64, 8, 2880, **_GPT_OSS, **_experts(32, 4, 2880)),
+    "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, **_GPT_OSS, **_experts(128, 4, 2880)),
     # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060, and its config.json).
     "olmoe-1b-7b": _llama(
         16,

@@ -27,6 +27,8 @@ class RopeScaling(Strict):
     """yarn: channels that turn more times than this in the original context stay unchanged."""
     beta_slow: float = Field(1.0, gt=0)
     """yarn: channels that turn fewer times than this in the original context are stretched fully."""
+    truncate: bool = True
+    """yarn: round the bounds between unchanged and stretched channels to whole channels. GPT-OSS does not."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."""
 

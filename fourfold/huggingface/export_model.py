@@ -21,7 +21,7 @@ from fourfold.data.files import new_folder, temporary_folder, write_whole
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError, given_as
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter
-from fourfold.huggingface.architectures.config_json import CONFIG_FILE, local_folder, read_config
+from fourfold.huggingface.architectures.config_json import CONFIG_FILE, QUANTIZED, local_folder, read_config
 from fourfold.huggingface.architectures.written_config import config_of, same_model
 from fourfold.huggingface.model_folder import (
     GENERATION_FILE,
@@ -180,7 +180,7 @@ def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[s
     """Return the original config.json unchanged if it still describes the model. Otherwise write a new one."""
     if source is None:
         return config_of(model, kind)
-    original = read_config(source)
+    original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}
     if kind in (None, original["model_type"]) and same_model(model, original):
         return original
     kept = {key: value for key, value in original.items() if key.endswith("_token_id")}

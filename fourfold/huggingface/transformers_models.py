@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 
 from fourfold.data.transformers_tokenizer import FOREIGN_ERRORS, import_transformers, needs_its_code
 from fourfold.errors import UserError, first_line
+from fourfold.huggingface.file_formats import BUFFERS, FORMATS
 from fourfold.huggingface.model_folder import GENERATION_FILE
-from fourfold.huggingface.weight_names import BUFFERS, FORMATS
 from fourfold.models.dtypes import DTYPES
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder

@@ -13,7 +13,9 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, TensorPiece, TheirTensor, head_of, name_map
+from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD
+from fourfold.huggingface.mxfp4 import PackedMatrices, packed_in
+from fourfold.huggingface.weight_names import TensorPiece, TheirTensor, head_of, name_map
 from fourfold.models.tensor_files import TensorFiles, whole_or_part
 from fourfold.models.transformer import parameter_shapes
 
@@ -37,14 +39,23 @@ class Pretrained:
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
-        self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in self.tensors}
-        """Maps every Hugging Face tensor to its name in these files."""
+        self._packed: dict[str, PackedMatrices] = {}
+        """Hugging Face tensors that these files store in MXFP4, by name."""
+        for tensor in self.tensors:
+            if tensor.is_stacked and (packed := packed_in(self.files, self._names_in_files(tensor.name), tensor.shape)):
+                self._packed[tensor.name] = packed
+        whole = [tensor for tensor in self.tensors if tensor.name not in self._packed]
+        self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in whole}
+        """Maps every other Hugging Face tensor to its name in these files."""
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of one of our parameters. Raise ``UserError`` if its experts have different
         dtypes."""
-        types = {self.files.dtype(self._names[tensor.name]) for tensor, _ in self._places[name]}
+        tensors = [tensor for tensor, _ in self._places[name]]
+        if tensors[0].name in self._packed:
+            return torch.bfloat16
+        types = {self.files.dtype(self._names[tensor.name]) for tensor in tensors}
         if len(types) > 1:
             raise UserError(
                 f"{self.files.folder}: the experts of {name} are stored in several types; convert them to one"
@@ -62,23 +73,39 @@ class Pretrained:
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
         """Copy the part ``slices`` of one of our parameters into ``out``. Rows of vocabulary padding are zero."""
         places = self._places[name]
-        if places[0][1].expert is None:
+        if places[0][0].is_stacked:
+            for one, expert in zip(out, range(slices[0].start, slices[0].stop), strict=True):
+                self._read_piece(one, *places[0], slices[1:], expert)
+        elif places[0][1].expert is None:
             self._read_piece(out, *places[0], slices)
-            return
-        for one, (tensor, piece) in zip(out, places[slices[0]], strict=True):
-            self._read_piece(one, tensor, piece, slices[1:])
+        else:
+            for one, (tensor, piece) in zip(out, places[slices[0]], strict=True):
+                self._read_piece(one, tensor, piece, slices[1:])
 
-    def _read_piece(self, out: Tensor, tensor: TheirTensor, piece: TensorPiece, slices: tuple[slice, ...]) -> None:
+    def _read_piece(
+        self,
+        out: Tensor,
+        tensor: TheirTensor,
+        piece: TensorPiece,
+        slices: tuple[slice, ...],
+        stacked_expert: int | None = None,
+    ) -> None:
         rows = slice(min(slices[0].start, piece.rows), min(slices[0].stop, piece.rows))
         count = rows.stop - rows.start
         out[count:].zero_()
         if count == 0 or out.numel() == 0:
             return
         for here, there in piece.runs(rows):
+            if tensor.name in self._packed:
+                assert stacked_expert is not None
+                self._packed[tensor.name].read_into(out[here], stacked_expert, there, slices[1])
+                continue
+            theirs, part = out[here], (there, *slices[1:])
             if tensor.transposed:
-                self.files.read_into(out[here].T, self._names[tensor.name], (there, *slices[1:])[::-1])
-            else:
-                self.files.read_into(out[here], self._names[tensor.name], (there, *slices[1:]))
+                theirs, part = theirs.T, part[::-1]
+            if stacked_expert is not None:
+                theirs, part = theirs[None], (slice(stacked_expert, stacked_expert + 1), *part)
+            self.files.read_into(theirs, self._names[tensor.name], part)
 
     def _names_in_files(self, name: str) -> list[str]:
         """Return the names that a tensor may have in files. If the model was saved without its head, names lack the
@@ -88,7 +115,8 @@ class Pretrained:
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
         beyond = FORMATS[self.kind].names_beyond(model.num_hidden_layers, config)
-        left = {name for name in set(self.files.shapes) - set(self._names.values()) if not name.startswith(beyond)}
+        used = set(self._names.values()).union(*(packed.names for packed in self._packed.values()))
+        left = {name for name in set(self.files.shapes) - used if not name.startswith(beyond)}
         for name in sorted(left):
             if name in (HEAD, head_of(self.kind)) and model.tie_word_embeddings:
                 self._check_tied(name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import LayerType, ModelConfig
-from fourfold.models.norms import RMSNorm
+from fourfold.models.norms import rms_norm_of
 from fourfold.models.recomputation import recomputable
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 from fourfold.models.softcap import softcapped
@@ -23,6 +23,8 @@ class AttentionCore(nn.Module):
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
+    sinks: nn.Parameter | None
+    """One logit per query head. It takes part in the softmax and has no value."""
     is_for_gpu = False
     """Whether to use the operations of a GPU on any device. The trace of a GPU run sets this."""
 
@@ -34,10 +36,9 @@ class AttentionCore(nn.Module):
         sizes = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
         if self.norms_each_head:
             sizes = [config.head_dim, config.head_dim]
-        norms = [
-            RMSNorm(size, config.norm_eps, config.zero_centered_norm) if config.qk_norm else None for size in sizes
-        ]
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = [rms_norm_of(config, size) if config.qk_norm else None for size in sizes]
+        sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.attention_sinks else None
+        self.register_parameter("sinks", sinks)
 
     @recomputable
     def forward(self, q_BSf: Tensor, k_BSf: Tensor, v_BSf: Tensor, context: AttentionContext) -> Tensor:
@@ -61,7 +62,10 @@ class AttentionCore(nn.Module):
         return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Return Σ softmax(scale · q·k, capped) · v over the keys that a query may see, [B, S, N, D]."""
+        """Return Σ softmax(scale · q·k, capped) · v over the keys that a query may see, [B, S, N, D].
+
+        A head's sink is one more score in its softmax.
+        """
         mask = self.mask_of(q_BSND, k_BSKD, context)
         is_float32_on_gpu = q_BSND.dtype == torch.float32 and (q_BSND.is_cuda or self.is_for_gpu)
         if mask is not None or (is_float32_on_gpu and k_BSKD.shape[2] != q_BSND.shape[2]):
@@ -69,9 +73,14 @@ class AttentionCore(nn.Module):
             # such kernel fits, torch keeps all scores in memory.
             k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
-        if self.softcap and mask is not None:
+        if (self.softcap or self.sinks is not None) and mask is not None:
             scores_BNSS = softcapped(self.scale * (q @ k.mT), self.softcap).masked_fill(~mask, -torch.inf)
-            return (scores_BNSS.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+            if self.sinks is not None:
+                sinks_BNS1 = self.sinks.to(scores_BNSS.dtype)[:, None, None].expand(*scores_BNSS.shape[:3], 1)
+                weights_BNSS = torch.cat([scores_BNSS, sinks_BNS1], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+            else:
+                weights_BNSS = scores_BNSS.softmax(-1, dtype=torch.float32)
+            return (weights_BNSS.to(v.dtype) @ v).transpose(1, 2)
         out_BNSD = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -82,7 +91,7 @@ class AttentionCore(nn.Module):
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
             return context.mask_B1SS[:, :, first : first + count]
-        if count == k_BSKD.shape[1] and not self.softcap:
+        if count == k_BSKD.shape[1] and not self.softcap and self.sinks is None:
             return None
         return torch.ones(1, 1, count, k_BSKD.shape[1], dtype=torch.bool, device=q_BSND.device).tril(first)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.models.autograd import Context, Function
+from fourfold.models.autograd import Context, Function, differentiable
 
 ALIGNMENT = 16
 """torch's grouped kernel needs rows whose bytes are a multiple of this."""
@@ -66,6 +66,11 @@ class Groups:
         """Return the end of each group, as the index of the next row after it, int32 on the device."""
         return self._sizes_E.cumsum(0, dtype=torch.int32)
 
+    def of_rows(self, count: int) -> Tensor:
+        """Return the group of each of ``count`` rows. Rows after the last group count as part of it."""
+        places_N = torch.arange(count, device=self.ends_E.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends_E, places_N, right=True).clamp_(max=len(self.ends_E) - 1)
+
     @cached_property
     def sizes(self) -> list[int]:
         """Return the number of rows in each group, on the host."""
@@ -97,6 +102,19 @@ def grouped_matmul(rows_NI: Tensor, weights_EOI: Tensor, groups: Groups) -> Tens
     """
     kept_NO = _KeepOperands.apply(rows_NI, weights_EOI, groups)
     return _GroupedMatmul.apply(kept_NO, rows_NI.detach(), weights_EOI.detach(), groups)
+
+
+def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Tensor:
+    """Add to each row the bias of its group, if there are biases."""
+    if biases_EO is None:
+        return rows_NO
+    group_N = groups.of_rows(len(rows_NO))
+
+    def sum_of_groups(grad_NO: Tensor) -> Tensor:
+        # A matmul with ones sums in float32, and in the same order every time.
+        return _outer(grad_NO, grad_NO.new_ones(len(grad_NO), ALIGNMENT), groups)[..., 0]
+
+    return rows_NO + differentiable(biases_EO, lambda biases: biases[group_N], sum_of_groups)
 
 
 class _KeepOperands(Function):

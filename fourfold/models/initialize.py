@@ -42,7 +42,7 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         shape: the shape of the whole parameter.
         slices: the part of the whole parameter that ``out`` holds.
     """
-    if name.endswith(("bias", "lora_B")):  # A new adapter adds nothing to its layer.
+    if name.endswith(("bias", "sinks", "lora_B")):  # A new adapter adds nothing to its layer.
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)

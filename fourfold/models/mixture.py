@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.autograd import differentiable
-from fourfold.models.grouped import Groups, grouped_matmul
+from fourfold.models.grouped import Groups, add_biases, grouped_matmul
 from fourfold.models.mlp import MLP, Activation
 from fourfold.models.recomputation import recomputable
 
@@ -94,11 +94,13 @@ class Router(BiasInFloat32):
         self.choice = Choice(config)
         self.num_experts = config.num_experts
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.mlp_bias else None
         bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter(BIAS, bias if config.router_bias else None)
 
     def forward(self, x_TH: Tensor) -> Routing:
-        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        bias_E = None if self.bias is None else self.bias.float()
+        logits_TE = F.linear(x_TH.float(), self.weight.float(), bias_E)
         scores_TE = self.choice.scores(logits_TE)
         experts_TK = self.choice.experts(scores_TE, self.e_score_correction_bias)
         return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, experts_TK))
@@ -137,23 +139,32 @@ class Choice:
 class Experts(nn.Module):
     """Gated MLPs of the same shape, stored as stacks of matrices. They take and return rows sorted by expert."""
 
+    gate_proj_bias: nn.Parameter | None
+    up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_proj = nn.Parameter(torch.empty(experts, inner, hidden))
         self.up_proj = nn.Parameter(torch.empty(experts, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        widths = {"gate_proj_bias": inner, "up_proj_bias": inner, "down_proj_bias": hidden}
+        for name, width in widths.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(experts, width)) if config.mlp_bias else None)
         self.activation = Activation(config)
 
     def forward(self, rows_NH: Tensor, groups: Groups) -> Tensor:
         """Run the experts on rows that are grouped by expert, with the sizes in ``groups``."""
-        gate_NF, up_NF = (grouped_matmul(rows_NH, each, groups) for each in (self.gate_proj, self.up_proj))
+        gate_NF = add_biases(grouped_matmul(rows_NH, self.gate_proj, groups), self.gate_proj_bias, groups)
+        up_NF = add_biases(grouped_matmul(rows_NH, self.up_proj, groups), self.up_proj_bias, groups)
         return self.down(gate_NF, up_NF, groups)
 
     @recomputable
     def down(self, gate_NF: Tensor, up_NF: Tensor, groups: Groups) -> Tensor:
         """Apply the activation to gate and up, and project the result to the hidden size."""
-        return grouped_matmul(self.activation(gate_NF, up_NF), self.down_proj, groups)
+        out_NH = grouped_matmul(self.activation(gate_NF, up_NF), self.down_proj, groups)
+        return add_biases(out_NH, self.down_proj_bias, groups)
 
 
 class Order(NamedTuple):

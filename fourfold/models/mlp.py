@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
+from fourfold.models.autograd import Context, Function
 from fourfold.models.recomputation import recomputable
 
 
@@ -37,17 +39,51 @@ class MLP(nn.Module):
 class Activation(nn.Module):
     """Computes gelu(up) (arXiv 1606.08415).
 
-    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202).
+    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With a limit, it
+    computes GPT-OSS's variant.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.swish, self.approximate = config.mlp == "swiglu", config.gelu_approximation
+        self.limit = config.swiglu_limit
 
     def forward(self, *gate_and_up_BSF: Tensor) -> Tensor:
         first_BSF, *up_BSF = gate_and_up_BSF
+        if self.limit:
+            return _ClampedSwiGLU.apply(first_BSF, *up_BSF, self.limit)
         active_BSF = F.silu(first_BSF) if self.swish else F.gelu(first_BSF, approximate=self.approximate)
         return active_BSF * up_BSF[0] if up_BSF else active_BSF
+
+
+SLOPE = 1.702
+"""GPT-OSS's gate is gate · sigmoid(SLOPE · gate), which is close to gelu(gate)."""
+
+
+class _ClampedSwiGLU(Function):
+    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(SLOPE * gate))
+
+    @staticmethod
+    def setup_context(ctx: Context[float], inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.kept = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Context[float], grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gate, up), limit = ctx.saved_tensors, ctx.kept
+        # In place, this takes three more tensors at a time.
+        d_up = gate.clamp(max=limit)
+        share = (SLOPE * d_up).sigmoid_()
+        d_up.mul_(share)
+        d_gate = (1 - share).mul_(d_up).mul_(SLOPE).add_(share)
+        del share
+        d_gate.mul_(up.clamp(-limit, limit).add_(1)).mul_(grad).mul_(gate <= limit)
+        return d_gate, d_up.mul_(grad).mul_(up.abs() <= limit), None
 
 
 class Linears(nn.ModuleDict):

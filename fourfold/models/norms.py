@@ -15,23 +15,24 @@ class RMSNorm(nn.Module):
 
     Args:
         zero_centered: multiply by (1 + weight) in float32 (Gemma, arXiv 2403.08295).
+        rounds_last: multiply by the weight in float32 (GPT-OSS).
     """
 
-    def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
+    def __init__(self, size: int, eps: float, zero_centered: bool = False, rounds_last: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps, self.zero_centered = eps, zero_centered
+        self.eps, self.zero_centered, self.rounds_last = eps, zero_centered, rounds_last
 
     @recomputable
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered, self.rounds_last)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, rounds_last: bool) -> Tensor:
     """Return x / rms(x) · weight, as in ``RMSNorm``."""
     normal = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
-    if zero_centered:
-        return (normal * (1 + weight.float())).to(x.dtype)
+    if zero_centered or rounds_last:
+        return (normal * (1 + weight.float() if zero_centered else weight.float())).to(x.dtype)
     return normal.to(x.dtype) * weight
 
 
@@ -45,4 +46,9 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     """Return a norm for hidden states, of the type that the model uses."""
     if config.norm == "layernorm":
         return LayerNorm(config.hidden_size, eps=config.norm_eps)
-    return RMSNorm(config.hidden_size, config.norm_eps, config.zero_centered_norm)
+    return rms_norm_of(config, config.hidden_size)
+
+
+def rms_norm_of(config: ModelConfig, size: int) -> RMSNorm:
+    """Return an RMSNorm of ``size`` channels, as the model computes it."""
+    return RMSNorm(size, config.norm_eps, config.zero_centered_norm, config.norm_rounds_last)

@@ -58,8 +58,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
     def channel(turns: float) -> float:
         return config.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(channel(scaling.beta_fast)), 0)
-    high = min(math.ceil(channel(scaling.beta_slow)), config.rotary_dim - 1)
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
     ramp = torch.arange(config.rotary_dim // 2, dtype=torch.float32, device=frequencies.device)
     stretch = ((ramp - low) / (high - low or 0.001)).clamp(0, 1)
     return frequencies / scaling.factor * stretch + frequencies * (1 - stretch)

@@ -93,8 +93,8 @@ class TensorFiles:
         return SAFETENSORS_DTYPES[stored]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
-        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time. The first
-        slice can have a step.
+        """Copy part of a tensor to ``out`` and convert it to the dtype of ``out``, a few rows at a time. Slices can
+        have steps.
 
         Raises:
             UserError: a value is NaN or infinite, or becomes infinite in the dtype of ``out``.
@@ -106,12 +106,19 @@ class TensorFiles:
             chunk = slice(begin, min(begin + step, rows.stop))
             with opened_tensors(self.file_of[name]) as opened:
                 part = out[(chunk.start - rows.start) // every :][: len(range(chunk.start, chunk.stop, every))]
-                part.copy_(opened.get_slice(name)[(chunk, *slices[1:])][::every])
+                read = opened.get_slice(name)[(chunk, *(slice(s.start, s.stop) for s in slices[1:]))]
+                part.copy_(read[tuple(slice(None, None, s.step) for s in slices)])
             if not part.isfinite().all():
                 raise UserError(
                     f"{self.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out.dtype}; "
                     "the file is damaged, or another type is needed"
                 )
+
+    def read_bytes(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Return part of a tensor of bytes."""
+        with opened_tensors(self.file_of[name]) as opened:
+            part: Tensor = opened.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
+        return part[tuple(slice(None, None, s.step) for s in slices)]
 
     def are_equal(self, name: str, other: str) -> bool:
         """Compare all values of two tensors, a few rows at a time."""

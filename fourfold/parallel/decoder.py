@@ -103,7 +103,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_matmuls:
         rules = rules | outputs
-    is_plain = not (run.data.mask_documents or model.sliding_window or model.attn_logit_softcapping)
+    has_kernel = not (model.sliding_window or model.attn_logit_softcapping or model.attention_sinks)
+    is_plain = has_kernel and not run.data.mask_documents
     return rules if grid.cp.size == 1 and is_plain else rules | attention
 
 

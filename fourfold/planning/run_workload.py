@@ -46,6 +46,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         shared_expert_intermediate_size=model.shared_expert_intermediate_size,
         shared_expert_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,
+        clamps_gate=model.swiglu_limit > 0,
     )
 
 

@@ -88,6 +88,8 @@ class ModelShape(ArrayFields):
     """Whether a per-token gate multiplies the shared expert's output."""
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
+    clamps_gate: Flag = False
+    """Whether the gate is clamped (GPT-OSS). The backward then computes the activation of the gate again."""
 
     @property
     def dense_first(self) -> Number:
@@ -270,8 +272,7 @@ class Workload(ArrayFields):
 
     @property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one batch part. If there are too few sequences to divide, each part has
-        some tokens of all of them."""
+        """Return the number of sequences in one batch part. These are all sequences if there are too few to divide."""
         whole = self.layout.micro_batch_size
         return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 

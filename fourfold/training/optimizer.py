@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, Rule, rule_of
+from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, Rule, is_matrix, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
@@ -33,7 +33,7 @@ class Treatment(NamedTuple):
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
     """Return the settings of a parameter. They come from the first group of the run file that names the parameter,
     or from [optimizer] if no group does."""
-    decay = config.weight_decay if dims > 1 else 0.0
+    decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
         if _matches(group, name):
             return Treatment(group.lr_ratio, decay if group.weight_decay is None else group.weight_decay)

@@ -45,7 +45,7 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
 
 
 def _is_zero(name: str) -> bool:
-    return name.endswith(("bias", "lora_B"))
+    return name.endswith(("bias", "sinks", "lora_B"))
 
 
 def _constant(name: str, run: RunConfig) -> float:

@@ -294,8 +294,8 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
 
     Return None for any other operation.
     """
-    if name == "attend_documents" and len(args) > 6 and args[3] is None:
-        q, k, v, _, scale, window, softcap = args
+    if name == "attend_documents" and len(args) > 6 and args[6] and args[3] is None:
+        q, k, v, _, scale, window, softcap = args[:7]
         return lambda: attend_in_turn(q, k, v, KeyLimits(None, window), AttentionScores(scale, softcap))
     if name == "attend_documents_backward" and args[6] is None and args[9]:
         scale, window, softcap = args[7:]

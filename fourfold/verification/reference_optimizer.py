@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fourfold.config.run import RunConfig
 
-NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
+NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$|_bias$")
 """Matrices that AdamW updates even with Muon: a router's weight and the gate of a shared expert."""
 
 
@@ -96,7 +96,7 @@ def _is_hidden(name: str, parameter: Tensor) -> bool:
 
 
 def _settings(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:
-    decay = run.optimizer.weight_decay if parameter.ndim > 1 else 0.0
+    decay = run.optimizer.weight_decay if parameter.ndim > 1 and not name.endswith("_proj_bias") else 0.0
     for group in run.optimizer.groups:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
             given = group.weight_decay

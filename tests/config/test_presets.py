@@ -31,6 +31,8 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
     "olmoe-1b-7b": 6.9,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
     **{f"gpt-{n}b": n for n in (5, 10, 20, 40, 60, 80, 160, 320, 640)},
 }
 UNNAMED = {"gpt-tiny", "gpt-demo", "llama-tiny", "moe-tiny"}
@@ -40,6 +42,8 @@ BILLIONS_ACTIVE = {
     "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22,
     "olmoe-1b-7b": 1.3,
+    "gpt-oss-20b": 3.61 + 0.58,  # OpenAI's numbers leave out the embedding.
+    "gpt-oss-120b": 5.13 + 0.58,
 }
 """Billions of parameters that a token is multiplied by, including embeddings, according to the models' authors."""
 
@@ -58,7 +62,9 @@ def test_every_preset_is_checked_here() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_number_of_parameters(name: str, billions: float) -> None:
-    published_to_the_digit = name.startswith(("gpt2", "llama3", "mistral", "gemma2", "mixtral", "qwen3", "olmoe"))
+    published_to_the_digit = name.startswith(
+        ("gpt2", "llama3", "mistral", "gemma2", "mixtral", "qwen3", "olmoe", "gpt-oss")
+    )
     count = make_run(table({"preset": name})).model.num_parameters
     assert count / 1e9 == pytest.approx(billions, rel=0.005 if published_to_the_digit else 0.1)
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from one_device import CPU, PACKED, distance, long_sequences, losses_apart, run_on, steps_on, wide
-from tiny_runs import DEEPSEEK, DENSE, LLAMA, MIXTURE, QWEN_MOE
+from tiny_runs import DEEPSEEK, DENSE, GPT_OSS, LLAMA, MIXTURE, QWEN_MOE
 
 FAMILIES = DENSE | {
     "mixture": MIXTURE,
     "qwen_moe": QWEN_MOE,
     "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
     "wide": None,
 }
 

@@ -47,6 +47,20 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_greedy_tokens_are_those_that_transformers_generates(name: str, tmp_path: Path) -> None:
+    """transformers caches keys and values. Our decoder computes the whole sequence for each token."""
+    folder = make_model(tmp_path / "hf", name)
+    model, ours = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), ours_of(folder)
+    found = tokens()[:1, :12]
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(found, attention_mask=torch.ones_like(found), **settings)
+    for _ in range(24):
+        found = torch.cat([found, ours(found)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -95,6 +109,8 @@ OF_PRESETS = {
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
     "olmoe-1b-7b": "olmoe",
+    "gpt-oss-20b": "gpt_oss",
+    "gpt-oss-120b": "gpt_oss",
 }
 
 
@@ -104,6 +120,21 @@ def test_every_preset_has_a_hugging_face_config(preset: str) -> None:
     config = config_of(model)
     dense = "gpt2" if model.position_embedding == "learned" else "llama"
     assert config["model_type"] == OF_PRESETS.get(preset, dense)
+
+
+def test_the_preset_of_gpt_oss_is_its_config_json() -> None:
+    """These are the keys of openai/gpt-oss-20b, as published for transformers 4."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    published = {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "hidden_act": "silu", "attention_bias": True, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "experts_per_token": 4, "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+        "max_position_embeddings": 131072, "rope_scaling": {**rope, "original_max_position_embeddings": 4096},
+        "initial_context_length": 4096, "rope_theta": 150000, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    assert model_of(published, "config.json") == ModelConfig(**PRESETS["gpt-oss-20b"])
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
@@ -284,7 +315,7 @@ def test_ids_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = make_model(tmp_path / "hf", "gpt2")
     asked: list[tuple[str, list[str]]] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: str) -> str:
         asked.append((name, allow_patterns))
         return str(folder)
 

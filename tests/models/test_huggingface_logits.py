@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.initialize import initialize
+from fourfold.models.norms import RMSNorm
 from fourfold.models.rope import rope_frequencies
 from fourfold.models.transformer import Transformer
 
@@ -135,6 +136,19 @@ def test_llama(sizes: dict[str, Any]) -> None:
     model = filled(**sizes)
     theirs = transformers.LlamaForCausalLM(hf_config("LlamaConfig", model))
     check_same_logits(model, theirs, llama_weights(model))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GptOss"])
+def test_norms_round_where_those_of_transformers_round(kind: str) -> None:
+    modeling = getattr(transformers.models, {"Llama": "llama", "GptOss": "gpt_oss"}[kind])
+    theirs = getattr(modeling, f"modeling_{modeling.__name__.rpartition('.')[2]}")
+    norms = [getattr(theirs, f"{kind}RMSNorm")(64, eps=1e-5), RMSNorm(64, 1e-5, rounds_last=kind == "GptOss")]
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 7, 64), (64,)))
+    for norm in norms:
+        norm.weight.data = weight.clone()
+    expected, found = (norm(x) for norm in norms)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])

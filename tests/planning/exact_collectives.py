@@ -13,7 +13,15 @@ from functools import partial
 
 from exact_lines import Line, axis_name
 from exact_muon import exchanged, layers_of
-from exact_parameters import Stage, gradient_item, stages_of_rank, tiles_of, weight_shards, without_experts
+from exact_parameters import (
+    Stage,
+    expert_shards,
+    gradient_item,
+    stages_of_rank,
+    tiles_of,
+    weight_shards,
+    without_experts,
+)
 from exact_weights import weight_lines
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
@@ -267,16 +275,19 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     grid, shards = run.parallel, weight_shards(run)
     item = gradient_item(run)
     shares: dict[str, int] = {}
-    for part in (part for stage in stages for part in tiles_of(run, stage).parts()):
+    tiles = [tiles_of(run, stage) for stage in stages]
+    parts = [(part, shards) for each in tiles for part in each.parts()]
+    parts += [(part, expert_shards(run)) for each in tiles for part in each.experts * each.layers]
+    for part, ranks in parts:
         over = tuple(a for a in ("y", "x") if a in part.partial_over and getattr(grid, a) > 1)
         if over:
-            shares["_".join(over)] = shares.get("_".join(over), 0) + part.chunk(shards)
+            shares["_".join(over)] = shares.get("_".join(over), 0) + part.chunk(ranks)
     for axis, entries in shares.items():
         yield Line(axis, "all_reduce", "gradients of norms and biases", 1, item * entries)
     ends = [stage for stage in stages if stage.is_first or stage.is_last]
     if run.model.tie_word_embeddings and grid.pp > 1 and len(ends) == 1:
-        tiles = tiles_of(run, ends[0])
-        (*_, table) = tiles.last or tiles.embedding
+        of_end = tiles_of(run, ends[0])
+        (*_, table) = of_end.last or of_end.embedding
         yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))

@@ -141,12 +141,16 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
         block += [Part(out // bias_ranks, 1, bias_over) for out in (queries, keys)]
     elif model.qk_norm:
         block += [Part(model.head_dim, 1, ("y", "x"))] * 2
+    if model.attention_sinks:
+        block.append(Part(model.num_attention_heads // bias_ranks, 1, bias_over))
     block.append(Part(hidden, queries // x))
     if model.attention_output_bias:
         block.append(Part(hidden, 1, ("x",)))
     if model.num_experts:
         inner = model.shared_expert_intermediate_size // x
         block.append(Part(model.num_experts, hidden, ("x",)))
+        if model.mlp_bias:
+            block.append(Part(model.num_experts, 1, ("x",)))
         if model.shared_expert_gate:
             block.append(Part(1, hidden, ("x",)))
     if inner == 0:
@@ -162,10 +166,14 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
 
 
 def _experts(run: RunConfig) -> tuple[Part, ...]:
-    """Return gate, up, and down of a rank's experts. A row is a whole expert."""
+    """Return gate, up, and down of a rank's experts, and their biases. A row is a whole expert."""
     model, grid = run.model, run.parallel
-    width = model.moe_intermediate_size // grid.x * (model.hidden_size // grid.y)
-    return (Part(model.num_experts // grid.ep, width),) * 3 if model.num_experts else ()
+    if not model.num_experts:
+        return ()
+    inner, hidden, experts = model.moe_intermediate_size // grid.x, model.hidden_size // grid.y, model.num_experts
+    matrices = (Part(experts // grid.ep, inner * hidden),) * 3
+    biases = (Part(experts // grid.ep, inner),) * 2 + (Part(experts // grid.ep, hidden, ("x",)),)
+    return matrices + biases * model.mlp_bias
 
 
 def expert_shards(run: RunConfig) -> int:

@@ -8,7 +8,7 @@ import pytest
 from exact_collectives import collective_lines
 from exact_lines import Line
 from exact_parameters import stored_bytes
-from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
+from tiny_runs import DEEPSEEK, GPT_OSS, MIXTURE, QWEN_MOE, tiny_run
 
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
@@ -23,6 +23,7 @@ UNBIASED = DEEPSEEK | {"router_bias": False}
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
+    (GPT_OSS, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "none"),
 ]
 WIDE_FIRST = UNBIASED | {"first_k_dense_replace": 3, "intermediate_size": 320}
 PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -50,6 +51,9 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN_MOE, {"x": 2, "z": 2, "ep": 2}, "selective"),
     (QWEN_MOE, {"y": 2, "dp": 2}, "none"),
     (MIXTURE, {"cp": 2, "ep": 2}, "none"),
+    (GPT_OSS, {}, "none"),
+    (GPT_OSS, {"z": 2, "dp": 4, "ep": 4}, "full"),
+    (GPT_OSS, {"x": 2, "cp": 2, "ep": 2}, "selective"),
 ]
 
 

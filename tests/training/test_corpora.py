@@ -129,7 +129,7 @@ def test_a_model_of_the_hub_is_asked_for_its_tokenizer_alone_and_only_if_the_voc
     """It would take hours if every process downloaded the weights."""
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: str) -> str:
         asked.append(allow_patterns)
         return str(tmp_path)
 

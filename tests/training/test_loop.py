@@ -32,7 +32,7 @@ def test_a_resumed_run_asks_the_hub_for_no_weights(
     folder = make_model(tmp_path / "hf", "llama", vocab_size=257)
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: str) -> str:
         asked.extend(allow_patterns)
         return str(folder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layouts import FULL, GOLDFISH, NODES_OF_2, OFFLOADED, ONE_SEQUENCE, PACKED, SELECTIVE, Case
-from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE
+from tiny_runs import DEEPSEEK, GPT_OSS, LLAMA, MIXTURE, QWEN_MOE
 
 LOSSES = {"moe": {"load_balancing_loss": 0.5, "z_loss": 0.01}}
 BIAS = {"moe": {"bias_update_rate": 0.02}}
@@ -13,6 +13,11 @@ DEEP = MIXTURE | {"num_hidden_layers": 4}
 TOP_1, TOP_8 = MIXTURE | {"num_experts_per_tok": 1}, QWEN_MOE | {"num_experts_per_tok": 8}
 MANY = MIXTURE | {"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 """There are more experts than tokens in a small micro-batch, so some experts get no token."""
+PADDED = {"data": {"format": "sft", "train": [{"path": "nowhere"}]}}
+MUON = {"optimizer": {"name": "muon"}}
+SIX_HEADS = GPT_OSS | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+DENSE_OSS = LLAMA | {key: GPT_OSS[key] for key in ("attention_sinks", "mlp_bias", "norm_rounds_last", "swiglu_limit")}
+DEEP_OSS = GPT_OSS | {"num_hidden_layers": 4}
 
 CASES: dict[str, Case] = {
     "one process": (QWEN_MOE, {}, LOSSES),
@@ -24,6 +29,8 @@ CASES: dict[str, Case] = {
     "y2 ep2 z2": (QWEN_MOE, {"y": 2, "z": 2, "ep": 2}, LOSSES | FULL),
     "ep2 dp4 zero 3": (MIXTURE, {"dp": 4, "ep": 2, "zero": 3}, ONE_SEQUENCE | LOSSES),
     "pp2 ep2 dp2": (DEEPSEEK, {"pp": 2, "dp": 2, "ep": 2}, ONE_SEQUENCE | BIAS),
+    "gpt-oss, x2 cp2 ring packed": (GPT_OSS, {"x": 2, "cp": 2, "cp_method": "ring"}, PACKED | LOSSES),
+    "gpt-oss, y2 ep2 dp2 padded": (GPT_OSS, {"y": 2, "dp": 2, "ep": 2}, PADDED | FULL),
 }
 
 SLOW_CASES: dict[str, Case] = {
@@ -86,6 +93,22 @@ SLOW_CASES: dict[str, Case] = {
         MIXTURE | {"num_experts": 2, "num_experts_per_tok": 1, "router_bias": True},  # the bias alternates the experts
         {"dp": 2, "ep": 2},
         {"moe": {"bias_update_rate": 100.0}},
+    ),
+    "gpt-oss, one process, padded": (GPT_OSS, {}, PADDED),
+    "gpt-oss, x2 y2 ep2 z2": (GPT_OSS, {"x": 2, "y": 2, "z": 2, "ep": 2}, ONE_SEQUENCE | SELECTIVE),
+    "gpt-oss, x2 cp2 ulysses": (GPT_OSS, {"x": 2, "cp": 2, "cp_method": "ulysses"}, PACKED | FULL),
+    "gpt-oss, cp4 ring, ep4, padded": (GPT_OSS, {"cp": 4, "ep": 4, "cp_method": "ring"}, PADDED | FULL),
+    "gpt-oss, ep2 dp4 zero 3": (GPT_OSS, {"dp": 4, "ep": 2, "zero": 3}, ONE_SEQUENCE | MUON),
+    "gpt-oss, pp2 ep2 dp2 ZBV": (DEEP_OSS, {"pp": 2, "dp": 2, "ep": 2, "schedule": "ZBVZeroBubble"}, ONE_SEQUENCE),
+    "gpt-oss, x2 y2, y shares the batch": (SIX_HEADS, {"x": 2, "y": 2}, PACKED),
+    "gpt-oss, x2 y2, y shares the queries": (SIX_HEADS, {"x": 2, "y": 2}, PACKED | ONE_SEQUENCE),
+    "gpt-oss, x2 ep2 dp2 adapters": (GPT_OSS, {"x": 2, "dp": 2, "ep": 2}, ADAPTERS),
+    "gpt-oss, x2 ep2 dp2 with capacity": (GPT_OSS, {"x": 2, "dp": 2, "ep": 2}, CAPACITY),
+    "dense with sinks, x2 y2 in parts": (DENSE_OSS, {"x": 2, "y": 2}, {"overlap": {"batch_parts": 2}} | SELECTIVE),
+    "sinks with capped scores, cp2 ring": (
+        GPT_OSS | {"attn_logit_softcapping": 0.7},
+        {"cp": 2, "cp_method": "ring"},
+        PACKED,
     ),
     "geglu": (MIXTURE | {"mlp": "geglu"}, {"dp": 2, "ep": 2}, {}),
     "neox's parallel residual": (MIXTURE | {"parallel_residual": True}, {"x": 2, "dp": 2, "ep": 2}, FULL),

@@ -224,13 +224,13 @@ TRAINING = [
     Mutant(
         "norms have weight decay",
         "training.optimizer:treatment",
-        "decay = config.weight_decay if dims > 1 else 0.0",
+        "decay = config.weight_decay if is_matrix(name, dims) else 0.0",
         "decay = config.weight_decay",
     ),
     Mutant(
         "nothing has weight decay",
         "training.optimizer:treatment",
-        "decay = config.weight_decay if dims > 1 else 0.0",
+        "decay = config.weight_decay if is_matrix(name, dims) else 0.0",
         "decay = 0.0",
     ),
     Mutant(

@@ -10,6 +10,7 @@ from mutants import Mutant
 from mutants_of_dtypes import DTYPES
 from mutants_of_experts import EXPERTS
 from mutants_of_families import FAMILIES
+from mutants_of_gpt_oss import GPT_OSS_FAULTS
 from mutants_of_layers import LAYERS
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
@@ -25,7 +26,18 @@ from tuned_products import parity_on_cpu
 from fourfold.config.run import RunConfig
 from fourfold.verification.parity_report import ParityReport
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES, *RUNS, *DTYPES]
+FAULTS = [
+    *LAYERS,
+    *PARALLELISM,
+    *STEPS,
+    *EXPERTS,
+    *OPTIMIZERS,
+    *FAMILIES,
+    *GPT_OSS_FAULTS,
+    *PREFERENCES,
+    *RUNS,
+    *DTYPES,
+]
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from layouts import DEEP_GPT, GOLDFISH, GROUPS, ONE_SEQUENCE, PACKED, Case
 from pool import Pool
-from tiny_runs import GEMMA, GEMMA2, GEMMA3, LLAMA, NEOX, OLMO2, QWEN, SLIDING, tiny_run
+from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT_OSS, LLAMA, NEOX, OLMO2, QWEN, SLIDING, tiny_run
 from tuned_products import parity_on_cpu
 
 from fourfold.config.model import IGNORE_INDEX
@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | SHARED | {"attention_bias": True, "shared_expert_gate": True, "norm_topk_prob": False},
     "olmoe": EXPERTS | {"moe_intermediate_size": 176, "qk_norm": True, "qk_norm_over": "all_heads"},
     "glm4_moe": EXPERTS | SHARED | DEEPSEEK | {"partial_rotary_factor": 0.5},
+    "gpt_oss": GPT_OSS | {"num_hidden_layers": 4},
 }
 """For each family of transformers, a model that only this family computes."""
 
@@ -102,7 +103,7 @@ def test_layout_computes_what_transformers_computes(pool: Pool, family: str, axi
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss"])
 def test_expert_parallelism_computes_what_transformers_computes(pool: Pool, family: str, tmp_path: Path) -> None:
     check(pool, (FAMILIES[family], {"dp": 2, "ep": 2}, GOLDFISH), tmp_path, "transformers")
 

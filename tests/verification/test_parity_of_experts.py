@@ -10,7 +10,7 @@ import torch
 from layouts_of_experts import BIAS, LOSSES
 from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
-from tiny_runs import DEEPSEEK, MIXTURE, tiny_run
+from tiny_runs import DEEPSEEK, GPT_OSS, MIXTURE, tiny_run
 
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.errors import UserError
@@ -72,10 +72,22 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("grid", [{"dp": 2, "ep": 2}, {"x": 2, "z": 2, "ep": 2}, {"y": 2, "dp": 2, "ep": 2}], ids=str)
-def test_lower_precision_only_rounds(pool: Pool, grid: dict[str, int], precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "grid"),
+    [
+        (MIXTURE, {"dp": 2, "ep": 2}),
+        (MIXTURE, {"x": 2, "z": 2, "ep": 2}),
+        (MIXTURE, {"y": 2, "dp": 2, "ep": 2}),
+        (GPT_OSS, {"x": 2}),
+        (GPT_OSS, {"cp": 2, "ep": 2, "cp_method": "ring"}),
+    ],
+    ids=str,
+)
+def test_lower_precision_only_rounds(
+    pool: Pool, model: dict[str, Any], grid: dict[str, int], precision: str, tmp_path: Path
+) -> None:
     # Every token goes to all experts. If it chose some, rounding would send a token elsewhere on one of the two grids.
-    model = MIXTURE | {"num_experts_per_tok": MIXTURE["num_experts"]}
+    model = model | {"num_experts_per_tok": model["num_experts"]}
     run = tiny_run(model, grid, training={"precision": precision}, output_dir=str(tmp_path), **LOSSES)
     alone = run.model_copy(update={"parallel": ParallelConfig()})
     found, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "vaultgemma": ({"x": 2}, {}),
     "ministral": ({"dp": 2}, {}),
     "qwen3_moe": ({"ep": 2, "dp": 2}, {}),
+    "gpt_oss": ({"x": 2}, {}),
 }
 """Family, grid, and further sections of the run file."""
 

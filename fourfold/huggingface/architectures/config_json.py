@@ -30,7 +30,7 @@ DECISIVE_KEYS = (
     "norm_placement", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
     "attn_logit_softcapping", "final_logit_softcapping", "num_experts", "moe_intermediate_size", "router_score",
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
-    "first_k_dense_replace",
+    "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last",
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
@@ -95,11 +95,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
-    if given.get(QUANTIZED):
-        raise UserError(
-            f"{where}: {QUANTIZED} = {shown(given[QUANTIZED])}; quantized weights are not read: name the "
-            "folder of the unquantized model"
-        )
+    _check_quantization(given.get(QUANTIZED), family, where)
     activation = given.get(family.activation_key, next(iter(family.activations)))
     if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(
@@ -117,6 +113,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for theirs in NONE_IS_0:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
+    if "swiglu_limit" in keys and not keys["swiglu_limit"]:
+        raise UserError(f"{where}: swiglu_limit = {keys['swiglu_limit']!r} cuts every gate; 7.0 works")
     # In these families, attention_bias also decides whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
@@ -143,6 +141,15 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
         raise UserError(f"{where}: {mistake(error.errors()[0], ModelConfig)}") from None
+
+
+def _check_quantization(settings: Any, family: Family, where: str) -> None:
+    is_mxfp4 = isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
+    if settings and not (is_mxfp4 and family.has_mxfp4_files):
+        raise UserError(
+            f"{where}: {QUANTIZED} = {shown(settings)}; quantized weights are not read: name the "
+            "folder of the unquantized model"
+        )
 
 
 def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -204,8 +211,8 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
             f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
         )
     rope = {key: value for key, value in rope.items() if value is not None}
-    if not rope.pop("truncate", True):
-        raise UserError(f"{where}: yarn with truncate = false is not computed here")
+    if kind != "yarn":
+        rope.pop("truncate", None)
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
@@ -215,8 +222,11 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
         rope["original_max_position_embeddings"] = _first(beyond, inside, given["max_position_embeddings"])
     scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
     for key, value in scaling.items():
-        _check_number(key, value, where)
-    scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
+        if key == "truncate" and not isinstance(value, bool):
+            raise UserError(f"{where}: truncate = {value!r} is neither true nor false")
+        if key != "truncate":
+            _check_number(key, value, where)
+            scaling[key] = value if key == "original_max_position_embeddings" else float(value)
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
@@ -307,7 +317,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+        # Some models, such as GPT-OSS, have a second copy of their weights in a folder.
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"there is no folder {name}, and the Hub has no such model or cannot be reached: {first_line(error)}"

@@ -69,6 +69,10 @@ _GPT_NEOX_DEFAULTS = {
     "layer_norm_eps": 1e-5, "use_parallel_residual": True, "attention_bias": True, "max_position_embeddings": 2048,
     "rotary_pct": 0.25,
 }  # fmt: skip
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -263,6 +267,23 @@ FAMILIES: dict[str, Family] = {
         other_names={"num_local_experts": "n_routed_experts"},
         counts_shared_experts=True,
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _LLAMA_KEYS
+        | {key: key for key in ("num_experts_per_tok", "swiglu_limit", "attention_bias")}
+        | {"num_experts": "num_local_experts"},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0}
+        | {"attention_bias": True, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
+        _LLAMA_FIXED | {"norm_topk_prob": True, "mlp_bias": True, "attention_sinks": True, "norm_rounds_last": True},
+        _SWIGLU,
+        required={"swiglu_alpha": (1.702,)},
+        other_names={"num_experts": "num_local_experts"},
+        slides=_all_but_every(2),
+        lists_layer_types=True,
+        has_mxfp4_files=True,
+    ),
 }
 FAMILIES |= variants_of(FAMILIES)
 
@@ -272,7 +293,6 @@ MISSING: dict[str, str] = {
     "falcon": "one norm for attention and MLP side by side",
     "phimoe": "sparsemixer, its choice of experts",
     "llama4": "experts whose inputs are scaled, and attention in chunks",
-    "gpt_oss": "attention sinks, and experts with biases",
     "deepseek_v2": "latent attention, and experts chosen by groups",
     "deepseek_v3": "latent attention, and experts chosen by groups",
 }

@@ -14,7 +14,7 @@ LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
 }
 """The keys that determine the rotary frequencies, by type of scaling."""
 
@@ -59,6 +59,8 @@ class Family:
     """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False
     """Whether the key rope_local_base_freq sets this base."""
+    has_mxfp4_files: bool = False
+    """Whether files can store the experts' weights in MXFP4."""
 
     def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
         """Return an architecture with other entries in these tables. A key that becomes None is not read."""

@@ -20,11 +20,12 @@ from fourfold.parallel.grid.communicate import gather
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.tensor.linear import NORMAL_BIAS, OverY
 from fourfold.parallel.tensor.norm import HeadNorm, Norm
+from fourfold.parallel.tensor.sharding import Tiled
 
 OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "sequence": "sequence"}
 
 
-class SharedAttentionCore(AttentionCore):
+class SharedAttentionCore(AttentionCore, Tiled):
     """The attention core, for this rank's share of the work.
 
     ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads. Otherwise they share it by
@@ -39,6 +40,7 @@ class SharedAttentionCore(AttentionCore):
         super().__init__(core.config)
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
         self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
+        self.add_tile("sinks", core.sinks, NORMAL_BIAS[OVER_Y[split]], grid)
         self.split, self.x, self.y = split, grid.x, grid.y
         self.method, self.cp = method, grid.cp
         self.token_ranks = grid.x.size
@@ -93,23 +95,26 @@ class SharedAttentionCore(AttentionCore):
         document_ends_BE, window = context.document_ends_BE, context.window
         if self.cp.size > 1 and self.method == "ring":
             scores = AttentionScores(self.scale, self.softcap)
-            return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp, scores, window)
+            return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp, scores, window, self.sinks)
         q_BSnD, k_BSkD, v_BSkD = gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp)
-        if document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap:
+        is_plain = document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap
+        if is_plain and self.sinks is None:
             out_BSnD = super().attend(q_BSnD, k_BSkD, v_BSkD, AttentionContext())
         else:
             options = (document_ends_BE, self.scale, window, self.softcap)
-            out_BSnD, _ = attend_documents(q_BSnD, k_BSkD, v_BSkD, *options)
+            sinks_n = None if self.sinks is None else self.sinks.chunk(self.cp.size)[self.cp.rank]
+            out_BSnD, _ = attend_documents(q_BSnD, k_BSkD, v_BSkD, *options, sinks_n)
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with some of the queries, under a mask. Capped scores are not kept for the backward."""
-        if not self.softcap:
+        """Attend with some of the queries, under a mask. With a cap or sinks, scores are not kept for the backward."""
+        if not self.softcap and self.sinks is None:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
         mask_B1QS = self.mask_of(q_BSND, k_BSKD, context)
-        assert mask_B1QS is not None, "capped scores always have a mask here"
-        return attend_masked(q, k, v, mask_B1QS, AttentionScores(self.scale, self.softcap)).transpose(1, 2)
+        assert mask_B1QS is not None, "capped scores and sinks always have a mask here"
+        scores = AttentionScores(self.scale, self.softcap)
+        return attend_masked(q, k, v, mask_B1QS, scores, self.sinks).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
         """Return the whole heads that this rank's queries read, from a slice of the key or value features."""

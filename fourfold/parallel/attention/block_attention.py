@@ -93,6 +93,28 @@ def attend_block(
     return out, lse
 
 
+def join_sinks(lse_NT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Add each head's sink to the softmax, as one more score that has no value (GPT-OSS).
+
+    Args:
+        lse_NT: The log-sum-exps of the queries over all keys, [N, T] or [B, N, T].
+        sinks_N: The sink of each head.
+
+    Returns:
+        The factors on the outputs, and the log-sum-exps with the sinks. With these log-sum-exps and the new outputs,
+        ``attend_block_backward`` gives the exact gradients of q, k, and v.
+    """
+    all_NT = torch.logaddexp(lse_NT, sinks_N.to(lse_NT.dtype)[:, None])
+    return (lse_NT - all_NT).exp_(), all_NT
+
+
+def sink_gradient(grad_NTD: Tensor, out_NTD: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:
+    """Return the gradient of the sinks, given the outputs and log-sum-exps with the sinks."""
+    weights_NT = (sinks_N.to(lse_NT.dtype)[:, None] - lse_NT).exp_()
+    projected_NT = (grad_NTD * out_NTD.to(lse_NT.dtype)).sum(-1)
+    return (weights_NT * projected_NT).sum(-1).view(-1, len(sinks_N)).sum(0).neg().to(sinks_N.dtype)
+
+
 def attend_block_backward(
     grad_BNQD: Tensor,
     q_BNQD: Tensor,
@@ -258,25 +280,39 @@ def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) 
 
 
 @not_compiled
-def attend_masked(q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1QS: Tensor, scores: AttentionScores) -> Tensor:
-    """Return the outputs of ``attend_block`` under a mask, [B, N, Q, D]. They are differentiable."""
-    out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, mask_B1QS, scores)
+def attend_masked(
+    q_BNQD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask_B1QS: Tensor,
+    scores: AttentionScores,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Return the outputs of ``attend_block`` under a mask, [B, N, Q, D], with the heads' sinks if there are any. They
+    are differentiable."""
+    out_BNQD: Tensor = _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
     return out_BNQD
 
 
 class _Masked(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_B1QS: Tensor, scores: AttentionScores) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, mask_B1QS: Tensor, scores: AttentionScores
+    ) -> Tensor:
         out, lse = attend_block(q, k, v, False, mask_B1QS, scores)
-        ctx.save_for_backward(q, k, v, out, lse, mask_B1QS)
+        if sinks_N is not None:
+            share, lse = join_sinks(lse, sinks_N)
+            out = out.mul_(share[..., None])
+        ctx.save_for_backward(q, k, v, out, lse, sinks_N, mask_B1QS)
         ctx.scores = scores
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, lse, mask_B1QS = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks_N, mask_B1QS = ctx.saved_tensors
+        d_sinks = sink_gradient(grad, out, lse, sinks_N) if ctx.needs_input_grad[3] else None
         gradients = attend_block_backward(grad, q, out, lse, k, v, False, mask_B1QS, ctx.scores)
-        return *gradients, None, None
+        return *gradients, d_sinks, None, None
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -25,7 +25,9 @@ from fourfold.parallel.attention.block_attention import (
     AttentionScores,
     attend_block,
     attend_block_backward,
+    join_sinks,
     padded,
+    sink_gradient,
 )
 
 Tensors = tuple[Tensor, ...]
@@ -51,6 +53,7 @@ def attend_documents(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
 
@@ -60,10 +63,12 @@ def attend_documents(
         window: the number of tokens that a query sees, including itself. 0 means all tokens before it.
         scale: factor on the scores.
         softcap: the cap of the scores (``AttentionScores``). 0 means no cap.
+        sinks_N: the sink of each head (``join_sinks``), if there are sinks.
     """
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
     attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
-    return attend(q_BSND, k_BSKD, v_BSKD, limits, scores)
+    out_BSND, lse_NT = attend(q_BSND, k_BSKD, v_BSKD, limits, scores)
+    return out_BSND, lse_NT if sinks_N is None else _add_sinks(out_BSND, lse_NT, sinks_N)
 
 
 @torch.library.custom_op("fourfold::attend_documents_backward", mutates_args=())
@@ -162,6 +167,13 @@ def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, s
     return tuple(gradient.to(t.dtype) for gradient, t in zip((dq, dk, dv), tensors[1:4], strict=True))
 
 
+def _add_sinks(out_BSND: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:
+    """Scale the outputs in place, and return the log-sum-exps with the sinks."""
+    share_NT, all_NT = join_sinks(lse_NT, sinks_N)
+    out_BSND.mul_(_by_row(share_NT, out_BSND).transpose(1, 2)[..., None])
+    return all_NT
+
+
 def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
     """View [N, B·S] as [B, N, S]."""
     batch, length, heads, _ = q_BSND.shape
@@ -232,17 +244,22 @@ def _attend_documents_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *o
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, document_ends, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, document_ends)
+    q, k, v, document_ends, *options, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, document_ends, sinks)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:  # The outputs of this pass are not used.
-        return (None,) * 7
-    dq, dk, dv = attend_documents_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None
+        return (None,) * 8
+    *kept, sinks = ctx.saved_tensors
+    d_sinks = None
+    if sinks is not None and ctx.needs_input_grad[7]:
+        out_NTD = kept[3].flatten(0, 1).transpose(0, 1)
+        d_sinks = sink_gradient(grad.flatten(0, 1).transpose(0, 1), out_NTD, kept[4], sinks)
+    dq, dk, dv = attend_documents_backward(grad, *kept, *ctx.options)
+    return dq, dk, dv, None, None, None, None, d_sinks
 
 
 attend_documents.register_autograd(_differentiate, setup_context=_keep)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fourfold.models.autograd import Function
 from fourfold.models.causal_attention import documents_of
-from fourfold.parallel.attention.block_attention import AttentionScores, attend_block, attend_block_backward
+from fourfold.parallel.attention.block_attention import (
+    AttentionScores,
+    attend_block,
+    attend_block_backward,
+    join_sinks,
+    sink_gradient,
+)
 from fourfold.parallel.attention.context import take_chunks
 from fourfold.parallel.grid.communicate import Pending, start_rotate
 from fourfold.parallel.grid.grid import Axis
@@ -31,6 +37,7 @@ def ring_attention(
     cp: Axis,
     scores: AttentionScores,
     window: int = 0,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Attend to the keys of all cp ranks.
 
@@ -42,13 +49,14 @@ def ring_attention(
         cp: The context axis.
         scores: Scale and cap of the scores.
         window: Number of tokens that a query sees, including itself. 0 means all.
+        sinks_N: The sink of each head (``join_sinks``), if there are sinks.
 
     Returns:
         The outputs of this rank's queries, [B, T, N, D].
     """
     documents_BS = None if document_ends_BE is None else documents_of(document_ends_BE, q_BTND.shape[1] * cp.size)
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
-    out_BNTD = _Ring.apply(q, k, v, documents_BS, cp, scores, window)
+    out_BNTD = _Ring.apply(q, k, v, sinks_N, documents_BS, cp, scores, window)
     return out_BNTD.transpose(1, 2)
 
 
@@ -119,6 +127,7 @@ class _Ring(Function):
         q_BNTD: Tensor,
         k_BKTD: Tensor,
         v_BKTD: Tensor,
+        sinks_N: Tensor | None,
         documents_BS: Tensor | None,
         cp: Axis,
         scores: AttentionScores,
@@ -137,15 +146,19 @@ class _Ring(Function):
                 merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
             if following is not None:
                 kv = following.wait()
+        if sinks_N is not None:
+            share_BNT, lse_BNT = join_sinks(lse_BNT, sinks_N)
+            out_BNTD.mul_(share_BNT[..., None])
         out_BNTD = out_BNTD.to(q_BNTD.dtype)
-        ctx.save_for_backward(q_BNTD, k_BKTD, v_BKTD, out_BNTD, lse_BNT, documents_BS)
+        ctx.save_for_backward(q_BNTD, k_BKTD, v_BKTD, out_BNTD, lse_BNT, sinks_N, documents_BS)
         ctx.cp, ctx.scores, ctx.window = cp, scores, window
         return out_BNTD
 
     @staticmethod
     def backward(ctx: Any, grad_BNTD: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, documents_BS = ctx.saved_tensors
+        q, k, v, out, lse, sinks_N, documents_BS = ctx.saved_tensors
         cp: Axis = ctx.cp
+        d_sinks = sink_gradient(grad_BNTD, out, lse, sinks_N) if ctx.needs_input_grad[3] else None
         dq = torch.zeros_like(q, dtype=torch.float32)
         kv = torch.stack([k, v])
         dkv_coming: Pending | None = None
@@ -169,7 +182,7 @@ class _Ring(Function):
                 kv = following.wait()
         assert dkv_coming is not None
         dk, dv = dkv_coming.wait().to(q.dtype)  # After a full round, the gradients of our own keys and values are back.
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), dk, dv, d_sinks, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

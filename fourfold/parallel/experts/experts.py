@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
-from fourfold.models.grouped import Groups, grouped_matmul
+from fourfold.models.grouped import Groups, add_biases, grouped_matmul
 from fourfold.models.mixture import Experts, Mixture, Order, combine, order_by_expert, take_rows
 from fourfold.models.mlp import MLP
 from fourfold.models.recomputation import recomputable, remembered
@@ -90,32 +90,41 @@ class ParallelMixture(nn.Module):
 
 
 class ParallelExperts(Tiled):
-    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x]."""
+    """This rank's experts, with weights [E/ep, F/x, H/y] and [E/ep, H/y, F/x], and biases of their outputs."""
 
     gate_proj: nn.Parameter
     up_proj: nn.Parameter
     down_proj: nn.Parameter
+    gate_proj_bias: nn.Parameter | None
+    up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(self, experts: Experts, grid: Grid) -> None:
         super().__init__()
-        self.activation, self.y = experts.activation, grid.y
+        self.activation, self.x, self.y = experts.activation, grid.x, grid.y
         self.add_tile("gate_proj", experts.gate_proj, Tile(ep=0, x=1, y=2), grid)
         self.add_tile("up_proj", experts.up_proj, Tile(ep=0, x=1, y=2), grid)
         self.add_tile("down_proj", experts.down_proj, Tile(ep=0, x=2, y=1), grid)
+        self.add_tile("gate_proj_bias", experts.gate_proj_bias, Tile(ep=0, x=1), grid)
+        self.add_tile("up_proj_bias", experts.up_proj_bias, Tile(ep=0, x=1), grid)
+        self.add_tile("down_proj_bias", experts.down_proj_bias, Tile(ep=0, y=1, partial_over=("x",)), grid)
 
     def forward(self, rows_Nh: Tensor, groups: Groups) -> Tensor:
         """Run the experts on rows sorted by expert, in ``groups``. Each x rank returns a partial sum of the outputs."""
         gate_Nf, up_Nf = (
-            sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up")
-            for weight in (self.gate_proj, self.up_proj)
+            add_biases(sum_of(grouped_matmul(rows_Nh, weight, groups), self.y, "experts: outputs of up"), bias, groups)
+            for weight, bias in ((self.gate_proj, self.gate_proj_bias), (self.up_proj, self.up_proj_bias))
         )
         return self.down(gate_Nf, up_Nf, groups)
 
     @recomputable
     def down(self, gate_Nf: Tensor, up_Nf: Tensor, groups: Groups) -> Tensor:
-        """Project gate and up to the hidden size."""
+        """Project gate and up to the hidden size. Only the first x rank adds the biases, because outputs are summed."""
         active_Nf = sum_gradient(self.activation(gate_Nf, up_Nf), self.y, "experts: input gradient of down")
-        return grouped_matmul(active_Nf, self.down_proj, groups)
+        out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
+        if self.down_proj_bias is None or self.x.rank == 0:
+            return add_biases(out_Nh, self.down_proj_bias, groups)
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # The ranks sum the gradients, so each needs one.
 
 
 class SharedExpertGate(Tiled):

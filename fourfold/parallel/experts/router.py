@@ -18,12 +18,14 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
     """The router with weight [E, H/y]. All ranks of y have the same logits and choose the same experts."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, router: Router, grid: Grid, layer: int) -> None:
         super().__init__()
         self.choice, self.num_experts = router.choice, router.num_experts
         self.y, self.layer = grid.y, layer
         self.add_tile("weight", router.weight, Tile(y=1, partial_over=("x",)), grid)
+        self.add_tile("bias", router.bias, Tile(partial_over=("x",)), grid)
         self.add_tile(BIAS, router.e_score_correction_bias, Tile(sharded=False), grid)
 
     def forward(self, x_Th: Tensor, is_data_T: Tensor | None = None) -> Routing:
@@ -35,6 +37,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
                 not counted.
         """
         logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias.float()
         if self.load is not None:
             logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)

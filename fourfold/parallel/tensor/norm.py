@@ -33,6 +33,7 @@ class Norm(Tiled):
         tile = tile or Tile(y=0, partial_over=("x",))
         self.subtracts_mean = isinstance(norm, nn.LayerNorm)
         self.zero_centered = isinstance(norm, RMSNorm) and norm.zero_centered
+        self.rounds_last = isinstance(norm, RMSNorm) and norm.rounds_last
         self.eps, self.size, self.axis, self.name = norm.eps, norm.weight.shape[0], axis or grid.y, name
         self.whole = self.axis.size == 1 and not self.zero_centered
         self.add_tile("weight", norm.weight, tile, grid)
@@ -54,7 +55,7 @@ class Norm(Tiled):
 class _Normalize(Function):
     """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b, with statistics in float32 or float64.
 
-    With zero-centered weights, 1 + w is computed and multiplied in float32.
+    With zero-centered weights, 1 + w is computed and multiplied in float32. So is w if the norm rounds last.
     """
 
     @staticmethod
@@ -70,6 +71,8 @@ class _Normalize(Function):
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
+        if layer.rounds_last:
+            return torch.mul(_standardize(x_BTh, mean, rstd), weight.float(), out=out)
         # Round from float32 as the values are written. This saves half the passes over memory.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
@@ -125,8 +128,8 @@ class HeadNorm(Tiled):
 
     def __init__(self, norm: RMSNorm, grid: Grid) -> None:
         super().__init__()
-        self.eps, self.zero_centered = norm.eps, norm.zero_centered
+        self.eps, self.zero_centered, self.rounds_last = norm.eps, norm.zero_centered, norm.rounds_last
         self.add_tile("weight", norm.weight, Tile(partial_over=("x", "y")), grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered, self.rounds_last)

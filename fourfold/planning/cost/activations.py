@@ -12,6 +12,7 @@ from fourfold.planning.cost.expert_sizes import (
     choices_kept,
     dense_share,
     experts_made_again,
+    fuses_gate,
     has_dense_first,
     has_experts,
     kept_by_experts,
@@ -79,7 +80,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
-    fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
+    fused_away = np.where(fuses_gate(work) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
     # The tensors before the activation are as large as the tensors after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # Either gathered inputs are kept, or only one shard of each, which is gathered again (as in Megatron-LM).

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.array_fields import Number
+from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
@@ -16,6 +16,12 @@ that position (64 bits each), and the weights."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are kept for each received row to sort it by expert. Forward and backward each keep a permutation and its
 inverse, in 64 bits."""
+
+
+def fuses_gate(work: Workload) -> Flag:
+    """Return whether the activation of the gate is not kept for the backward."""
+    fused: Flag = np.asarray(work.program.fused_gate, bool) | np.asarray(work.model.clamps_gate, bool)
+    return fused
 
 
 def has_experts(work: Workload) -> bool:
@@ -140,18 +146,19 @@ def _activated(work: Workload, rows: Rows) -> Number:
     """Return the bytes of silu(gate) and its product with up."""
     program, inner = work.program, work.step.item_bytes * rows.on_rank * rows.inner
     product = np.where(program.keeps_float8_inputs, inner / 2, inner)
-    return product + np.where(program.fused_gate, 0, inner)
+    return product + np.where(fuses_gate(work), 0, inner)
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the backward of a block's experts, first for weights that are sharded over data-parallel
     ranks, and then for whole weights.
 
-    There are two candidates for the peak: the gradients of gate, up, and their product, or the gradients of the rows in
+    There are two candidates for the peak: the gradients of gate, up, and their product (and a tensor between them if
+    the gate is clamped), or the gradients of the rows in
     arrival order and in expert order. One candidate is freed before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
     weight = model.num_experts * model.hidden_size * model.moe_intermediate_size / (layout.x * layout.y * layout.ep)
-    both = np.maximum(3 * inner, 2 * hidden)
+    both = np.maximum((3 + 1 * np.asarray(model.clamps_gate)) * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight

@@ -78,6 +78,35 @@ def test_windows_and_caps_are_those_of_dense_attention(
         assert_equal_to_dense(inputs(dtype, 2), 0.3, window, softcap)
 
 
+def dense_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor) -> Tensor:
+    """Attention in a window of 5 tokens, with one more column of scores and no value for it."""
+    mask = causal_within(documents_of(ENDS, q.shape[1]), 5)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = (0.3 * (q @ k.mT)).masked_fill(~mask, -torch.inf)
+    column = sinks_N[:, None, None].expand(*scores.shape[:3], 1)
+    return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sinks_are_one_more_score(dtype: torch.dtype) -> None:
+    *qkv, grad = inputs(dtype, 2)
+    sinks = torch.tensor([-20.0, -1.0, 0.5, 3.0], dtype=dtype)
+
+    def run(attend: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = attend(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+
+    found = run(lambda q, k, v, sinks: attend_documents(q, k, v, ENDS, 0.3, 5, 0.0, sinks)[0], *qkv, sinks)
+    exact = run(dense_with_sinks, *(t.double() for t in (*qkv, sinks)))
+    plain = run(dense_with_sinks, *qkv, sinks)
+    for ours, theirs, true in zip(found, plain, exact, strict=True):
+        error, limit = (ours.double() - true).abs().max(), (theirs.double() - true).abs().max()
+        assert error <= 3 * limit + 1e-12
+        assert ours.dtype == dtype
+
+
 def test_time_follows_the_window() -> None:
     """Without documents, count the keys of every piece."""
     q = torch.empty(1, 4096, 1, 8)
@@ -92,6 +121,8 @@ def test_the_operators_keep_to_torchs_rules() -> None:
     assert torch.autograd.gradcheck(
         lambda *qkv: attend_documents(*qkv, ENDS, 0.25, 5, 0.7)[0], (q, k, v), fast_mode=True
     )
+    sinks = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(attend_documents, (q, k, v, ENDS, 0.25, 5, 0.7, sinks))
 
 
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:

@@ -227,7 +227,11 @@ def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", [RMSNorm(64, 1e-5), torch.nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
+@pytest.mark.parametrize(
+    "norm",
+    [RMSNorm(64, 1e-5), RMSNorm(64, 1e-5, rounds_last=True), torch.nn.LayerNorm(64)],
+    ids=["RMSNorm", "RMSNorm rounded last", "LayerNorm"],
+)
 def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Module, dtype: torch.dtype) -> None:
     """A GPU runs this kernel if every rank has all channels."""
     with fake_processes(1):

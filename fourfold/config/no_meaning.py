@@ -1,0 +1,34 @@
+"""List the keys of [model] that have no meaning with some values of other keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OF_EXPERTS = {
+    "router_score": "softmax",
+    "norm_topk_prob": True,
+    "router_bias": False,
+    "routed_scaling_factor": 1.0,
+    "shared_expert_intermediate_size": 0,
+    "shared_expert_gate": False,
+    "first_k_dense_replace": 0,
+}
+"""Keys that need experts, with their default values."""
+
+NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
+    ("rope_scaling", None, "position_embedding", "learned"),
+    ("rope_local_base_freq", 0.0, "position_embedding", "learned"),
+    ("rope_local_base_freq", 0.0, "sliding_window", 0),
+    ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
+    ("zero_centered_norm", False, "norm", "layernorm"),
+    ("norm_rounds_last", False, "norm", "layernorm"),
+    ("norm_rounds_last", False, "zero_centered_norm", True),
+    ("gelu_approximation", "tanh", "mlp", "swiglu"),
+    ("swiglu_limit", 0.0, "mlp", "geglu"),
+    ("swiglu_limit", 0.0, "mlp", "gelu"),
+    ("qk_norm_over", "head", "qk_norm", False),
+    ("norm_placement", "before", "parallel_residual", True),
+    *((key, unset, "num_experts", 0) for key, unset in _OF_EXPERTS.items()),
+)
+"""A key, its default value, another key, and a value of the other key. With this value, the first key must have its
+default."""

@@ -1,0 +1,205 @@
+"""Describe how each family's files name and store the decoder's parameters.
+
+A row of a table maps one Hugging Face tensor to the parameters of ours that it joins along the output dim, in this
+order, whole, head by head, or row by row. ``i`` is the layer's index, and ``e`` is an expert's index in a parameter
+that stacks experts. If a model lacks a parameter (such as a bias), its map has no row for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Table = dict[str, tuple[str, ...]]
+
+
+def _weight_and_bias(prefix: str, modules: Mapping[str, str | tuple[str, ...]]) -> Table:
+    """Return rows for modules that have a weight and may have a bias."""
+    return {
+        f"{prefix}{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ((ours,) if isinstance(ours, str) else ours))
+        for theirs, ours in modules.items()
+        for kind in ("weight", "bias")
+    }
+
+
+_QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
+_OUTSIDE: Table = {
+    "model.embed_tokens.weight": ("embed_tokens.weight",),
+    "lm_head.weight": ("lm_head.weight",),
+} | _weight_and_bias(
+    "model.", {name: name for name in ("norm", "layers.{i}.input_layernorm", "layers.{i}.post_attention_layernorm")}
+)
+_LLAMA = _OUTSIDE | _weight_and_bias(
+    "model.layers.{i}.",
+    {
+        "self_attn.q_proj": "layers.{i}.self_attn.qkv.q_proj",
+        "self_attn.k_proj": "layers.{i}.self_attn.qkv.k_proj",
+        "self_attn.v_proj": "layers.{i}.self_attn.qkv.v_proj",
+        "self_attn.q_norm": "layers.{i}.self_attn.core.q_norm",
+        "self_attn.k_norm": "layers.{i}.self_attn.core.k_norm",
+        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
+        "mlp.gate_proj": "layers.{i}.mlp.up.gate_proj",
+        "mlp.up_proj": "layers.{i}.mlp.up.up_proj",
+        "mlp.down_proj": "layers.{i}.mlp.down_proj",
+    },
+)
+_OUTPUT_NORMS: Table = {
+    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
+    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
+}
+_OLMO2 = {theirs: ours for theirs, ours in _LLAMA.items() if "input_layernorm" not in theirs} | _OUTPUT_NORMS
+_GEMMA2 = (
+    _LLAMA
+    | _OUTPUT_NORMS
+    | {"model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)}
+)
+_GLM = {theirs: ours for theirs, ours in _LLAMA.items() if "mlp.gate" not in theirs and "mlp.up" not in theirs} | {
+    "model.layers.{i}.mlp.gate_up_proj.weight": tuple(f"layers.{{i}}.mlp.up.{p}_proj.weight" for p in ("gate", "up"))
+}
+_GLM4 = _GLM | {
+    "model.layers.{i}.post_self_attn_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
+    "model.layers.{i}.post_mlp_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
+}
+_PHI3 = _OUTSIDE | _weight_and_bias(
+    "model.layers.{i}.",
+    {
+        "self_attn.qkv_proj": _QKV,
+        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
+        "mlp.gate_up_proj": ("layers.{i}.mlp.up.gate_proj", "layers.{i}.mlp.up.up_proj"),
+        "mlp.down_proj": "layers.{i}.mlp.down_proj",
+    },
+)
+_GPT2: Table = {
+    "transformer.wte.weight": ("embed_tokens.weight",),
+    "transformer.wpe.weight": ("embed_positions.weight",),
+    "lm_head.weight": ("lm_head.weight",),
+} | _weight_and_bias(
+    "transformer.",
+    {
+        "ln_f": "norm",
+        "h.{i}.ln_1": "layers.{i}.input_layernorm",
+        "h.{i}.ln_2": "layers.{i}.post_attention_layernorm",
+        "h.{i}.attn.c_attn": _QKV,
+        "h.{i}.attn.c_proj": "layers.{i}.self_attn.o_proj",
+        "h.{i}.mlp.c_fc": "layers.{i}.mlp.up.up_proj",
+        "h.{i}.mlp.c_proj": "layers.{i}.mlp.down_proj",
+    },
+)
+_GPT_NEOX: Table = {
+    "gpt_neox.embed_in.weight": ("embed_tokens.weight",),
+    "embed_out.weight": ("lm_head.weight",),
+} | _weight_and_bias(
+    "gpt_neox.",
+    {
+        "final_layer_norm": "norm",
+        "layers.{i}.input_layernorm": "layers.{i}.input_layernorm",
+        "layers.{i}.post_attention_layernorm": "layers.{i}.post_attention_layernorm",
+        "layers.{i}.attention.query_key_value": _QKV,
+        "layers.{i}.attention.dense": "layers.{i}.self_attn.o_proj",
+        "layers.{i}.mlp.dense_h_to_4h": "layers.{i}.mlp.up.up_proj",
+        "layers.{i}.mlp.dense_4h_to_h": "layers.{i}.mlp.down_proj",
+    },
+)
+
+
+def _renamed(table: Table, **names: str) -> Table:
+    """Return a table with other Hugging Face names for some modules."""
+    return {".".join(names.get(part, part) for part in theirs.split(".")): ours for theirs, ours in table.items()}
+
+
+def _experts(block: str, **matrices: str) -> Table:
+    """Return rows for a router and its experts.
+
+    ``matrices`` maps our names for an expert's matrices to the Hugging Face names.
+    """
+    theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
+    router = ("gate.weight", "gate.e_score_correction_bias")
+    routers: Table = {theirs + name: (ours + name,) for name in router}
+    return routers | {
+        f"{theirs}experts.{{e}}.{their_name}.weight": (f"{ours}experts.{name}",)
+        for name, their_name in matrices.items()
+    }
+
+
+def _shared_expert(name: str) -> Table:
+    """Return rows for the shared expert, given its Hugging Face name."""
+    parts = {"gate_proj": "up.gate_proj", "up_proj": "up.up_proj", "down_proj": "down_proj"}
+    modules = {f"{name}.{theirs}": f"layers.{{i}}.mlp.shared_expert.{ours}" for theirs, ours in parts.items()}
+    return _weight_and_bias("model.layers.{i}.mlp.", modules)
+
+
+_MIXTRAL = _LLAMA | _experts("block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
+_QWEN_MOE = _LLAMA | _experts("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
+_GPT_OSS = (
+    {theirs: ours for theirs, ours in _LLAMA.items() if ".mlp." not in theirs}
+    | _weight_and_bias("model.layers.{i}.mlp.", {"router": "layers.{i}.mlp.gate"})
+    | {"model.layers.{i}.self_attn.sinks": ("layers.{i}.self_attn.core.sinks",)}
+    | {
+        f"model.layers.{{i}}.mlp.experts.{theirs}{kind}": tuple(
+            f"layers.{{i}}.mlp.experts.{name}{kind}" for name in ours
+        )
+        for theirs, ours in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items()
+        for kind in ("", "_bias")
+    }
+)
+_SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of a family's files."""
+
+    table: Table
+    prefix: str = "model."
+    """A prefix that the names in files lack if the model was saved without its head."""
+    transposed: tuple[str, ...] = ()
+    """Tensors that are stored as [in, out]. Our parameters are [out, in]."""
+    by_head: tuple[str, ...] = ()
+    """Tensors that interleave the rows of our parameters head by head."""
+    by_row: tuple[str, ...] = ()
+    """Tensors that interleave the rows of our parameters one by one."""
+    stacked: tuple[str, ...] = ()
+    """Tensors that stack all experts along the first dim, as our parameters do."""
+    rotated_in_pairs: tuple[str, ...] = ()
+    """Tensors whose rotary embeddings rotate the rows 2i and 2i + 1 of a head. Our decoder rotates i and i + d."""
+    layers_beyond: str | None = None
+    """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
+
+    def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the name prefixes of layers after the ``last`` layer. These layers are not imported."""
+        count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
+        return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
+
+
+_PAIRS = (".q_proj.", ".k_proj.")
+_OF_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss")
+FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
+    "phi3": Format(_PHI3),
+    "olmo2": Format(_OLMO2),
+    "olmo3": Format(_OLMO2),
+    "gemma2": Format(_GEMMA2),
+    "gemma3_text": Format(_GEMMA2),
+    "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),
+    "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
+    "mixtral": Format(_MIXTRAL),
+    "qwen3_moe": Format(_QWEN_MOE),
+    "qwen2_moe": Format(_QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE),
+    "olmoe": Format(_QWEN_MOE),
+    "glm4_moe": Format(_QWEN_MOE | _shared_expert("shared_experts"), layers_beyond="num_nextn_predict_layers"),
+    "gpt_oss": Format(_GPT_OSS, transposed=(".experts.",), by_row=(".gate_up_proj",), stacked=(".experts.",)),
+    "vaultgemma": Format(_renamed(_LLAMA, post_attention_layernorm="pre_feedforward_layernorm")),
+    "starcoder2": Format(_renamed(_LLAMA, up_proj="c_fc", down_proj="c_proj")),
+    "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    "glm": Format(_GLM, rotated_in_pairs=_PAIRS),
+    "glm4": Format(_GLM4, rotated_in_pairs=_PAIRS),
+}
+
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+"""Endings of tensor names in older files that are buffers, not weights."""
+
+HEAD = "lm_head.weight"
+
+VOCABULARY = ("embed_tokens.weight", HEAD)
+"""Parameters with one row per token. Our parameters are padded, and the Hugging Face tensors are not."""

@@ -1,0 +1,80 @@
+"""Read matrices that files store in MXFP4: 4-bit numbers in blocks of 32, each block with one power of two as its
+scale.
+
+The format is the OCP Microscaling Formats specification, version 1.0. GPT-OSS's files store each expert's matrices as
+[out, in].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import UserError
+from fourfold.models.tensor_files import TensorFiles
+
+BLOCK = 32
+"""Number of values that share a scale."""
+
+HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*HALF, *(-value for value in HALF))
+"""The value of each 4-bit number (E2M1)."""
+
+SCALE_OF_ONE = 127
+"""A scale s multiplies by 2^(s − SCALE_OF_ONE)."""
+
+
+@dataclass(frozen=True)
+class PackedMatrices:
+    """The matrices of a layer's experts, in two tensors of bytes."""
+
+    files: TensorFiles
+    names: tuple[str, str]
+    """The names of the tensor of blocks [E, out, in/32, 16] and of the tensor of scales [E, out, in/32]."""
+
+    def read_into(self, out_OI: Tensor, expert: int, rows: slice, columns: slice) -> None:
+        """Copy part of one expert's matrix to ``out_OI``.
+
+        Raises:
+            UserError: a value is too large for the dtype of ``out_OI``.
+        """
+        whole_blocks = slice(columns.start // BLOCK, math.ceil(columns.stop / BLOCK))
+        part = (slice(expert, expert + 1), rows, whole_blocks)
+        blocks, scales = (self.files.read_bytes(name, part)[0] for name in self.names)
+        first = columns.start - whole_blocks.start * BLOCK
+        out_OI.copy_(unpacked(blocks, scales)[:, first : first + columns.stop - columns.start])
+        if not out_OI.isfinite().all():
+            raise UserError(
+                f"{self.files.file_of[self.names[1]]}: the tensor {self.names[1]} has scales that make values infinite "
+                f"in {out_OI.dtype}; the file is damaged, or another type is needed"
+            )
+
+
+def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> PackedMatrices | None:
+    """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
+
+    Raises:
+        UserError: a tensor is missing, or has another shape.
+    """
+    name = next((name for name in names if f"{name}_blocks" in files.shapes), None)
+    if name is None:
+        return None
+    experts, inputs, outputs = shape
+    scales = (experts, outputs, inputs // BLOCK)
+    blocks = files.find([f"{name}_blocks"], (*scales, BLOCK // 2))
+    return PackedMatrices(files, (blocks, files.find([f"{name}_scales"], scales)))
+
+
+def unpacked(blocks_OGb: Tensor, scales_OG: Tensor) -> Tensor:
+    """Return the float32 matrix [out, in] of blocks [out, in/32, 16] and scales [out, in/32], which are bytes.
+
+    The lower half of a byte comes first.
+    """
+    values = torch.tensor(VALUES, device=blocks_OGb.device)
+    pairs_OGb2 = torch.stack([values[(blocks_OGb & 15).int()], values[(blocks_OGb >> 4).int()]], dim=-1)
+    exponents_OG = scales_OG.int() - SCALE_OF_ONE
+    return torch.ldexp(pairs_OGb2.flatten(-2), exponents_OG[..., None]).flatten(-2)
