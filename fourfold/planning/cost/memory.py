@@ -153,8 +153,7 @@ def _at_the_peak(
     gradual = _is_gradual(work)
     if not np.any(gradual):
         return np.True_, activations
-    # At the end of the backward, the embedding's gradient is in memory. If weights are freed after use, the head's
-    # gathered weights, which count as gathered, are no longer there.
+    # At the end of the backward, the embedding has a gradient, and a head whose weights are freed after use has none.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations + freed)
