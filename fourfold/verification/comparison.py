@@ -111,7 +111,8 @@ class Comparison:
             job, recorded = train_and_resume(run, other, place, overflows)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                self.references, self.update_noise = self._references(run, job.device, self.start), {}
+                # The updates of this run are as noisy as the updates of the steps before, so their noise stays.
+                self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
             self._compare_averages("resumed", job)
