@@ -91,5 +91,5 @@ def rule_of(name: str, dims: int, optimizer: Rule) -> Rule:
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a parameter is a matrix, or a stack of matrices. A stack of the experts' biases is none."""
+    """Return whether a parameter is a matrix, or a stack of matrices. A stack of the experts' biases is not one."""
     return dims > 1 and not name.endswith("bias")

@@ -58,15 +58,21 @@ def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
     """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
 
     Raises:
-        UserError: a tensor is missing, or has another shape.
+        UserError: a tensor is missing, has another shape, or has no bytes.
     """
-    name = next((name for name in names if f"{name}_blocks" in files.shapes), None)
+    kinds = "_blocks", "_scales"
+    name = next((name for name in names if any(name + kind in files.shapes for kind in kinds)), None)
     if name is None:
         return None
     experts, inputs, outputs = shape
+    if inputs % BLOCK:
+        raise UserError(f"{name} in MXFP4 has rows of {inputs} numbers, which are not whole blocks of {BLOCK}")
     scales = (experts, outputs, inputs // BLOCK)
-    blocks = files.find([f"{name}_blocks"], (*scales, BLOCK // 2))
-    return PackedMatrices(files, (blocks, files.find([f"{name}_scales"], scales)))
+    shapes = (*scales, BLOCK // 2), scales
+    blocks, scale = (files.find([name + kind], each) for kind, each in zip(kinds, shapes, strict=True))
+    files.check_bytes(blocks, "U8")
+    files.check_bytes(scale, "U8", "F8_E8M0")
+    return PackedMatrices(files, (blocks, scale))
 
 
 def unpacked(blocks_OGb: Tensor, scales_OG: Tensor) -> Tensor:

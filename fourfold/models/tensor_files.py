@@ -114,11 +114,19 @@ class TensorFiles:
                     "the file is damaged, or another type is needed"
                 )
 
+    def check_bytes(self, name: str, *dtypes: str) -> None:
+        """Raise ``UserError`` if a tensor has none of these dtypes of one byte, as safetensors names them."""
+        if self._stored[name] not in dtypes:
+            raise UserError(
+                f"{self.file_of[name]}: the tensor {name} is of type {self._stored[name]}; {' and '.join(dtypes)} "
+                "can be read"
+            )
+
     def read_bytes(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor of bytes."""
+        """Return part of a tensor of bytes, as integers."""
         with opened_tensors(self.file_of[name]) as opened:
             part: Tensor = opened.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
-        return part[tuple(slice(None, None, s.step) for s in slices)]
+        return part.view(torch.uint8)[tuple(slice(None, None, s.step) for s in slices)]
 
     def are_equal(self, name: str, other: str) -> bool:
         """Compare all values of two tensors, a few rows at a time."""

@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import import_transformers
-from fourfold.huggingface.architectures.config_json import FULL, SLIDING
 from fourfold.huggingface.architectures.families import FAMILIES
+from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
 from fourfold.huggingface.architectures.written_config import config_of
 from fourfold.huggingface.expert_files import in_modules, rows_in_files
 from fourfold.huggingface.weight_names import name_map

@@ -92,10 +92,12 @@ def _literal(node: ast.expr) -> set[str]:
 
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 ROPES: list[Any] = [
+    None,
     LINEAR,
     LLAMA3,
     YARN,
     YARN | {"truncate": False},
+    YARN | {"truncate": None},
     YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
     YARN | {"attention_factor": 1.3, "beta_fast": 8.0},
     {"rope_type": "dynamic", "factor": 2.0},

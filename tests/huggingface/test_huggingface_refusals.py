@@ -95,6 +95,26 @@ def test_mixtures_that_are_not_computed_are_refused(
     assert says in sentence, sentence
 
 
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"swiglu_limit": None}, "swiglu_limit is null"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is null"),
+        ({"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is null"),
+        (
+            {"rope_parameters": {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}},
+            "a table per kind of layer",
+        ),
+    ],
+)
+def test_what_transformers_cannot_read_in_gpt_oss_is_refused(
+    changes: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    config = read_config(make_model(tmp_path / "hf", "gpt_oss")) | changes
+    with pytest.raises(UserError, match=names):
+        model_of(config, "config.json")
+
+
 def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
     """transformers rotates nothing in such a model. Our decoder would silently rotate whole heads."""
     folder = make_model(tmp_path / "hf", "gpt_neox")

@@ -125,3 +125,44 @@ def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match="quantized weights are not read"):
             model_of(refused, "config.json")
+
+
+def test_scales_of_safetensors_own_type_are_the_same_bytes(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, **SIZES)
+    expected = pack(folder)["model.layers.0.mlp.experts.down_proj"]
+    stored = weights_of(folder)
+    rewrite(folder, {n: w.view(torch.float8_e8m0fnu) if n.endswith("_scales") else w for n, w in stored.items()})
+    pretrained = Pretrained(folder, model_of(read_config(folder), "config.json"))
+    assert torch.equal(pretrained.read("layers.0.mlp.experts.down_proj").mT, expected)
+
+
+@pytest.mark.parametrize("kind", ["_blocks", "_scales"])
+def test_packed_tensors_that_are_no_bytes_are_refused(kind: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, **SIZES)
+    pack(folder)
+    stored = weights_of(folder)
+    rewrite(folder, {name: w.float() if name.endswith(kind) else w for name, w in stored.items()})
+    with pytest.raises(UserError, match=f"{kind} is of type F32; U8"):
+        import_huggingface(str(folder), tmp_path / "ours")
+
+
+@pytest.mark.parametrize("kind", ["_blocks", "_scales"])
+def test_a_missing_half_of_a_packed_tensor_is_named(kind: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, **SIZES)
+    pack(folder)
+    rewrite(folder, {name: w for name, w in weights_of(folder).items() if not name.endswith(kind)})
+    with pytest.raises(UserError, match=kind):
+        import_huggingface(str(folder), tmp_path / "ours")
+
+
+def test_rows_that_are_not_whole_blocks_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_oss", torch.bfloat16, hidden_size=48, intermediate_size=64)
+    packed = {n: w for n, w in weights_of(folder).items() if not n.endswith(PACKED)}
+    for name, weight in weights_of(folder).items():
+        if name.endswith(PACKED):
+            experts, inputs, outputs = weight.shape
+            packed[f"{name}_blocks"] = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
+            packed[f"{name}_scales"] = torch.zeros(experts, outputs, inputs // 32, dtype=torch.uint8)
+    rewrite(folder, packed)
+    with pytest.raises(UserError, match="rows of 48 numbers, which are not whole blocks of 32"):
+        import_huggingface(str(folder), tmp_path / "ours")

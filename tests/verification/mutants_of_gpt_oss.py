@@ -90,7 +90,7 @@ BIASES = [
         X2,
     ),
     Mutant(
-        "only one x rank has a gradient of the bias of the experts' outputs",
+        "the gradient of the bias of the experts' outputs is not summed over x",
         "parallel.experts.experts:ParallelExperts.__init__",
         'Tile(ep=0, y=1, partial_over=("x",))',
         "Tile(ep=0, y=1)",

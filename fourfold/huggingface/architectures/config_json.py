@@ -18,7 +18,8 @@ from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING
-from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, Family
+from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING, rope_keys
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
 
@@ -34,12 +35,11 @@ DECISIVE_KEYS = (
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-OF_SLIDING = {"rope_type", "rope_theta"}
-"""Keys that the rotary table of sliding-window layers can have."""
-
 MOST_LAYERS = 10_000
 """Largest number of layers whose types are listed one by one. No model has more layers."""
+
+NEVER_NULL = ("swiglu_limit", "num_experts_per_tok")
+"""Keys that transformers refuses to read as null."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
@@ -92,6 +92,10 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
+    given["rope_parameters"] = config.get("rope_parameters") or family.defaults.get("rope_parameters")
+    for key in NEVER_NULL:
+        if key in config and config[key] is None:
+            raise UserError(f"{where}: {key} is null; a number works, and without the key the family's default applies")
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
@@ -128,7 +132,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             _check_count(key, given[key], 1, where)
         keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
     if keys["position_embedding"] == "rope":
-        keys |= _rope(given, family, where)
+        keys |= rope_keys(given, family, where)
     keys |= _windows(given, family, where)
     if not keys["sliding_window"]:
         keys.pop("rope_local_base_freq", None)
@@ -156,6 +160,9 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     """Return the keys of [model] that describe sliding-window layers."""
     window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
     is_used = given["use_sliding_window"] if "use_sliding_window" in family.defaults else True
+    kinds = given.get("layer_types")
+    if window is None and family.lists_layer_types and is_used and SLIDING in (kinds or []):
+        raise UserError(f"{where}: sliding_window is null, and layer_types has '{SLIDING}' layers; they need a window")
     if family.slides is None or window is None or not is_used:
         return none
     name = family.keys["num_hidden_layers"]
@@ -163,7 +170,6 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     _check_count(name, layers, 1, where)
     if layers > MOST_LAYERS:
         raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
-    kinds = given.get("layer_types")
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
         # transformers reads such a Mistral file as a Ministral model.
         raise UserError(
@@ -177,81 +183,6 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
     return {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
-
-
-def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or 5.
-
-    A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
-    """
-    tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
-    for key, table in tables.items():
-        if not isinstance(table, Mapping):
-            raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
-    local: dict[str, Any] = {}
-    if family.rope_local_theta is None:
-        rope = dict(tables["rope_scaling"] or tables["rope_parameters"])
-    else:
-        local, rope = _local_rope(given, family, tables["rope_parameters"], tables["rope_scaling"], where)
-    theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
-    part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
-    part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
-    _check_number("rope_theta", theta, where)
-    _check_number("partial_rotary_factor", part, where)
-    if part != 1.0 and family.partial_rotary_factor is None:
-        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
-    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
-    older = rope.pop("type", None)
-    kind = rope.pop("rope_type", older) or "default"
-    if kind == "default":
-        return always | {"rope_scaling": None}
-    if kind not in family.rope_types:
-        known = ", ".join(("default", *family.rope_types))
-        raise UserError(
-            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
-        )
-    rope = {key: value for key, value in rope.items() if value is not None}
-    if kind != "yarn":
-        rope.pop("truncate", None)
-    # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
-    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
-        raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
-    if kind != "linear":
-        beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None
-        inside = rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = _first(beyond, inside, given["max_position_embeddings"])
-    scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
-    for key, value in scaling.items():
-        if key == "truncate" and not isinstance(value, bool):
-            raise UserError(f"{where}: truncate = {value!r} is neither true nor false")
-        if key != "truncate":
-            _check_number(key, value, where)
-            scaling[key] = value if key == "original_max_position_embeddings" else float(value)
-    return always | {"rope_scaling": {"rope_type": kind, **scaling}}
-
-
-def _local_rope(
-    given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers, to which
-    rope_scaling applies."""
-    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores a single table for all layers.
-        raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
-    own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
-    if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:
-        raise UserError(
-            f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
-        )
-    if not isinstance(full, Mapping):
-        raise UserError(f"{where}: the rotary embeddings of full layers are {full!r}, not a table")
-    base = given.get("rope_local_base_freq") if family.reads_local_theta else None
-    if not family.reads_local_theta and "rope_theta" in full:
-        base = given["rope_theta"]
-    base = _first(own.get("rope_theta"), base, family.rope_local_theta)
-    _check_number("the rope_theta of sliding layers", base, where)
-    if base <= 1:
-        raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
-    return {"rope_local_base_freq": float(base)}, {**full, **scaling}
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
@@ -282,19 +213,9 @@ def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: s
         )
 
 
-def _check_number(name: str, value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{where}: {name} = {value!r} is not a number")
-
-
 def _check_count(name: str, value: Any, least: int, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{where}: {name} = {value!r} is not an integer of at least {least}")
-
-
-def _first(*values: Any) -> Any:
-    """Return the first value that is not None."""
-    return next(value for value in values if value is not None)
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:

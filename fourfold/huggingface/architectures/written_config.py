@@ -7,16 +7,10 @@ from typing import Any
 
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.huggingface.architectures.config_json import (
-    CONFIG_FILE,
-    DECISIVE_KEYS,
-    FULL,
-    NONE_IS_0,
-    SLIDING,
-    model_of,
-)
+from fourfold.huggingface.architectures.config_json import CONFIG_FILE, DECISIVE_KEYS, NONE_IS_0, model_of
 from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
+from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:

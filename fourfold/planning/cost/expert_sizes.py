@@ -154,11 +154,11 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     ranks, and then for whole weights.
 
     There are two candidates for the peak: the gradients of gate, up, and their product (and a tensor between them if
-    the gate is clamped), or the gradients of the rows in
-    arrival order and in expert order. One candidate is freed before the other is allocated.
+    the gate is clamped), or the gradients of the rows in arrival order and in expert order. One candidate is freed
+    before the other is allocated.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.on_rank * rows.inner, item * rows.on_rank * model.hidden_size / layout.y
     weight = model.num_experts * model.hidden_size * model.moe_intermediate_size / (layout.x * layout.y * layout.ep)
-    both = np.maximum((3 + 1 * np.asarray(model.clamps_gate)) * inner, 2 * hidden)
+    both = np.maximum(np.where(model.clamps_gate, 4, 3) * inner, 2 * hidden)
     return both + item * weight, both + 4 * weight

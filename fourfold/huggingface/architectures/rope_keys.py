@@ -1,0 +1,103 @@
+"""Read the rotary embeddings of a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OF_SLIDING = {"rope_type", "rope_theta"}
+"""Keys that the rotary table of sliding-window layers can have."""
+
+
+def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the keys of [model] for rotary embeddings, from the keys of transformers 4 (rope_scaling, …) or 5.
+
+    A file can have both. transformers prefers rope_scaling, which model cards recommend adding for long texts.
+    """
+    tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
+    local: dict[str, Any] = {}
+    if family.rope_local_theta is None:
+        name = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
+        rope = dict(tables[name])
+        if rope.keys() & {FULL, SLIDING}:
+            raise UserError(f"{where}: {name} has a table per kind of layer; the layers of this family share one table")
+    else:
+        local, rope = _local_rope(given, family, tables["rope_parameters"], tables["rope_scaling"], where)
+    theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
+    part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
+    part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
+    _check_number("rope_theta", theta, where)
+    _check_number("partial_rotary_factor", part, where)
+    if part != 1.0 and family.partial_rotary_factor is None:
+        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
+    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", older) or "default"
+    if kind == "default":
+        return always | {"rope_scaling": None}
+    if kind not in family.rope_types:
+        known = ", ".join(("default", *family.rope_types))
+        raise UserError(
+            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
+        )
+    if "truncate" in rope and rope["truncate"] is None:  # transformers takes null as false, and no key as true.
+        rope["truncate"] = False
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if kind != "yarn":
+        rope.pop("truncate", None)
+    # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
+    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
+        raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
+    if kind != "linear":
+        beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None
+        inside = rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = _first(beyond, inside, given["max_position_embeddings"])
+    scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
+    for key, value in scaling.items():
+        if key == "truncate" and not isinstance(value, bool):
+            raise UserError(f"{where}: truncate = {value!r} is neither true nor false")
+        if key != "truncate":
+            _check_number(key, value, where)
+            scaling[key] = value if key == "original_max_position_embeddings" else float(value)
+    return always | {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def _local_rope(
+    given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers, to which
+    rope_scaling applies."""
+    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores a single table for all layers.
+        raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
+    own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
+    if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:
+        raise UserError(
+            f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
+        )
+    if not isinstance(full, Mapping):
+        raise UserError(f"{where}: the rotary embeddings of full layers are {full!r}, not a table")
+    base = given.get("rope_local_base_freq") if family.reads_local_theta else None
+    if not family.reads_local_theta and "rope_theta" in full:
+        base = given["rope_theta"]
+    base = _first(own.get("rope_theta"), base, family.rope_local_theta)
+    _check_number("the rope_theta of sliding layers", base, where)
+    if base <= 1:
+        raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
+    return {"rope_local_base_freq": float(base)}, {**full, **scaling}
+
+
+def _check_number(name: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{where}: {name} = {value!r} is not a number")
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
