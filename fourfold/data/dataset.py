@@ -105,7 +105,7 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            absent = max(0, -start)  # Number of tokens by which the window begins before the corpus.
+            absent = max(0, -start)  # The window begins this many tokens before the corpus.
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)

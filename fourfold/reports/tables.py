@@ -52,7 +52,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the smallest width of a table in which no number wraps. Headers and the columns in ``words`` may wrap."""
+    """Return the smallest width of a table that wraps no number. Headers and the columns in ``words`` may wrap."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 

@@ -35,7 +35,7 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, it causes neither overflows nor lost gradients."""
 
 LESS = 16.0
-"""The factor by which an overflow reduces the loss scale. With a smaller factor, one process or a later step could
+"""After an overflow, the loss scale is divided by this number. With a smaller factor, one process or a later step could
 overflow again. One process must overflow too if its scale is four times as large as the scale with which the grid
 overflows."""
 
@@ -47,7 +47,7 @@ OF_ONE_TENSOR = 2.0
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
-"""What ``_step`` returns."""
+"""The result of ``_step``."""
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
 """Compares the replicas, and returns whole tensors on rank 0."""

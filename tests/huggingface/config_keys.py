@@ -93,6 +93,7 @@ def _literal(node: ast.expr) -> set[str]:
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 ROPES: list[Any] = [
     None,
+    {},
     LINEAR,
     LLAMA3,
     YARN,

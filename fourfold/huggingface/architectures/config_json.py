@@ -92,7 +92,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **config, **renamed}
-    given["rope_parameters"] = config.get("rope_parameters") or family.defaults.get("rope_parameters")
+    if given.get("rope_parameters") is None:
+        given["rope_parameters"] = family.defaults.get("rope_parameters")
     for key in NEVER_NULL:
         if key in config and config[key] is None:
             raise UserError(f"{where}: {key} is null; a number works, and without the key the family's default applies")

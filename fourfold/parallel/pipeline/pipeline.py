@@ -37,8 +37,9 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.around_operation: Callable[[Op], AbstractContextManager[object]] = nullcontext
+        """Returns the context in which an operation runs. Benchmarks time operations with it."""
         self.around_wait: Callable[[Op], AbstractContextManager[object]] = nullcontext
-        """Contexts in which each operation runs, and in which it waits for another rank. Benchmarks measure times."""
+        """Returns the context in which an operation waits for another rank. Benchmarks time waits with it."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
