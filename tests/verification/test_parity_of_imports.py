@@ -75,7 +75,7 @@ CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
     "the base of the rotary embedding is not read": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
-        (f"{CONFIG}:model_keys", "keys |= _rope(given, family, where)", "pass"),
+        (f"{CONFIG}:model_keys", "keys |= rope_keys(given, family, where)", "pass"),
     ),
     "the window is not read": (
         "mistral",
