@@ -78,7 +78,7 @@ class Checkpointer:
         job: The job to save.
         config: The section [checkpoint].
         stream_position: Returns where a streamed dataset continues after a number of steps. Every process calls it.
-        first_samples: Digest of the first samples of corpora on disk.
+        first_samples: Digests of the data on disk.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Checkpointer:
         job: TrainingState,
         config: CheckpointConfig,
         stream_position: Callable[[int], StreamPosition | None] = lambda step: None,
-        first_samples: str | None = None,
+        first_samples: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.job, self.config = folder, job, config
         self._stream_position, self._first_samples = stream_position, first_samples

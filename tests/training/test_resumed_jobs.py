@@ -15,13 +15,13 @@ from pool import Pool
 from small_jobs import ask_to_stop, at_step, checkpoints_of, make, metrics_of, train, weights_of
 from tiny_corpus import make_corpus
 
-from fourfold.checkpoints.saved_state import optimization_settings
+from fourfold.checkpoints.saved_state import compared_settings
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.training import trainer
 from fourfold.training.outcome import Outcome
-from fourfold.training.resume_warnings import optimization_warnings
+from fourfold.training.resume_warnings import settings_warnings
 
 
 def die() -> None:
@@ -143,6 +143,46 @@ def test_a_resumed_run_warns_of_another_small_corpus(
     train(make(tmp_path, prefix, training__train_steps=2, data__train=first))
     train(make(tmp_path, prefix, training__train_steps=3, data__train=second))
     assert "the training data has changed" in capfd.readouterr().err
+
+
+VALIDATED = {"validation__interval": 2, "validation__steps": 1}
+
+
+def test_a_resumed_run_warns_of_other_validation_data(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is told apart from other training data. Another path to the same data is no change."""
+    other = make_corpus(tmp_path, "other", documents=50)
+    (tmp_path / "moved").mkdir()
+    moved = make_corpus(tmp_path / "moved", "other", documents=50)
+    train(make(tmp_path, prefix, training__train_steps=2, **VALIDATED, data__validation=[{"path": other}]))
+    train(make(tmp_path, prefix, training__train_steps=4, **VALIDATED, data__validation=[{"path": moved}]))
+    assert "data has changed" not in capfd.readouterr().err
+    train(make(tmp_path, prefix, training__train_steps=6, **VALIDATED, data__validation=[{"path": prefix}]))
+    printed = capfd.readouterr().err
+    assert "the validation data has changed since the checkpoint" in printed and "step_4" in printed
+    assert "training data" not in printed
+    train(make(tmp_path, prefix, training__train_steps=7, data__validation=[{"path": other}]))
+    assert "data has changed" not in capfd.readouterr().err, "a run without validations has none to compare"
+
+
+def test_a_resumed_run_warns_of_other_measurements(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without validations before and after the checkpoint, there is nothing to compare."""
+    constant = {
+        "lr_scheduler__decay_style": "constant",
+        "audit__interval": 4,
+        "audit__documents": "a.jsonl",
+        "audit__suffix": 8,
+    }
+    train(make(tmp_path, prefix, training__train_steps=2, validation__steps=2, **constant))
+    train(make(tmp_path, prefix, training__train_steps=4, **VALIDATED, **constant))
+    assert warnings_in(capfd.readouterr().err) == []
+    changed = VALIDATED | constant | {"validation__steps": 3, "audit__suffix": 20}
+    train(make(tmp_path, prefix, training__train_steps=6, **changed))
+    (warning,) = warnings_in(capfd.readouterr().err)
+    assert "step_4: validation.steps = 1 → 3, audit.suffix = 8 → 20. " in warning
 
 
 def test_a_resumed_run_warns_of_other_masks(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +318,7 @@ def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_and_says_so(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("fourfold.checkpoints.saved_state.optimization_settings", lambda run: None)
+        older.setattr("fourfold.checkpoints.saved_state.compared_settings", lambda run: None)
         train(make(tmp_path, prefix, training__train_steps=2))
     assert train(make(tmp_path, prefix, training__train_steps=3, **CHANGED)).steps == 3
     (warning,) = warnings_in(capfd.readouterr().err)
@@ -286,9 +326,9 @@ def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_and_says_so(
 
 
 def test_keys_that_one_version_does_not_know_are_not_compared(tmp_path: Path, prefix: str) -> None:
-    now = optimization_settings(make(tmp_path, prefix))
+    now = compared_settings(make(tmp_path, prefix))
     was = {**now, "optimizer.lr": 0.5, "optimizer.renamed_later": 1}
     del was["ema.decay"], was["lr_scheduler.min_lr_ratio"]
-    changed, jump = optimization_warnings(was, now, 2, tmp_path)
+    changed, jump = settings_warnings(was, now, 2, tmp_path)
     assert f"step_2: optimizer.lr = 0.5 → {now['optimizer.lr']}. The next" in changed.replace(str(tmp_path), "step_2")
     assert jump.startswith("the learning rate jumps from ")
