@@ -86,12 +86,14 @@ class Corpora:
     @cached_property
     def first_samples(self) -> dict[str, str]:
         """Return digests that detect changed data on disk, by what they cover: the first samples of each corpus and the
-        order that mixes them."""
+        order that mixes them, and all flags of answers, because only a few of them may have changed."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
         for name, mixture in (("training data", self.samples), ("validation data", validation)):
             for samples in (mixture, *mixture.sources) if isinstance(mixture, SourceMixture) else ():
                 found[name].update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
+                if isinstance(samples, PackedConversations | PreferencePairs):
+                    found[f"answer mask of the {name}"].update(samples.answers.read(0, samples.answers.tokens).data)
         return {name: digest.hexdigest() for name, digest in found.items()}
 
     def trained_share(self) -> float:

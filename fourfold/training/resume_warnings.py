@@ -19,6 +19,7 @@ rate."""
 
 _EFFECTS = {
     "training data": "text that was trained before it may be trained again",
+    "answer mask of the training data": "earlier steps were trained on other tokens of the same conversations",
 }
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from pool import Pool
 from small_jobs import ask_to_stop, at_step, checkpoints_of, make, metrics_of, train, weights_of
+from tiny_chat import CHATML, make_chat_tokenizer, talks, write_rows
 from tiny_corpus import make_corpus
 
 from fourfold.checkpoints.saved_state import compared_settings
 from fourfold.config.run import RunConfig
+from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.training import trainer
@@ -143,6 +145,25 @@ def test_a_resumed_run_warns_of_another_small_corpus(
     train(make(tmp_path, prefix, training__train_steps=2, data__train=first))
     train(make(tmp_path, prefix, training__train_steps=3, data__train=second))
     assert "the training data has changed" in capfd.readouterr().err
+
+
+def test_a_resumed_run_warns_of_another_answer_mask(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The corpus was prepared again, and one answer of its last conversation is no longer trained."""
+    pytest.importorskip("transformers")
+    tokenizer, rows = make_chat_tokenizer(tmp_path / "tokenizer", CHATML), talks(102)
+
+    def resume(steps: int) -> str:
+        prepare_conversations([write_rows(tmp_path / "rows.jsonl", rows)], tmp_path / "c", tokenizer=tokenizer)
+        data = {"data__format": "sft", "data__validation": [{"path": f"{tmp_path}/c"}], "model__vocab_size": 310}
+        train(make(tmp_path, f"{tmp_path}/c", training__train_steps=steps, **VALIDATED, **data))
+        return capfd.readouterr().err
+
+    assert "has changed" not in resume(2) + resume(3)
+    rows[-1]["messages"][-1]["weight"] = 0
+    printed = resume(4)
+    assert "the answer mask of the training data has changed since the checkpoint" in printed
+    assert "the answer mask of the validation data has changed since the checkpoint" in printed
+    assert "warning: the training data" not in printed
 
 
 VALIDATED = {"validation__interval": 2, "validation__steps": 1}
