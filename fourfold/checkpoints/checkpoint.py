@@ -37,7 +37,7 @@ from fourfold.checkpoints.compatible import (
 )
 from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
-from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, mark_best, step_of
+from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
     AveragedWeights,
     TrainingState,
@@ -209,17 +209,9 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         """Remove checkpoints that the new checkpoint makes unnecessary."""
-        # If this run went back (`resume` = 'never' or a path), checkpoints of later steps exist. Rename them, so that
-        # neither pruning nor resume = 'auto' mistakes them for checkpoints of this run.
-        found = list_checkpoints(self.folder)
-        ours = [path for path in found if step_of(path) <= step]
-        best = best_checkpoint(self.folder)
-        for later in found[len(ours) :]:
-            if later.name == best:
-                (self.folder / BEST).unlink()
-            swap_in(later, later.with_name(f"{later.name}.superseded"))
         if self.config.keep_latest_k:
-            every = self.config.keep_every
+            every, best = self.config.keep_every, best_checkpoint(self.folder)
+            ours = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in ours[: -self.config.keep_latest_k]:
                 if (not every or step_of(old) % every) and old.name != best:
                     remove(old)

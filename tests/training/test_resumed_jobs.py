@@ -109,9 +109,24 @@ def test_the_outcome_names_no_checkpoint_of_an_earlier_run(tmp_path: Path, prefi
     first = make(tmp_path, prefix, training__train_steps=4)
     train(first)
     unsaved = {"training__train_steps": 2, "checkpoint__interval": 0, "checkpoint__save_last": False}
-    assert train(make(tmp_path, prefix, checkpoint__resume="never", **unsaved)).checkpoint is None
     longer = unsaved | {"training__train_steps": 5, "checkpoint__resume": f"{tmp_path}/runs/run"}
     assert train(make(tmp_path, prefix, name="second", **longer)).checkpoint is None
+    assert train(make(tmp_path, prefix, checkpoint__resume="never", **unsaved)).checkpoint is None
+
+
+def test_a_run_that_starts_again_never_resumes_from_a_step_of_the_earlier_run(tmp_path: Path, prefix: str) -> None:
+    """It is stopped before its first checkpoint, and saves another one after a step that the earlier run has saved."""
+    train(make(tmp_path, prefix, training__train_steps=4, checkpoint__interval=2))
+    again = {"checkpoint__resume": "never", "checkpoint__interval": 0, "checkpoint__save_last": False}
+    run = make(tmp_path, prefix, training__train_steps=2, **again)
+    train(run)
+    assert checkpoints_of(run) == []
+    run = make(tmp_path, prefix, training__train_steps=5, checkpoint__interval=5)
+    train(run)
+    assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4, 5]
+    assert checkpoints_of(run) == ["step_5"]
+    folder = Path(run.output_dir, run.name, "checkpoints")
+    assert {path.name for path in folder.iterdir()} == {"step_5", "step_2.superseded", "step_4.superseded"}
 
 
 def test_resume_from_a_path_into_another_folder(tmp_path: Path, prefix: str) -> None:
