@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -29,10 +29,14 @@ class Replay:
     other processes. This distinguishes the process that computed a different result from the processes that received
     it. Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result
     in both passes. Every process calls it.
+
+    Args:
+        job: The job.
+        publish: Publishes a checkpoint that is still being written. Called before each check, which may end the run.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.interval = job, job.run.checks.replay_interval
+    def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
+        self.job, self.interval, self._publish = job, job.run.checks.replay_interval, publish
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
         """Run ``Job.forward_backward`` once, or twice if this step (counted from 0) is due for a check.
@@ -42,6 +46,7 @@ class Replay:
         """
         if not self.interval or (step + 1) % self.interval:
             return self.job.forward_backward(micro_batches, kept)
+        self._publish()
         self._compare_replicas(step)
         _, first = self._computed(step, micro_batches, kept)
         loss, second = self._computed(step, micro_batches, kept)

@@ -156,7 +156,7 @@ def prepare(
     checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint, position, corpora.first_samples)
     if first_step:
         checkpointer.newest = checkpoint
-    checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
+    checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job, partial(checkpointer.wait, required=False))
     return Trainer(
         run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
         steps=first_step,
