@@ -181,9 +181,16 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():
             _check_count(key, given[key], LAYER_NUMBERS[key], where)
         kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
-    return {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
+    if len(kinds) != layers:
+        raise UserError(
+            f"{where}: layer_types has {len(kinds)} entries, and {name} = {layers}; give one for each layer"
+        )
+    if SLIDING not in kinds:
+        return none
+    _check_count("sliding_window", window, 1, where)
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
