@@ -78,13 +78,13 @@ class Row:
         shown = [self.cells.get(column, "–") for column in COLUMNS]
         return f"| `{self.kind}` | " + " | ".join(each if each in (OK, "–") else "no" for each in shown) + " |"
 
-    def reasons(self) -> list[str]:
-        """Return each reason once, with its columns."""
-        columns: dict[str, list[str]] = {}
-        for column, text in self.cells.items():
-            if text not in (OK, "–"):
-                columns.setdefault(text, []).append(column)
-        return [f"{', '.join(names)}: {text}" for text, names in columns.items()]
+    def reasons(self) -> list[tuple[str, str]]:
+        """Return (column, message) for each refusal. Names of this type and lists of other types are left out."""
+        return [
+            (column, re.sub(r"; (there are|supported are) .*", "", text).replace(f"'{self.kind}'", "…"))
+            for column, text in self.cells.items()
+            if text != OK
+        ]
 
 
 def config_of(kind: str) -> Any:
@@ -271,7 +271,11 @@ def page_of(rows: list[Row]) -> str:
     counts = {column: sum(row.cells.get(column) == OK for row in rows) for column in COLUMNS}
     head = f"| type | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}"
     totals = "| " + " | ".join(["**ok**", *(str(counts[column]) for column in COLUMNS)]) + " |"
-    reasons = [f"- `{row.kind}`: {reason}" for row in rows for reason in row.reasons()]
+    types: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for reason in row.reasons():
+            types.setdefault(reason, []).append(f"`{row.kind}`")
+    reasons = [f"| {column} | {text} | {', '.join(types[column, text])} |" for column, text in sorted(types)]
     return re.sub(
         r"\n{3,}",
         "\n\n",
@@ -292,15 +296,17 @@ random model and compares it with the library's own results:
 - *packed documents*: the parallelized model computes a packed document as if it were alone.
 - *Loki*: a step with Loki that attends to all keys has the logits of dense attention.
 
-"no" means that fourfold refuses the model with a message, which the list below the table repeats. "–" means that the
-script did not get that far. Differences may be at most {LIMIT:g} of a tensor's norm.
+"no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did
+not get that far. Differences may be at most {LIMIT:g} of a tensor's norm.
 
 {head}
 {chr(10).join(row.line() for row in rows)}
 {totals}
 
-## Reasons
+## Messages
 
+| column | message | types |
+|---|---|---|
 {chr(10).join(reasons)}
 """,
     )
@@ -313,7 +319,7 @@ def main(kinds: list[str]) -> None:
     with closing(Pool()) as pool:
         for kind in kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             rows.append(row_of(kind, pool))
-            print(rows[-1].line(), *rows[-1].reasons(), sep="\n  ", flush=True)
+            print(rows[-1].line(), *map(": ".join, rows[-1].reasons()), sep="\n  ", flush=True)
     errors = [row.kind for row in rows if any(text.startswith(ERROR) for text in row.cells.values())]
     if errors:
         sys.exit(f"errors: {', '.join(errors)}")
