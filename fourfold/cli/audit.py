@@ -100,7 +100,8 @@ def audit(
     show(record, as_json, audit_tables)
     if record is None:
         return
-    if out is not None:  # Write the report last: even if this fails, the results have been shown.
+    # Write the report only after showing the results, so that they are not lost if writing fails.
+    if out is not None:
         page = write_audit_report(record, out)
         if not as_json:
             print(f"Report: {page}")

@@ -40,7 +40,8 @@ class AuditRequest(ScoringRequest):
     """A request to audit a model on documents, with the options of the audit."""
 
     documents: Path
-    """A .jsonl file with the documents that the model was trained on."""
+    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls, and the model was trained on
+    all others."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None

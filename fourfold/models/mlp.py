@@ -37,10 +37,10 @@ class MLP(nn.Module):
 
 
 class Activation(nn.Module):
-    """Computes gelu(up) (arXiv 1606.08415).
+    """The MLP's activation. Without a gate, it computes gelu(up) (arXiv 1606.08415).
 
-    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With a limit, it
-    computes GPT-OSS's variant.
+    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With ``swiglu_limit``,
+    it computes GPT-OSS's clamped SwiGLU (``_ClampedSwiGLU``).
     """
 
     def __init__(self, config: ModelConfig) -> None:

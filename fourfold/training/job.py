@@ -51,7 +51,8 @@ class StepResult:
     """The number of tokens that count in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
-    """True if the weights did not change: fp16 gradients overflowed, or the step was bad."""
+    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. The trainer does not set it
+    for bad steps."""
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:

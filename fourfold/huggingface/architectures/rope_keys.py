@@ -47,7 +47,8 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         raise UserError(
             f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
         )
-    if "truncate" in rope and rope["truncate"] is None:  # transformers takes null as false, and no key as true.
+    # transformers treats null as false, and a missing key as true.
+    if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None}
     if kind != "yarn":

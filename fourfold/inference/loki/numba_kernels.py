@@ -20,7 +20,7 @@ import torch
 from llvmlite import ir
 from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.core import cgutils
-from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # assigned by name at import
+from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
 from numba.extending import intrinsic, overload
 from torch import Tensor
 

@@ -1,4 +1,5 @@
-"""Write the batch script that trains a run file on a SLURM site, from `slurm.sh` and the site's conventions."""
+"""Write the batch script that trains the model of a run file on a SLURM cluster, from the template `slurm.sh` and the
+cluster's conventions."""
 
 from __future__ import annotations
 

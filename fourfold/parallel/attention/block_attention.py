@@ -40,7 +40,8 @@ CUDNN = 91500
 """torch's public attention prefers cuDNN above this version (``check_prefer_cudnn_attention`` in sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
-"""Number of queries whose capped scores are computed at once, so that memory grows only with the number of keys."""
+"""Number of queries whose soft-capped scores are computed at once. The memory for scores therefore grows with the
+number of keys, but not with the number of queries."""
 
 
 class AttentionScores(NamedTuple):

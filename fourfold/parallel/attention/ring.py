@@ -78,13 +78,15 @@ def block_of_step(
     Args:
         source: The rank whose keys this rank has now.
         tokens: Number of queries of this rank, and of keys of ``source``.
-        documents_BS: Document of each token of the whole sequence. None without documents.
+        documents_BS: Index of the document that each token of the whole sequence belongs to. None if attention is not
+            limited to documents.
         cp: The context axis.
         window: Number of tokens that a query sees, including itself. 0 means all.
         device: Device of the mask.
 
     Returns:
-        The queries and the keys of ``source`` that they see, or None if all these keys come before the windows.
+        The slices of this rank's queries and of ``source``'s keys between which attention is possible, and their mask.
+        None if all these keys lie before the window of every query.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:

@@ -222,8 +222,8 @@ class FullySharded(DataParallel):
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for custom collectives. It only calls the methods that these objects
-                # have.
+                # torch has no public base class for custom collectives. These objects have the methods that torch
+                # calls, which is enough.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
             # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. gloo has

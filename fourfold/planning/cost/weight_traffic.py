@@ -23,13 +23,16 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class WeightTraffic(ArrayFields):
-    """Seconds of traffic per micro-batch, or for ``gradients`` per step. They depend only on the grid and on zero.
+    """Seconds of weight and gradient traffic if nothing is hidden: per step for ``gradients``, and per micro-batch for
+    all other times. Within one search, they depend only on the grid and on ``zero``.
 
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
     - table: the weights of a table (embedding or head) gathered once, and its gradients scattered.
     - outermost: a block's weights gathered once, and its gradients scattered.
-    - of_z, table_of_z: the fraction of block and table that would remain if dp and cp had one rank.
-    - gradients: the gradients summed over the ranks that hold copies.
+    - of_z, table_of_z: fractions, not seconds: the part of ``block`` and of ``table`` that would remain if dp and cp
+      were both 1.
+    - gradients: traffic once per step: gradients summed over the ranks that hold copies (zero 0) or scattered to the
+      shards (zero 1), and the weights gathered if they are gathered once per step (zero 1 and 2). 0 with zero 3.
     """
 
     block: Number

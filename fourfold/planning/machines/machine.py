@@ -1,6 +1,7 @@
 """Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``). Every constant in them names its source.
+Machines are TOML files (``fourfold/planning/machines``). Comments in them give the source of the constants, or say that
+a value is an assumption.
 """
 
 from __future__ import annotations

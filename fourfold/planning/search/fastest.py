@@ -198,12 +198,13 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return every point's peak bytes on any rank, seconds of a step, and minimum seconds with any number of batch
-    parts.
+    """Return three arrays over the points: the peak bytes of the rank that needs the most memory, the seconds of a
+    step, and a lower bound on the seconds for every possible number of batch parts.
 
-    The times of blocks and the traffic of weights are shared by many points and computed only once.
+    Many points have the same block times and weight traffic, so each distinct one is computed only once.
 
-    For the minimum, batch parts are assumed to hide all communication over x and y, and to save copies of tokens.
+    For the lower bound, batch parts are assumed to hide all communication over x and y, and to avoid copies of tokens
+    (``COPIES``).
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)

@@ -11,8 +11,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The following numbers are for programs other than fourfold, in the forward. They are counted from the operations of a
-# block.
+# The following numbers, except BACKWARD, describe the forward pass of programs other than fourfold. They are the result
+# of counting the operations of a block.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
 each), and one copy of the two outputs."""
@@ -28,8 +28,8 @@ GELU_PASSES, GATED_PASSES = 4.0, 5.0
 their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
-"""Number of passes in the backward divided by the number in the forward: 3 / 2. The backward of a norm reads the
-gradient and the input and writes one tensor. The backward of a sum moves nothing."""
+"""Number of passes in the backward pass divided by the number in the forward pass: 3 / 2. The backward of a norm reads
+the gradient and the input and writes one tensor. The backward of a sum moves nothing."""
 
 # The numbers below are for fourfold's own operations in 16 bits, in forward and backward.
 # tests/planning/test_traffic.py counts them, except fused operations and the kernels of norms, which exist only on a
