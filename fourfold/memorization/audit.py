@@ -208,7 +208,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # The value is -inf if the attacker never draws the token.
+    excluded = FIELDS.index("sampled")  # This may be -inf: an attacker may never draw a token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]

@@ -137,8 +137,8 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget it, so that a score
-            # does not depend on earlier documents.
+            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget this length, so
+            # that a score does not depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]

@@ -35,7 +35,7 @@ class HostNumbers:
             self._event.record()
 
     def have_arrived(self) -> bool:
-        """Return whether ``read`` would return at once."""
+        """Return whether ``read`` would return immediately."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:

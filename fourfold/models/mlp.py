@@ -61,7 +61,8 @@ SLOPE = 1.702
 
 
 class _ClampedSwiGLU(Function):
-    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors."""
+    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors for
+    the backward pass."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -76,7 +77,7 @@ class _ClampedSwiGLU(Function):
     @staticmethod
     def backward(ctx: Context[float], grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (gate, up), limit = ctx.saved_tensors, ctx.kept
-        # In place, this takes three more tensors at a time.
+        # These operations work in place, so at most three additional tensors exist at a time.
         d_up = gate.clamp(max=limit)
         share = (SLOPE * d_up).sigmoid_()
         d_up.mul_(share)

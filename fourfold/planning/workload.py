@@ -57,7 +57,7 @@ class ModelShape(ArrayFields):
     qk_norm: Flag = False
     """Whether queries and keys are normalized."""
     joint_head_norms: Flag = False
-    """Whether queries and keys are normalized over all heads at once."""
+    """Whether queries and keys are normalized over all heads together."""
     layer_norm: Flag = False
     """Whether norms are LayerNorm instead of RMSNorm."""
     zero_centered_norm: Flag = False
@@ -73,9 +73,9 @@ class ModelShape(ArrayFields):
     sliding: Number = 0
     """Fraction of the blocks with a sliding window."""
     caps_scores: Flag = False
-    """Whether the attention's scores are capped."""
+    """Whether the attention's scores are soft-capped."""
     caps_logits: Flag = False
-    """Whether the head's logits are capped."""
+    """Whether the head's logits are soft-capped."""
     num_experts: Number = 0
     """Number of experts per block. 0 if there are none."""
     num_experts_per_tok: Number = 0
@@ -93,7 +93,7 @@ class ModelShape(ArrayFields):
 
     @property
     def dense_first(self) -> Number:
-        """Return the number of a mixture's blocks that have a dense MLP. These are the first blocks."""
+        """Return the number of an MoE model's blocks that have a dense MLP. These are the first blocks."""
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
@@ -283,7 +283,7 @@ class Workload(ArrayFields):
 
     @property
     def parts_cross_blocks(self) -> Flag:
-        """Return whether batch parts can be in two blocks at once. Recomputed blocks wait for all parts."""
+        """Return whether batch parts can be in two blocks at the same time. Recomputed blocks wait for all parts."""
         return (self.active_parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
 
     @property

@@ -81,7 +81,7 @@ class RunRecord:
         """Record one step. If a file cannot be written, keep the error in ``failure``.
 
         Args:
-            step: Number of the step, counted from 0.
+            step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
             seconds: Duration of the step.
             more: Metrics that only some runs or steps have, such as the validation loss.

@@ -1,9 +1,9 @@
-"""Compute attention of some queries to some keys, with the log-sum-exp for merging, and the backward from the merged
-result.
+"""Attend with some queries to some keys. The log-sum-exps let the caller merge the results of several blocks of keys,
+and the backward pass starts from the merged result.
 
-torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel caps
-scores, so capped attention runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S, D], and K
-divides N.
+torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel soft-caps
+scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S,
+D], and K divides N.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def attend_block_backward(
 
 
 def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """Return torch's kernel for a block of attention without capped scores.
+    """Return torch's kernel for a block of attention without soft-capping.
 
     CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask. cuDNN's kernel needs
     more than one key.

@@ -188,7 +188,8 @@ class _Ring(Function):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into the result so far, in place. In the first block, every query sees a key."""
+    """Merge the result over more keys into the result so far, in place. The result so far includes the rank's own keys,
+    so every query has seen a key, and ``lse`` is finite."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

@@ -73,8 +73,8 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # Keep the head's weights gathered after the forward, because the backward begins with the head. An embedding
-        # that is tied to the head shares its weights, so it belongs to the same unit.
+        # Keep the head's weights gathered after the forward, because the backward begins with the head. A tied
+        # embedding shares the head's weights, so it belongs to the same unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
@@ -165,10 +165,11 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients of a backward's last unit after they were sent, before the head computes the logits.
+        """Free the gradients of the last unit of a backward pass once they are sent, before the head computes the next
+        logits.
 
-        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward. An embedding's gradients are
-        large.
+        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward pass. This matters because an
+        embedding's gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):

@@ -1,7 +1,7 @@
 """All of fourfold's own collectives. Each call names its axis and purpose.
 
 The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` also have a backward that moves gradients.
-The ``start_*`` functions return at once, so that computation can continue until ``wait``.
+The ``start_*`` functions return immediately, so that computation can continue until ``wait``.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
     """Exchange tensors with this rank's partner in a pair, which must call this too. Return the partner's tensor.
 
-    A swap sends the same bytes as an all-reduce of two ranks, and the trace counts it as one.
+    A swap sends the same bytes as an all-reduce of two ranks, so the trace counts it as an all-reduce.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)

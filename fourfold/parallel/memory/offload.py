@@ -97,7 +97,7 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run at once."""
+    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """Lay out any model on x and y, with a table (plan) that says how to split the modules that match a pattern.
 transformers' models publish such plans.
 
-If no pattern names a module with weights, an error names this module, unless every rank may compute it whole.
+A module with weights that matches no pattern raises an error, unless every rank may compute the whole module.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PLANS = {
 """Plans by model_type, for transformers models that publish no plan."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""End of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
+"""Suffix of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
 Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")

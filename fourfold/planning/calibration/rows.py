@@ -48,7 +48,7 @@ class Row:
     doubt: str = ""
     """Why the measurement is doubtful."""
     mixture: bool = False
-    """Whether this is a mixture of experts. No constant is fitted to mixtures."""
+    """Whether this is an MoE model. No constant is fitted to MoE models."""
 
 
 class Skipped(ValueError):
@@ -265,7 +265,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the flags of kernels that the row names. All others are the program's."""
+    """Return the flags of kernels that the row names. All other flags are the program's."""
     chosen: dict[str, Any] = {}
     if measured.attention in ("flash2", "flash3", "cudnn"):
         chosen["flash2"] = measured.attention == "flash2"

@@ -1,4 +1,4 @@
-"""Compute the activations that blocks keep on one rank for their backward, and the rank's peak memory."""
+"""Compute the activations that blocks keep on one rank for the backward pass, and the rank's peak memory."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 def kept_by_block(work: Workload, selective: bool) -> Number:
     """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
 
-    As in ``parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k, and v and for up, the
-    inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their product (for GELU, its
-    input and output).
+    As with the layers of ``fourfold.parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k,
+    and v and for up, the inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their
+    product (for GELU, its input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)
@@ -153,11 +153,11 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes in the backward of capped scores.
+    """Return the additional peak bytes in the backward pass of attention with soft-capped scores.
 
-    At the peak, there are five 32-bit numbers for each score: the weight, the slope, the capped value, the gradient of
-    the weight, and a result computed from that gradient. Each query head has its own keys, values, and their gradients.
-    The gradients of queries, keys, and values are summed in 32 bits.
+    At the peak, there are five 32-bit numbers for each score: the softmax weight, the derivative of the soft-cap, the
+    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Each query head has
+    its own keys, values, and their gradients. The gradients of queries, keys, and values are summed in 32 bits.
     """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
@@ -192,7 +192,7 @@ class BlockBytes(ArrayFields):
     - mlp_again, core_again: tensors that selective recompute creates again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they keep until their backward.
-    - dense: the bytes of blocks with a dense MLP, if some blocks of a mixture have one.
+    - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     """
 
     whole: Number
@@ -285,7 +285,7 @@ def peak_bytes(
 ) -> Number:
     """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
 
-    In a mixture of experts, the shares in ``work`` tell how many of these blocks have a dense MLP.
+    In an MoE model, the shares in ``work`` tell how many of these blocks have a dense MLP.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block

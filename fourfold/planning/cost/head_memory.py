@@ -28,7 +28,7 @@ def head_bytes(work: Workload) -> Number:
     # no logits are in memory.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
-    # Capped logits need two fp32 numbers each: the sum, and the slope of the cap.
+    # Soft-capped logits need two fp32 numbers each: the sum, and the derivative of the soft-cap.
     capped = np.where(model.caps_logits, 8 / layout.y, 0)
     # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))

@@ -33,8 +33,8 @@ UNUSABLE = 0.06
 """Overhead, as a fraction of a step's allocations. PyTorch's caching allocator rounds blocks up and fragments
 memory, and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.14
-"""``UNUSABLE``, plus the blocks that the allocator caches while there is room and returns before memory runs out. This
-value is fitted to the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
+"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. This value is fitted to the memory
+rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
 """
 COMMUNICATOR = 0.5e9
 """Bytes of one process group: NCCL's channels, 4 to 8 MB for each of a few protocols and peers, in both directions."""
@@ -44,8 +44,8 @@ exactly. For other programs, the ratios of measured to predicted bytes vary more
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at once. Each counts as 1 if it has
-    activations in all layers of the rank.
+    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at the same time. A micro-batch
+    counts as 1 if it has activations in all layers of the rank.
 
     - 1F1B: one for each later stage, and one for its own stage.
     - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): (v − 1)·r + 2(p −
@@ -68,7 +68,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. Ranks are counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. The first rank is 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -327,7 +327,7 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the probability that a step does not fit into memory, if its ``peak_memory`` is ``predicted``.
 
-    The bytes that it really needs are assumed to be log-normal.
+    The bytes that the step really needs are assumed to be log-normal.
     """
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
@@ -335,7 +335,7 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the bytes that a step really needs, if its ``peak_memory`` is ``predicted``.
 
-    It needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
+    The step needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
     """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)

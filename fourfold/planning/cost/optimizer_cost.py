@@ -155,8 +155,8 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the number of units of each shape on a rank. A unit is the matrices that a rank transforms at once. It has
-    at most as many entries as the largest matrix."""
+    """Return the number of units of each shape on a rank. A unit is the matrices that a rank transforms together. A
+    unit has at most as many entries as the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]

@@ -24,7 +24,7 @@ class Machine(ArrayFields):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate, and the
-      achieved rates are those of the best shape.
+      achieved rates are the rates of the best shape.
     - units: number of processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.

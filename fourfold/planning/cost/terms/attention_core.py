@@ -34,7 +34,7 @@ figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forw
 rates are closer)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved per score in 16 bits by capped attention, which runs as separate operations
+"""Bytes moved per score in 16 bits by attention with soft-capping, which runs as separate operations
 (parallel.attention.block_attention). Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
@@ -89,7 +89,7 @@ def unfused_seconds(
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Return the seconds of forward and backward with capped scores, which run as separate operations."""
+    """Return the seconds of forward and backward with soft-capped scores, which run as separate operations."""
     forward, backward = (
         unfused_seconds(matmuls * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / matmuls)
         for moved, matmuls in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

@@ -71,8 +71,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
     """Return the bubble of the V-shaped zero-bubble schedule.
 
     With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The longest of F, I, and
-    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the part
-    of the first micro-batch's way down the V and up again that no later micro-batch fills.
+    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the time
+    that no later micro-batch fills while the first micro-batch travels down the V and up again.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)

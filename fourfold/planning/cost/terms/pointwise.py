@@ -54,11 +54,13 @@ OWN_TURNS = 11.5, 11.5
 OWN_FUSED_TURNS = 2.0, 2.0
 """Passes over the same channels if one kernel computes rotary embeddings and head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
-"""Passes over the inner width for silu(gate) · up. Gate and up each have a gradient."""
+"""Passes over the inner width for silu(gate) · up. The backward pass writes two gradients, one for gate and one for
+up."""
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over outputs to which a bias is added. The gradient of the bias is a sum."""
+"""Passes over outputs to which a bias is added. The backward pass only reads, because the gradient of the bias is a
+sum."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
 """Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
