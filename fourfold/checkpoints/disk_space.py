@@ -1,4 +1,4 @@
-"""Predict the size of checkpoints, and check that the disk has room for them."""
+"""Predict the size of checkpoints, and check that the disk has space for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
     """Check that one checkpoint of the run fits on the disk.
 
-    Warn if the disk has no room for all the checkpoints that the run keeps.
+    Warn if the disk is too small for all the checkpoints that the run keeps.
 
     Raises:
         WriteFailed: Not even one checkpoint fits.

@@ -43,7 +43,7 @@ def tune_matmul(
     if out is not None:
         check_writable(out, "--out", "tuned.toml")
     run = load_run(run_file, overrides)
-    # Import torch late, so that a mistake in the run file is reported at once.
+    # Import torch late, so that a mistake in the run file is reported immediately.
     from fourfold.matmul_tuning.matmul_report import tune_matmuls
 
     base = load_machine(str(machine)) if machine is not None else None

@@ -106,7 +106,7 @@ class OverlapConfig(Strict):
 
 class TrainingConfig(Strict):
     micro_batch_size: Size = 1
-    """Number of sequences that one rank runs at once."""
+    """Number of sequences that go through one forward and backward pass together on one rank."""
     global_batch_size: Size = Field(examples=[32])
     """Number of sequences per optimizer step, over all ranks."""
     seq_length: Size = Field(examples=[1024])

@@ -120,7 +120,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
     if "swiglu_limit" in keys and not keys["swiglu_limit"]:
         raise UserError(f"{where}: swiglu_limit = {keys['swiglu_limit']!r} cuts every gate; 7.0 works")
-    # In these families, attention_bias also decides whether the output projection has a bias.
+    # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys.get("num_experts"):
@@ -248,7 +248,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
 
 
 def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys win."""
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys take
+    precedence."""
     name = section.get("from_hf")
     if name is None:
         return section
