@@ -29,9 +29,9 @@ def tune_matmul(
 ) -> None:
     """Find the fastest memory layouts for the run file's matmuls on this machine.
 
-    Times the forward, the input gradient, and the weight gradient of every linear layer at the sizes of one rank, with
-    transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is saved
-    to a table in your cache directory. Runs with training.tuned_products read this table.
+    Times the forward pass, the input gradient, and the weight gradient of every linear layer at the sizes of one rank,
+    with transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is
+    saved to a table in your cache directory. Runs with training.tuned_products read this table.
     """
     from fourfold.data.files import check_writable, write_output
     from fourfold.planning.machines.machine import load_machine

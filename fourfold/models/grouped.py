@@ -118,7 +118,7 @@ def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Ten
 
 
 class _KeepOperands(Function):
-    """Keeps the operands, and computes their gradients in the backward.
+    """Keeps the operands, and computes their gradients in the backward pass.
 
     The output is a placeholder that receives the matmul's gradient.
     """

@@ -88,7 +88,7 @@ class _ClampedSwiGLU(Function):
 
 
 class Linears(nn.ModuleDict):
-    """Linear layers that read the same input. The forward returns their outputs in order."""
+    """Linear layers that read the same input. The forward pass returns their outputs in order."""
 
     def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
         super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})

@@ -12,7 +12,7 @@ from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of ``Layout.recompute``. The backward recomputes parts of a block (selective) or the whole block (full)."""
+"""Values of ``Layout.recompute``: the backward pass recomputes parts of a block (selective) or all of it (full)."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -89,7 +89,7 @@ class ModelShape(ArrayFields):
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
     clamps_gate: Flag = False
-    """Whether the gate is clamped (GPT-OSS). The backward then computes the activation of the gate again."""
+    """Whether the gate is clamped (GPT-OSS). The backward pass then computes the activation of the gate again."""
 
     @property
     def dense_first(self) -> Number:
@@ -191,7 +191,7 @@ class Layout(ArrayFields):
 
     @property
     def forwards_first(self) -> Flag:
-        """Return whether the schedule runs all forwards before the first backward."""
+        """Return whether the schedule runs all forward passes before the first backward pass."""
         return _is_one_of(self.schedule, FORWARDS_FIRST)
 
     @property

@@ -55,7 +55,7 @@ def attend_documents(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
+    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward pass.
 
     Args:
         document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with

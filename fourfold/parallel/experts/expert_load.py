@@ -157,7 +157,7 @@ class ExpertLoad:
         }
 
     def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
-        """Return the router's logits. In the backward, their gradient includes the losses' gradients."""
+        """Return the router's logits. In the backward pass, their gradient includes the losses' gradients."""
         moe = self.run.moe
         if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
             return logits_TE

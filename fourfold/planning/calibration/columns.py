@@ -153,7 +153,7 @@ class MeasuredRow(BaseModel):
     shard_group: Count | None = None
     """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Which activations the backward recomputes."""
+    """Which activations the backward pass recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
     """What selective recompute repeats: the core of attention (attention), some layers (layers), or half of the matmuls
     and all other operations except the core of attention (ops, torchtitan's per-op mode)."""

@@ -30,7 +30,7 @@ class Traits(NamedTuple):
     half_sums: bool = False
     """Whether gradients are summed over ranks in 16 bits in every precision."""
     hides_sums: bool = False
-    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward."""
+    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward pass."""
     tp_overlap: Overlap = "backward"
     """Which computation hides the tensor-parallel collectives."""
     seq_parallel: bool = False

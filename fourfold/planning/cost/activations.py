@@ -46,8 +46,8 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward. If v is neither gathered
-    # nor copied, v is a view of the buffer, so the whole buffer stays in memory.
+    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward pass. If v is neither
+    # gathered nor copied, v is a view of the buffer, so the whole buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
     rotated = np.where(model.rope, p.queries + read, 0)
@@ -121,7 +121,7 @@ def mlp_made_again(work: Workload) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward has kept.
+    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward pass has kept.
 
     The first number is for weights that are sharded over data-parallel ranks. The second number is for whole weights,
     whose gradients are in fp32 from the start.
@@ -136,7 +136,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward, not counting the tensors that the forward has kept.
+    """Return the peak bytes of attention's backward, not counting the tensors that the forward pass has kept.
 
     The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
     """
@@ -226,10 +226,10 @@ class BlockBytes(ArrayFields):
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
-        # The next block's input for the backward is already being copied back from host memory.
+        # The next block's input for the backward pass is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # When the backward reaches the last recomputed block, it has freed all blocks after that block.
+        # When the backward pass reaches the last recomputed block, it has freed all blocks after that block.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -318,6 +318,6 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks come first. When the backward reaches them, it has already finished with all sparse blocks.
+    # The dense blocks come first. When the backward pass reaches them, it has already finished with all sparse blocks.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

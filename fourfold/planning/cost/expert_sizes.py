@@ -19,7 +19,7 @@ inverse, in 64 bits."""
 
 
 def fuses_gate(work: Workload) -> Flag:
-    """Return whether the activation of the gate is not kept for the backward."""
+    """Return whether the activation of the gate is not kept for the backward pass."""
     fused: Flag = np.asarray(work.program.fused_gate, bool) | np.asarray(work.model.clamps_gate, bool)
     return fused
 

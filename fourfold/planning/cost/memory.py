@@ -23,7 +23,7 @@ from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """Categories of memory, at the moment when the most memory is in use.
 
-- gradients: 0 if that moment is the start of a step's only backward.
+- gradients: 0 if that moment is the start of a step's only backward pass.
 - weights: gathered weights, or 16-bit copies.
 - logits: memory of head and loss in addition to the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
@@ -141,14 +141,14 @@ def _at_the_peak(
 ) -> tuple[Flag, Number]:
     """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
 
-    In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The peak
-    is at the start or at the end of the backward, unless gradients have buffers of their own.
+    In a step of one micro-batch, the backward pass adds gradients while it frees activations and gathered weights. The
+    peak is at the start or at the end of the backward pass, unless gradients have buffers of their own.
 
     Args:
         gradients: Number of bytes of all gradients.
-        activations: Number of bytes of activations when a backward begins.
+        activations: Number of bytes of activations when a backward pass begins.
         copied: Number of bytes that the optimizer copies.
-        freed: Number of bytes of gathered weights that the backward has freed by its end.
+        freed: Number of bytes of gathered weights that the backward pass has freed by its end.
     """
     gradual = _is_gradual(work)
     if not np.any(gradual):
@@ -161,7 +161,7 @@ def _at_the_peak(
 
 
 def _is_gradual(work: Workload) -> Flag:
-    """Return whether gradients are allocated one by one during the backward."""
+    """Return whether gradients are allocated one by one during the backward pass."""
     gradual: Flag = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
     return gradual
 
@@ -255,8 +255,8 @@ def _gathered(
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
     """Return the bytes of gathered weights: ``gathered`` entries of blocks, and the tables.
 
-    An embedding is not gathered in the backward, because its gradient does not read the table. If weights are gathered
-    once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
+    An embedding is not gathered for the backward pass, because its gradient does not read the table. If weights are
+    gathered once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
@@ -280,7 +280,7 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward."""
+    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward pass."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 

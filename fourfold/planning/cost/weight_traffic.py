@@ -69,8 +69,8 @@ def _share(part: Number, whole: Number) -> Number:
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Return the seconds to gather ``weights`` for the forward (and again for the backward if ``gathers`` is 2), and to
-    scatter their gradients, if no communication is hidden."""
+    """Return the seconds to gather ``weights`` for the forward pass (and again for the backward pass if ``gathers`` is
+    2), and to scatter their gradients, if no communication is hidden."""
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
@@ -105,7 +105,7 @@ def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants
     """Return the seconds of summing all gradients except those for experts, if no communication is hidden.
 
     With a distributed optimizer (zero 1 with weights that are kept), gradients are scattered, and weights are gathered
-    during the next forward.
+    during the next forward pass.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     weights = (model.num_hidden_layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)

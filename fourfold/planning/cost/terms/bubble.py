@@ -22,7 +22,7 @@ def bubble_seconds(
     """Return the seconds per step that a rank waits for the pipeline to fill and drain.
 
     forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
-    (F), the input gradients (I), and the weight gradients (W).
+    pass (F), the input gradients (I), and the weight gradients (W).
 
     With p = ``pp``, 1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B, with v = ``stages_per_rank``, waits 1/v
     of that time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p micro-batches, each

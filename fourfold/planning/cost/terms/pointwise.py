@@ -38,7 +38,7 @@ OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
 OWN_NORMS = 4.0, 10.0
-"""Passes over the residual stream by two norms of one kernel each. The forward reads and writes the stream. The
+"""Passes over the residual stream by two norms of one kernel each. The forward pass reads and writes the stream. The
 gradients of inputs and of weights each read the input and the output's gradient."""
 OWN_CHAINS = 10.0, 48.0
 """Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
@@ -65,8 +65,8 @@ sum."""
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
 """Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
 ROW_PASSES = 4.0
-"""Passes over the rows of a rank's tokens. The forward gathers the rows before it sends them, and sums them with
-weights when they return. The backward does the reverse."""
+"""Passes over the rows of a rank's tokens. The forward pass gathers the rows before it sends them, and sums them with
+weights when they return. The backward pass does the reverse."""
 SORT_PASSES = 4.0
 """Passes over the rows of a rank's experts if it has several experts: sort the rows by expert, and restore their
 order."""
@@ -78,8 +78,8 @@ PADDING_PASSES = 4.0
 ROUNDING_PASSES = 2.0
 """Passes, in 16 bits, that round an operand of a matmul to 8 bits by rows and by columns."""
 EXPERT_GATE_PASSES = 3.0, 6.0
-"""Passes of programs other than fourfold over the experts' width. The forward reads gate and up, and writes their
-product times the router's weights. The backward reads the product's gradient, gate, and up, writes their
+"""Passes of programs other than fourfold over the experts' width. The forward pass reads gate and up, and writes their
+product times the router's weights. The backward pass reads the product's gradient, gate, and up, writes their
 gradients, and computes the product again for the gradients of the router's weights."""
 
 
