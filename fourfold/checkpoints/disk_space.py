@@ -45,7 +45,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
     needed, free = checkpoint_bytes(run), free_bytes(folder)
     if free < needed:
         raise WriteFailed(
-            f"a checkpoint needs {_size(needed)}, but {folder} has room for {_size(free)}; free some space, or change "
+            f"a checkpoint needs {_size(needed)}, but {folder} has space for {_size(free)}; free some space, or change "
             "output_dir"
         )
 
@@ -67,7 +67,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:
         print(
-            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has room for {_size(free)}; "
+            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has space for {_size(free)}; "
             "keep fewer (checkpoint.keep_latest_k, checkpoint.keep_every), or free some space",
             file=sys.stderr,
         )

@@ -119,7 +119,7 @@ class ModelConfig(Strict):
     """Standard deviation of the initial weights. For o_proj and down_proj, it is divided by √(2 ·
     num_hidden_layers)."""
     num_experts: int = Field(0, ge=0, le=2**16)
-    """Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."""
+    """Number of experts per MLP (mixture-of-experts model, MoE). 0 makes the MLPs dense."""
     num_experts_per_tok: Size = 2
     """Number of experts each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(UNSET, ge=0)

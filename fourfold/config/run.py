@@ -262,7 +262,7 @@ class RunConfig(Strict):
         given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
         if given and not self.model.num_experts:
             raise ValueError(
-                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for mixtures of experts, and "
+                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for MoE models, and "
                 f"model.num_experts = 0; moe.{given[0]} = 0 works"
             )
         if self.moe.bias_update_rate and not self.model.router_bias:

@@ -198,7 +198,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         )
     if both := len(members & controls):
         raise UserError(
-            f"{both} of the documents are members and controls at once; remove them from one of the two: a control was "
+            f"{both} of the documents are both members and controls; remove them from one of the two: a control was "
             "never trained on"
         )
 

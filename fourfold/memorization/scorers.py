@@ -50,7 +50,7 @@ class GridScorer:
     """Runs the forward pass of a job on its grid.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
-    rank scores at once. Documents are distributed over dp and z.
+    rank scores in one forward pass. Documents are distributed over dp and z.
     """
 
     def __init__(self, job: Job, sampling: AttackSampling) -> None:

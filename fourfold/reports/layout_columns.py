@@ -33,7 +33,8 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """Return the schedule of a pipeline with its number of stages per rank. The text is empty without a pipeline."""
+    """Return the schedule of a pipeline with its number of stages per rank. The text is empty if there is no
+    pipeline."""
     layout = work.layout
     if layout.pp == 1:
         return ""

@@ -125,7 +125,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys.get("num_experts"):
         count = given[family.keys["num_experts"]]
-        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of mixtures of experts")
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
     if family.lists_dense_layers:
         keys["first_k_dense_replace"] = _first_dense(given, where)
     if family.counts_shared_experts:
@@ -197,7 +197,7 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
     _check_count("num_hidden_layers", count, 1, where)
     if len(layers) >= count:
         raise UserError(
-            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; a mixture of experts needs a layer "
+            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; an MoE model needs a layer "
             "with experts"
         )
     return len(layers)

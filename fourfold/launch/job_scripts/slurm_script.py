@@ -162,4 +162,4 @@ def _setup(site: Site, job: SlurmJob) -> str:
         lines += [f"# Conventions of {site.name}", *site.commands]
         lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in variables.items()]
         lines.append("")
-    return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear at once"])
+    return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear immediately"])

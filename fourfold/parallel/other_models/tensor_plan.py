@@ -28,7 +28,7 @@ STYLES: dict[str, str] = {
     "rowwise": "a linear layer that reads each rank's share of the features, and writes to the residual",
     "rowwise_split_input": "as rowwise, but every rank has all features and takes its share",
     "embedding": "an embedding table",
-    "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
+    "experts": "the stacked experts of an MoE layer; every rank computes some of them for all tokens",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }

@@ -112,7 +112,7 @@ def row_of(measured: MeasuredRow) -> Row:
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
     if (measured.architecture == "moe" or measured.ep > 1) and not all(map(partial(getattr, measured), OF_EXPERTS)):
-        raise Skipped("mixture of experts of unknown sizes")
+        raise Skipped("MoE model of unknown sizes")
     divided = measured.ep * (measured.pp or 1) * (measured.tp or 1 if measured.experts_over_tp else 1)
     if measured.ep > 1 and measured.gpus % divided:
         raise Skipped("ep does not divide the GPUs of a stage")

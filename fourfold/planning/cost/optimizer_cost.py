@@ -96,8 +96,8 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
     """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices, and to send and receive
     them.
 
-    The time is 0 without Muon. It is at least the time of the largest matrix, because one rank orthogonalizes the whole
-    matrix.
+    The time is 0 if the optimizer is not Muon. It is at least the time of the largest matrix, because one rank
+    orthogonalizes the whole matrix.
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
