@@ -229,7 +229,7 @@ def sample_order(run: RunConfig) -> dict[str, int]:
 
 
 def adapted_model(run: RunConfig) -> str | None:
-    """Return the model that a run's adapters belong to, or None without LoRA."""
+    """Return the model that a run's adapters belong to, or None if the run does not use LoRA."""
     return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
 
 

@@ -60,7 +60,7 @@ class ModelConfig(Strict):
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate cut to at most c, and up to ±c
+    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to at most c, and up to ±c
     (GPT-OSS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
@@ -80,7 +80,7 @@ class ModelConfig(Strict):
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
-    """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
+    """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
     """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
     trained."""
@@ -99,7 +99,8 @@ class ModelConfig(Strict):
     final_logit_softcapping: float = Field(0.0, ge=0)
     """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
     attention_sinks: bool = False
-    """Each query head has a trained logit, its sink, that takes part in the softmax and has no value (GPT-OSS)."""
+    """Each query head has a learned logit, its sink. It joins the softmax over the head's scores, but has no value
+    vector (GPT-OSS)."""
     attention_bias: bool = False
     """Biases in the query, key, and value projections."""
     attention_output_bias: bool = False
@@ -118,7 +119,7 @@ class ModelConfig(Strict):
     """Standard deviation of the initial weights. For o_proj and down_proj, it is divided by √(2 ·
     num_hidden_layers)."""
     num_experts: int = Field(0, ge=0, le=2**16)
-    """Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."""
+    """Number of experts per MLP (mixture-of-experts model, MoE). 0 makes the MLPs dense."""
     num_experts_per_tok: Size = 2
     """Number of experts each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(UNSET, ge=0)

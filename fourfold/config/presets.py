@@ -169,7 +169,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
-    """Fill a ``[model]`` table from its ``preset``. The table's own keys win.
+    """Fill a ``[model]`` table from its ``preset``. The table's own keys take precedence.
 
     Raises:
         UserError: The preset is unknown. The message begins with ``given_as``, the key or option that named it.

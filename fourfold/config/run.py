@@ -106,7 +106,7 @@ class OverlapConfig(Strict):
 
 class TrainingConfig(Strict):
     micro_batch_size: Size = 1
-    """Number of sequences that one rank runs at once."""
+    """Number of sequences that go through one forward and backward pass together on one rank."""
     global_batch_size: Size = Field(examples=[32])
     """Number of sequences per optimizer step, over all ranks."""
     seq_length: Size = Field(examples=[1024])
@@ -262,7 +262,7 @@ class RunConfig(Strict):
         given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
         if given and not self.model.num_experts:
             raise ValueError(
-                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for mixtures of experts, and "
+                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for MoE models, and "
                 f"model.num_experts = 0; moe.{given[0]} = 0 works"
             )
         if self.moe.bias_update_rate and not self.model.router_bias:

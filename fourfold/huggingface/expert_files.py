@@ -17,7 +17,7 @@ Rows = dict[str, range]
 
 
 def rows_in_files(model: Any) -> dict[str, Rows]:
-    """For every name of every parameter and saved buffer of a model, find the tensors in files that it is written to.
+    """For every name of every parameter and saved buffer of a model, find the tensors in files that hold it.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
     name in files. If files hold the elements of a parameter in another order, the parameter keeps its own name.

@@ -70,7 +70,8 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # Your optimizer updates the model's own parameters, so they cannot be working copies of other weights.
+    # The user's optimizer updates the model's own parameters, so these must be the stored weights, not copies of them
+    # in the dtype of the computation.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)

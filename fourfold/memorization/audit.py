@@ -40,7 +40,8 @@ class AuditRequest(ScoringRequest):
     """A request to audit a model on documents, with the options of the audit."""
 
     documents: Path
-    """A .jsonl file with the documents that the model was trained on."""
+    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls, and the model was trained on
+    all others."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
@@ -203,7 +204,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         )
     if both := len(members & controls):
         raise UserError(
-            f"{both} of the documents are members and controls at once; remove them from one of the two: a control was "
+            f"{both} of the documents are both members and controls; remove them from one of the two: a control was "
             "never trained on"
         )
 
@@ -213,7 +214,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # The value is -inf if the attacker never draws the token.
+    excluded = FIELDS.index("sampled")  # This may be -inf: an attacker may never draw a token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]

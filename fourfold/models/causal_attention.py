@@ -24,7 +24,7 @@ class AttentionCore(nn.Module):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
-    """One logit per query head. It takes part in the softmax and has no value."""
+    """One learned logit per query head. It joins the softmax over the head's scores, but has no value vector."""
     is_for_gpu = False
     """Whether to use the operations of a GPU on any device. The trace of a GPU run sets this."""
 
@@ -62,7 +62,7 @@ class AttentionCore(nn.Module):
         return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Return Σ softmax(scale · q·k, capped) · v over the keys that a query may see, [B, S, N, D].
+        """Return Σ softmax(scale · q·k, soft-capped) · v over the keys that a query may see, [B, S, N, D].
 
         A head's sink is one more score in its softmax.
         """

@@ -37,10 +37,10 @@ class MLP(nn.Module):
 
 
 class Activation(nn.Module):
-    """Computes gelu(up) (arXiv 1606.08415).
+    """The MLP's activation. Without a gate, it computes gelu(up) (arXiv 1606.08415).
 
-    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With a limit, it
-    computes GPT-OSS's variant.
+    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With ``swiglu_limit``,
+    it computes GPT-OSS's clamped SwiGLU (``_ClampedSwiGLU``).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -61,7 +61,8 @@ SLOPE = 1.702
 
 
 class _ClampedSwiGLU(Function):
-    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors."""
+    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors for
+    the backward pass."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -76,7 +77,7 @@ class _ClampedSwiGLU(Function):
     @staticmethod
     def backward(ctx: Context[float], grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (gate, up), limit = ctx.saved_tensors, ctx.kept
-        # In place, this takes three more tensors at a time.
+        # These operations work in place, so at most three additional tensors exist at a time.
         d_up = gate.clamp(max=limit)
         share = (SLOPE * d_up).sigmoid_()
         d_up.mul_(share)
@@ -87,7 +88,7 @@ class _ClampedSwiGLU(Function):
 
 
 class Linears(nn.ModuleDict):
-    """Linear layers that read the same input. The forward returns their outputs in order."""
+    """Linear layers that read the same input. The forward pass returns their outputs in order."""
 
     def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
         super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})

@@ -215,8 +215,8 @@ class Written(NamedTuple):
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
     """Write one safetensors file, a tensor at a time, and wait until it is on disk.
 
-    The safetensors library's own writer needs all tensors of a file at once. The file format is simple: the header's
-    length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
+    The safetensors library's own writer needs all tensors of a file in memory at the same time. The file format is
+    simple: the header's length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0

@@ -66,7 +66,7 @@ class Transformer(nn.Module):
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
                 S, repeated in rows with fewer documents.
-            loss_scale: the factor that the caller multiplies the loss by before the backward.
+            loss_scale: the factor that the caller multiplies the loss by before the backward pass.
             x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probabilities, for a head of preference optimization.
             is_data_BS: False for padding, which no expert takes. By default there is no padding.

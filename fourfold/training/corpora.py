@@ -103,7 +103,8 @@ class Corpora:
         return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
 
     def goldfish_statistics(self) -> MaskStatistics | None:
-        """Measure the goldfish mask at the beginning of the training data. Returns None without a goldfish mask."""
+        """Measure the goldfish mask at the beginning of the training data. Returns None if the run has no goldfish
+        mask."""
         if self.goldfish is None:
             return None
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics

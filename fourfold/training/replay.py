@@ -42,7 +42,7 @@ class Replay:
         """Time that the check added to the last step: comparisons, and the first pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Run ``Job.forward_backward`` once, or twice if this step (counted from 0) is due for a check.
+        """Run ``Job.forward_backward`` once, or twice if this step (the first step is 0) is due for a check.
 
         Raises:
             UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.

@@ -79,7 +79,7 @@ def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int,
 
 
 def rate_at(settings: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of step ``step``, counted from 0."""
+    """Return the learning rate of step ``step``. The first step is 0."""
     schedule = {
         name: settings[key] for name in SchedulerConfig.model_fields if (key := f"lr_scheduler.{name}") in settings
     }

@@ -66,7 +66,7 @@ class RunRecord:
             write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps its original run file.
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
-        """The error, if the record of a step could not be written. All other processes do not know of it yet."""
+        """The error, if the record of a step could not be written. No other process knows of it yet."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -82,7 +82,7 @@ class RunRecord:
         """Record one step. If a file cannot be written, keep the error in ``failure``.
 
         Args:
-            step: Number of the step, counted from 0.
+            step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
             seconds: Duration of the step.
             more: Metrics that only some runs or steps have, such as the validation loss.

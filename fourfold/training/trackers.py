@@ -46,7 +46,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Record the metrics of one step, counted from 1."""
+        """Record the metrics of one step. The first step is 1."""
         ...
 
     def finish(self, failed: bool) -> None:

@@ -63,7 +63,7 @@ class Callback(Protocol):
         """Called after every step, except steps that are rolled back. It may run collectives and forward passes.
 
         Args:
-            steps: Number of steps taken, counted from the start of the run.
+            steps: Number of steps taken since the start of the run.
         """
         ...
 
@@ -81,7 +81,7 @@ class TakenStep:
     """A step after the weights have moved, or after its gradients were dropped."""
 
     number: int
-    """Number of the step, counted from 0."""
+    """Index of the step. The first step is 0."""
     figures: SharedFigures
     verdict: Verdict
     is_updated: bool

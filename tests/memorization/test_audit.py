@@ -341,7 +341,7 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(text="a" * 90), {"--counts": "seen"}, "no document of"),
         (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),
         (line(text="a" * 90), {"--model": "./runs/none"}, "--model ./runs/none does not exist"),
-        (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "members and controls at once"),
+        (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "both members and controls"),
         (line(text="a" * 90 + "\ud800"), {}, "half a character"),
         (line(tokens=[1] * 50 + [True]), {}, "not a list of token ids"),
         (line(tokens=[1] * 50 + [10**30]), {}, "not a list of token ids"),

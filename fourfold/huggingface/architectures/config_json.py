@@ -120,12 +120,12 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
     if "swiglu_limit" in keys and not keys["swiglu_limit"]:
         raise UserError(f"{where}: swiglu_limit = {keys['swiglu_limit']!r} cuts every gate; 7.0 works")
-    # In these families, attention_bias also decides whether the output projection has a bias.
+    # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys.get("num_experts"):
         count = given[family.keys["num_experts"]]
-        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of mixtures of experts")
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
     if family.lists_dense_layers:
         keys["first_k_dense_replace"] = _first_dense(given, where)
     if family.counts_shared_experts:
@@ -204,7 +204,7 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
     _check_count("num_hidden_layers", count, 1, where)
     if len(layers) >= count:
         raise UserError(
-            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; a mixture of experts needs a layer "
+            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; an MoE model needs a layer "
             "with experts"
         )
     return len(layers)
@@ -255,7 +255,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
 
 
 def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys win."""
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys take
+    precedence."""
     name = section.get("from_hf")
     if name is None:
         return section

@@ -47,7 +47,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         raise UserError(
             f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
         )
-    if "truncate" in rope and rope["truncate"] is None:  # transformers takes null as false, and no key as true.
+    if "truncate" in rope and rope["truncate"] is None:  # To transformers, null is false, and a missing key is true.
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None}
     if "factor" not in rope:

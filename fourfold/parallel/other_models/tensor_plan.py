@@ -30,7 +30,7 @@ STYLES: dict[str, str] = {
     "rowwise": "a linear layer that reads each rank's share of the features, and writes to the residual",
     "rowwise_split_input": "as rowwise, but every rank has all features and takes its share",
     "embedding": "an embedding table",
-    "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
+    "experts": "the stacked experts of an MoE layer; every rank computes some of them for all tokens",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
@@ -65,7 +65,7 @@ PLANS = {
 """Plans by model_type, for what the plans of transformers leave out."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""End of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
+"""Suffix of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
 Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")

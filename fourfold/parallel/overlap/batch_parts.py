@@ -157,10 +157,10 @@ class BlockInParts(nn.Module):
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # The backward recomputes this method as a whole.
+        if is_recomputed(self.mlp, "down"):  # The backward pass recomputes this method as a whole.
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
-        # If no norm follows the last matmul, the backward does not need the matmul's result, so a recomputation stops
-        # before it.
+        # If no norm follows the last matmul, the backward pass does not need the matmul's result, so a recomputation
+        # stops before it.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)

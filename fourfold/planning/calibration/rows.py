@@ -48,7 +48,7 @@ class Row:
     doubt: str = ""
     """Why the measurement is doubtful."""
     mixture: bool = False
-    """Whether this is a mixture of experts. No constant is fitted to mixtures."""
+    """Whether this is an MoE model. No constant is fitted to MoE models."""
 
 
 class Skipped(ValueError):
@@ -112,7 +112,7 @@ def row_of(measured: MeasuredRow) -> Row:
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
     if (measured.architecture == "moe" or measured.ep > 1) and not all(map(partial(getattr, measured), OF_EXPERTS)):
-        raise Skipped("mixture of experts of unknown sizes")
+        raise Skipped("MoE model of unknown sizes")
     divided = measured.ep * (measured.pp or 1) * (measured.tp or 1 if measured.experts_over_tp else 1)
     if measured.ep > 1 and measured.gpus % divided:
         raise Skipped("ep does not divide the GPUs of a stage")
@@ -265,7 +265,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the flags of kernels that the row names. All others are the program's."""
+    """Return the flags of kernels that the row names. All other flags are the program's."""
     chosen: dict[str, Any] = {}
     if measured.attention in ("flash2", "flash3", "cudnn"):
         chosen["flash2"] = measured.attention == "flash2"
