@@ -1,4 +1,4 @@
-"""Record a process's signs of life (its step and the last action that it began) in memory that its watchdog reads.
+"""Record a process's heartbeats (its step and the last action that it began) in memory that its watchdog reads.
 
 Code that may take a long time calls `doing` first. A call costs about a microsecond with a watchdog, and nothing
 without one.
@@ -24,25 +24,25 @@ SIZE = _HEAD.size + _TEXT + (GROUPS + 1) * _GROUP.size
 
 
 class Beat(NamedTuple):
-    """The newest sign of life."""
+    """The newest heartbeat."""
 
     number: int
-    """Number of signs of life so far."""
+    """Number of heartbeats so far."""
     steps_begun: int
     """Number of steps that this process has begun. The first step still counts as start-up."""
     signs_before_step: int
-    """Number of signs of life at the beginning of the step."""
+    """Number of heartbeats at the beginning of the step."""
     step: int
     """Number of the step, counted from 1. It is 0 before the first step."""
     time: float
-    """Time of the sign of life, in seconds since the start of 1970."""
+    """Time of the heartbeat, in seconds since the start of 1970."""
     doing: str
     entered: dict[str, int]
     """Number of collectives that this process has entered, by process group."""
 
 
 class Heartbeat:
-    """Signs of life in memory that a process and its watchdog share. Both open it from the same file descriptor."""
+    """Heartbeats in memory that a process and its watchdog share. Both open it from the same file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE)
@@ -83,7 +83,7 @@ class Heartbeat:
         _HEAD.pack_into(self._memory, 0, self._count, self._begun, self._step, self._before, time.time())
 
     def read(self) -> Beat:
-        """Return the newest sign of life. The watchdog calls this."""
+        """Return the newest heartbeat. The watchdog calls this."""
         text = self._memory[_HEAD.size :].partition(b"\0")[0].decode(errors="replace")
         number, begun, step, before, seconds = _HEAD.unpack_from(self._memory)
         groups = _GROUP.iter_unpack(self._memory[_HEAD.size + _TEXT :])
@@ -95,7 +95,7 @@ _current: Heartbeat | None = None
 
 
 def send_signs_to(heartbeat: Heartbeat | None) -> None:
-    """Send this process's signs of life to `heartbeat`. If it is None, do not send them anywhere."""
+    """Send this process's heartbeats to `heartbeat`. If it is None, do not send them anywhere."""
     global _current
     _current = heartbeat
 
@@ -113,7 +113,7 @@ def begin_step(step: int) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether a watchdog reads this process's signs of life."""
+    """Return whether a watchdog reads this process's heartbeats."""
     return _current is not None
 
 

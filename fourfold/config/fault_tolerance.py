@@ -14,7 +14,7 @@ class FaultToleranceConfig(Strict):
     """Hangs, restarts, and time limits ([reliability.md](reliability.md#hangs))."""
 
     timeout: float = Field(600, ge=0)
-    """A job without a sign of life for this many seconds counts as hung and is ended. 0 disables this."""
+    """A job without a heartbeat for this many seconds counts as hung and is ended. 0 disables this."""
     startup_timeout: float = Field(1800, gt=0)
     """Like `timeout`, in seconds, but for the time until the first step is done, which may include compilation."""
     grace_period: float = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""Run the watchdog process of a rank: wait for signs of life, and report and end the rank if it hangs.
+"""Run the watchdog process of a rank: wait for heartbeats, and report and end the rank if it hangs.
 
 It imports only the standard library and a few small modules of fourfold.
 """
@@ -78,7 +78,7 @@ class HangingRank(NamedTuple):
     stacks: list[str]
     steps_begun: int = 0
     signs_of_step: int = 0
-    """Number of signs of life since the step began."""
+    """Number of heartbeats since the step began."""
     entered: dict[str, int] = {}  # noqa: RUF012 (never written to)
     """Number of collectives that the rank has entered, by process group."""
 
