@@ -82,7 +82,7 @@ def test_a_border_sends_what_the_page_says(grid: dict[str, int]) -> None:
         assert sent(report, rank)[over, operation, tied] == formula_in(formula, **letters)
 
 
-KEPT = "model | what the backward recomputes | bytes kept"
+KEPT = "model | what the backward pass recomputes | bytes kept"
 
 
 def kept_by_a_block(model: str, recomputed: str, run: RunConfig) -> float:
