@@ -32,7 +32,7 @@ from fourfold.environment import Place
 from fourfold.launch.local_workers import WorkerFailed
 
 SUBJECTS = ("python", "torch", "backend", "host", "network", "gloo", "shared memory", "open files", "loopback",
-            "host name", "disk room", "disk speed", "all-reduce")  # fmt: skip
+            "host name", "disk space", "disk speed", "all-reduce")  # fmt: skip
 
 GIB = 2**30
 
