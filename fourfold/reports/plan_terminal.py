@@ -113,8 +113,8 @@ def doubts(result: PlanRecord) -> list[str]:
     if result.interval is not None:
         low, high = result.interval
         sentences.append(
-            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. This range comes "
-            "from the planner's errors on published runs of other programs, which its constants were not fitted to."
+            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. The range covers "
+            "90 % of the planner's errors on published runs that were left out of its fit."
         )
     close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
