@@ -1,9 +1,9 @@
-"""Measure the cost of the watchdog's signs of life: the seconds of one sign, and the fraction of a step of the smallest
-model that all signs take.
+"""Measure the cost of the watchdog's heartbeats: the seconds of one heartbeat, and the fraction of a step of the
+smallest model that all heartbeats take.
 
     python -m benchmarks.watchdog_cost [--rounds 20]
 
-A larger model has the same number of signs in a longer step.
+A larger model has the same number of heartbeats in a longer step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def main() -> None:
     with_watchdog = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     heartbeat.send_signs_to(None)
     without = min(timeit.repeat(_sign, number=count, repeat=5)) / count
-    print(f"a sign of life: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
+    print(f"a heartbeat: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
     signs, seconds = run_on_ranks(ranks, 1, steps_on_grid, ranks, rounds)
     share = signs * with_watchdog / seconds
     print(f"llama-tiny on x {ranks}: {signs} signs in a step of {1e3 * seconds:.1f} ms (the fastest): {share:.3%}")
 
 
 def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
-    """Return the number of signs of life in a step, and the seconds of the fastest step."""
+    """Return the number of heartbeats in a step, and the seconds of the fastest step."""
     training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 128, "train_steps": 1000}
     run = make_run(
         {

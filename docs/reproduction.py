@@ -6,7 +6,8 @@ The script replaces these marks of the template:
   with these cells. {{share; …}} shows it as a percentage. {{rate; …}} is the number in bold, and {{before colon; …}}
   and {{after colon; …}} are the two parts of the cell.
 - {{plan; name}}: a prediction that is made now.
-- {{gaps; mask; key}}: a figure of figures/mask_gaps.json.
+- {{gaps; mask; key}}: a figure of figures/mask_gaps.json. {{gaps one in; mask; S}} shows one in how many passages of S
+  tokens has no dropped token.
 - {{law; k; S}}: the drop law.
 - {{said; page.md; pattern}}: a number in the text of a page.
 - {{runs}}: the table of slingshot_runs.csv.
@@ -18,6 +19,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from validation_page.published_runs import AXONN_BLOCKS, MEGATRON, base_of
 
@@ -52,6 +54,8 @@ def value_of(mark: list[str]) -> str:
         return planned()[mark[1]]
     if mark[0] == "gaps":
         return gaps(*mark[1:])
+    if mark[0] == "gaps one in":
+        return f"{1 / stored_gaps(mark[1])['without_gap'][mark[2]]:.0f}"
     if mark[0] == "runs":
         return runs()
     if mark[0] == "law":
@@ -112,8 +116,13 @@ def said(path: Path, pattern: str) -> str:
 
 def gaps(mask: str, key: str, passage: str = "") -> str:
     """Return a fraction from the stored measurement of masks on real text."""
-    row = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))[mask]
+    row = stored_gaps(mask)
     return share(row[key][passage] if passage else row[key]) if key != "longest_span" else f"{row[key]:,}"
+
+
+def stored_gaps(mask: str) -> dict[str, Any]:
+    table: dict[str, dict[str, Any]] = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))
+    return table[mask]
 
 
 def share(value: float) -> str:

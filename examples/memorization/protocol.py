@@ -209,7 +209,7 @@ def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
 def row_of(arm: Arm, row: dict[str, Any]) -> str:
     low, high = row["exact_match_ci"]
     whole = row["suffix_kept_whole"]
-    expected = "" if row["law"] is None else f"; the law: {row['law']:.1%}, suffixes without a gap: {whole:.0%}"
+    expected = "" if row["law"] is None else f"; expected: {row['law']:.1%}, counted: {whole:.0%}"
     at_dropped = row["first_divergence_at_dropped"]
     cells = [
         row["title"],

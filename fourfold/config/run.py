@@ -199,10 +199,8 @@ class MetricsConfig(Strict):
     """Also write TensorBoard events (needs the extra `tensorboard`)."""
     wandb: bool = False
     """Also record the run in Weights & Biases (needs the extra `wandb`)."""
-    trackio: bool = False
-    """Also record the run in Trackio (needs the extra `trackio`)."""
     project: str = Field("fourfold", min_length=1, max_length=128)
-    """Project of the run in Weights & Biases and Trackio."""
+    """Project of the run in Weights & Biases."""
     machine: PathText | None = None
     """One of the planner's machines, or a machine file. After ten steps, the run shows the planner's prediction next to
     the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""

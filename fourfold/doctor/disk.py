@@ -44,8 +44,8 @@ def room(place: Path, free: int) -> Finding:
     text = f"{format_bytes(free)} free in {place}"
     if free < LEAST_ROOM:
         advice = "make room, choose another output_dir, or keep fewer checkpoints (checkpoint.keep_latest_k)"
-        return warning("disk room", text, advice, free=free)
-    return ok("disk room", text, free=free)
+        return warning("disk space", text, advice, free=free)
+    return ok("disk space", text, free=free)
 
 
 def speed(place: Path, measured: Speed | None) -> Finding:

@@ -229,6 +229,8 @@ def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None
     if optimizer is None:
         return parts, numbers
     for shard in shards:
+        if not shard.parameter.requires_grad:
+            continue
         numbers[shard.name] = {"numbers": {}, "tensors": []}
         for key, value in optimizer.state.get(shard.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == shard.parameter.shape:

@@ -50,6 +50,8 @@ class ModelShape(ArrayFields):
     """Number of rotary tables. Sliding-window layers can have their own table. 0 for learned positions."""
     rotary_share: Number = 1.0
     """Fraction of a head's channels that rotary embeddings rotate."""
+    rotated: Number = 1
+    """Fraction of the blocks that rotate queries and keys. 0 for learned positions."""
     positions: Number = 0
     """Number of rows of a learned position table. 0 if there is none."""
     attention_bias: Flag = False

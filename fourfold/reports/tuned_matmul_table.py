@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HEADER = ("layers", "tokens × out × in", "product", "layout", "GFLOP/s", "gain", "other order")
+HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain", "other order")
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -88,12 +88,14 @@ _DEVICES = (
 )
 
 
-def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None:
+def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = False) -> PeakFlops | None:
     """Look up the dense peak (no sparsity) of a device for matmuls in `dtype`.
 
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         dtype: A torch dtype or its name ("bfloat16", "bf16", "float16", "fp16", "float32", "fp32").
+        float8: Whether some matmuls run in float8. They count against the peak of `dtype` too, as in the planner. Then
+            runs that differ only in float8 have comparable MFUs.
 
     Returns:
         The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a
@@ -109,4 +111,5 @@ def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None
         flops, name = device.fp32, "fp32"
     else:
         return None
-    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name} ({device.source}).")
+    note = ", also for the float8 matmuls" if float8 else ""
+    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name}{note} ({device.source}).")

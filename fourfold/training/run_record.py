@@ -51,8 +51,9 @@ class RunRecord:
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
-        # MFU is relative to the dense peak of the dtype that the matmuls run in.
-        self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
+        # MFU is relative to the dense peak of the run's precision, also with float8.
+        of_run = (DTYPES[training.precision], training.float8 != "none")
+        self.peak = peak_flops(self.device_name, *of_run) if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)

@@ -14,16 +14,22 @@ TRACKED = (page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page !
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *TRACKED]
 
 
+FENCE = re.compile(
+    r"^ *(?:<!-- (not run by the tests: [^\n]*) -->\n+ *)?```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL
+)
+"""A fenced block, and the HTML comment before it that says why the tests do not run it."""
+
+
 class Block(NamedTuple):
-    """A fenced block of code."""
+    """A fenced block of code. A comment in its first line says why the tests do not run it, if they do not."""
 
     language: str
     text: str
 
 
 def blocks_of(page: Path) -> list[Block]:
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [Block(language, textwrap.dedent(text)) for language, text in found]
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [Block(language, f"# {why}\n" * bool(why) + textwrap.dedent(text)) for why, language, text in found]
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:

@@ -82,7 +82,7 @@ def test_a_border_sends_what_the_page_says(grid: dict[str, int]) -> None:
         assert sent(report, rank)[over, operation, tied] == formula_in(formula, **letters)
 
 
-KEPT = "model | what the backward recomputes | bytes kept"
+KEPT = "model | what the backward pass recomputes | bytes kept"
 
 
 def kept_by_a_block(model: str, recomputed: str, run: RunConfig) -> float:
@@ -108,7 +108,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
         "R": run.model.head_dim / 2 if model == "Llama" else 0,
     }
     report = trace(run, whole=True)
-    under_way = [formula_after(text, "Rank r of 1F1B keeps", m=micro_batches, p=4, r=r) for r in (1, 2)]
+    under_way = [formula_after(text, "With 1F1B, rank r keeps", m=micro_batches, p=4, r=r) for r in (1, 2)]
     one = formula_after(text, "A rank keeps", **letters)
     peaks = [report.pipeline[rank].memory.activations_peak for rank in (1, 2)]
     assert peaks[0] - peaks[1] == (under_way[0] - under_way[1]) * one

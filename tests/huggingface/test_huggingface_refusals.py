@@ -42,7 +42,10 @@ def refusal(folder: Path) -> str:
         ({"hidden_act": ["silu"]}, ["hidden_act = ['silu']"]),
         ({"rope_parameters": None, "rope_theta": "a"}, ["rope_theta = 'a' is not a number"]),
         ({"rope_parameters": [1]}, ["rope_parameters = [1] is not a table"]),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, ["factor = 'two' is not a number"]),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "two"}},
+            ["rope_parameters.factor = 'two' is not a positive number"],
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
@@ -105,6 +108,12 @@ def test_mixtures_that_are_not_computed_are_refused(
             {"rope_parameters": {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}},
             "a table per kind of layer",
         ),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types has 5 entries, and num_hidden_layers = 2; give one"),
+        ({"sliding_window": 0}, "sliding_window = 0 is not an integer of at least 1"),
+        ({"sliding_window": "128"}, "sliding_window = '128' is not an integer"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has no factor, but rope_type 'yarn' needs one"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, "rope_scaling has no factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, r"rope_parameters\.factor = 0 is not a positive"),
     ],
 )
 def test_what_transformers_cannot_read_in_gpt_oss_is_refused(

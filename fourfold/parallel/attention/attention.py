@@ -37,7 +37,7 @@ class SharedAttentionCore(AttentionCore, Tiled):
     def __init__(
         self, core: AttentionCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int, kv_heads: int
     ) -> None:
-        super().__init__(core.config)
+        super().__init__(core.config, core.rotates)
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
         self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
         self.add_tile("sinks", core.sinks, NORMAL_BIAS[OVER_Y[split]], grid)

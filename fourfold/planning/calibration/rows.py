@@ -171,6 +171,7 @@ def _model(measured: MeasuredRow) -> Workload:
                    head_dim=head_dim, intermediate_size=inner, gate_up=inner * (2 if gated else 1),
                    padded_vocab_size=measured.vocab or GPT_VOCABULARY,
                    tie_word_embeddings=measured.mlp in ("gelu", "geglu"), rope=measured.mlp == "swiglu",
+                   rotated=measured.mlp == "swiglu",
                    num_experts=experts, num_experts_per_tok=measured.experts_per_token or 0,
                    moe_intermediate_size=measured.expert_ffn_hidden or 0,
                    shared_expert_intermediate_size=measured.shared_ffn_hidden,

@@ -50,9 +50,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # gathered nor copied, v is a view of the buffer, so the whole buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
-    rotated = np.where(model.rope, p.queries + read, 0)
-    plain = np.where(model.rope, read, p.queries + 2 * read)
-    qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
+    qkv = p.queries + np.where(one_buffer, 2 * p.keys + model.rotated * (p.queries + read), 2 * read)
     # If queries and keys are normalized, autograd keeps a float32 copy of them. It keeps a second copy if the norm
     # multiplies by 1 + weight. A norm over several ranks keeps neither copy, because it is our own.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)

@@ -181,7 +181,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
-    turned = np.where(model.rope, both * model.rotary_share, 0)
+    turned = both * model.rotary_share * model.rotated
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
     fused = np.asarray(program.fused, bool)
     own = pointwise.own_bytes(
