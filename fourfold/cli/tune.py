@@ -35,15 +35,15 @@ def tune(
         int | None, typer.Option(min=1, help="Number of devices of a trial. Default: the run file's.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop. {MACHINES}")
+        str | None, typer.Option(help=f"The planner's machine. Default: metrics.machine, or laptop (CPU). {MACHINES}")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three warm-up steps.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="A trial counts as hung after this many seconds.")] = 600,
     memory_limit: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.001, help="Memory of a device, or of a process on a CPU.")
+        float | None, typer.Option(metavar="GB", min=0.001, help="Limit per device, or per process on a CPU.")
     ] = None,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Number of trials at once. Default: as many as the machine's GPUs allow.")
+        int | None, typer.Option(min=1, help="Concurrent trials. Default: as many as the machine's GPUs allow.")
     ] = None,
     slurm: Annotated[str | None, typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,

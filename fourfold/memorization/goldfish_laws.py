@@ -18,8 +18,7 @@ def exact_match_law(k: int, suffix: int) -> float:
     can be extracted.
 
     A model can also extract a suffix by guessing its dropped tokens. If it guesses a fraction q of them correctly, 1/k
-    becomes (1
-    - q)/k.
+    becomes (1 - q)/k.
     """
     return (1 - 1 / k) ** suffix
 

@@ -40,7 +40,7 @@ class LocalShard:
 
     @property
     def current(self) -> Tensor:
-        """Return the current local tensor of the parameter. It must still be ``local``."""
+        """Return the parameter's local tensor as it is now. It must use the same memory as ``local``."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property

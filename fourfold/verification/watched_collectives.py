@@ -60,8 +60,7 @@ class WatchedCollectives:
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
-        """Count and bytes of each line, in the way that ``fourfold trace`` counts them: with the bytes of the full
-        tensor."""
+        """Count and bytes of each line, as ``fourfold trace`` counts them: with the bytes of the full tensor."""
         self.dtypes: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         """The dtypes of the tensors that were sent for each purpose."""
         self.flights: list[TimedCollective] = []

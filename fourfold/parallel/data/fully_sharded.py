@@ -187,7 +187,7 @@ class FullySharded(DataParallel):
         return any(p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params)
 
     def publish(self) -> None:
-        """Do nothing, because FSDP2 gathers the updated weights and casts them as it does so."""
+        """Do nothing, because FSDP2 casts the updated weights when it gathers them."""
 
     def free_gathered(self) -> None:
         for module in self._units():

@@ -24,7 +24,7 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelHead(Tiled):
-    """The LM head, with weight [vocab/x, hidden/y]. The embedding has the same layout, so tying them costs nothing."""
+    """The LM head, with weight [vocab/x, hidden/y]. The embedding has the same layout, so both can share one weight."""
 
     weight: nn.Parameter
 

@@ -44,7 +44,7 @@ OWN_CHAINS = 10.0, 48.0
 """Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
 sum over y in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
-"""Passes by two LayerNorms of this kind, which have two statistics in higher precision."""
+"""Passes by two LayerNorms that are chains of operations. A LayerNorm has two statistics, in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys by their norms. Each norm converts them to 32 bits, runs its kernel, and multiplies the
 result by the weight in 16 bits."""
