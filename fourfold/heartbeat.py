@@ -31,9 +31,9 @@ class Beat(NamedTuple):
     steps_begun: int
     """Number of steps that this process has begun. The first step still counts as start-up."""
     signs_before_step: int
-    """Number of heartbeats at the beginning of the step."""
+    """Number of heartbeats before the beginning of the step."""
     step: int
-    """Number of the step, counted from 1. It is 0 before the first step."""
+    """Number of the step. The first step is 1, and before it the number is 0."""
     time: float
     """Time of the heartbeat, in seconds since the start of 1970."""
     doing: str
@@ -52,7 +52,7 @@ class Heartbeat:
         counter at the same time."""
 
     def begin_step(self, step: int) -> None:
-        """Record that a step begins. Steps are counted from 0."""
+        """Record that a step begins. The first step is 0."""
         self._begun += 1
         self._step, self._before = step + 1, self._count
         self.beat("reading the batch")
@@ -60,7 +60,7 @@ class Heartbeat:
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Record that this process is in a group. Return the group's index in the memory and its counter."""
         if group not in self._entered:
-            # The memory has room for this many groups. Further groups share one unnamed entry.
+            # The memory has space for this many groups. Further groups share one unnamed entry.
             number = min(len(self._entered), GROUPS)
             place = _HEAD.size + _TEXT + number * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
@@ -107,7 +107,7 @@ def join(group: str) -> None:
 
 
 def begin_step(step: int) -> None:
-    """Record that a training step begins. Steps are counted from 0."""
+    """Record that a training step begins. The first step is 0."""
     if _current is not None:
         _current.begin_step(step)
 

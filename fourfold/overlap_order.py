@@ -33,7 +33,7 @@ class _Part(Generic[T]):
     steps: Steps[T]
     index: int
     until: Until | None = None
-    """Condition that the part's next step waits for. None if the part can continue at once."""
+    """Condition that the part's next step waits for. None if the part can continue immediately."""
     matmuls: int = -1
     """Number of steps with matmuls, summed over all parts, when this part's last step ended."""
 

@@ -62,6 +62,13 @@ GPT_OSS: dict[str, Any] = {
     "rope_parameters": YARN | {"truncate": False},
 }
 
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama gqa tied": ("LlamaConfig", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -120,6 +127,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": (
         "VaultGemmaConfig",
         GEMMA | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "granite": ("GraniteConfig", {"num_key_value_heads": 2} | MULTIPLIERS),
+    "granite tied biases": (
+        "GraniteConfig",
+        MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "arcee": ("ArceeConfig", {"num_key_value_heads": 2}),
+    "arcee biases": (
+        "ArceeConfig",
+        {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "stablelm": ("StableLmConfig", {"num_key_value_heads": 2}),
+    "stablelm biases": (
+        "StableLmConfig",
+        {"num_key_value_heads": 8, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("SmolLM3Config", {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),
+    "smollm3 biases": (
+        "SmolLM3Config",
+        {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "exaone4": ("Exaone4Config", {"num_key_value_heads": 2, "sliding_window": 7, "layer_types": [S, F]}),
+    "exaone4 full": (
+        "Exaone4Config",
+        {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": None, "layer_types": [F, F]},
     ),
     "helium": ("HeliumConfig", {"num_key_value_heads": 2, "head_dim": 8}),
     "helium biases": (

@@ -81,6 +81,31 @@ GEMMA3 = GEMMA2 | {
 }
 """Two kinds of rotary tables, QK-norm, no caps."""
 
+GRANITE = LLAMA | {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
+"""Factors on embeddings, scores, and the outputs of attention and MLP, and a divisor of the logits."""
+
+ARCEE = LLAMA | {"mlp": "relu2"}
+"""A squared ReLU without a gate."""
+
+STABLELM = LLAMA | {"norm": "layernorm", "partial_rotary_factor": 0.5}
+"""A gate and LayerNorm."""
+
+SMOLLM3 = LLAMA | {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0]}
+"""One layer has no positions."""
+
+EXAONE4 = OLMO2 | {
+    "qk_norm_over": "head",
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
+"""Only layers with a window rotate. Norms after attention and MLP."""
+
 DENSE: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt": GPT,
@@ -92,6 +117,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "olmo2": OLMO2,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "granite": GRANITE,
+    "arcee": ARCEE,
+    "exaone4": EXAONE4,
 }
 """The dense models by short names."""
 

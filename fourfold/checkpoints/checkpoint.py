@@ -37,7 +37,7 @@ from fourfold.checkpoints.compatible import (
 )
 from fourfold.checkpoints.disk_space import check_room
 from fourfold.checkpoints.file_layout import CheckpointTensors, write_layout
-from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, mark_best, step_of
+from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
     AveragedWeights,
     TrainingState,
@@ -78,7 +78,7 @@ class Checkpointer:
         job: The job to save.
         config: The section [checkpoint].
         stream_position: Returns where a streamed dataset continues after a number of steps. Every process calls it.
-        first_samples: Digest of the first samples of corpora on disk.
+        first_samples: Digests of the data on disk.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Checkpointer:
         job: TrainingState,
         config: CheckpointConfig,
         stream_position: Callable[[int], StreamPosition | None] = lambda step: None,
-        first_samples: str | None = None,
+        first_samples: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.job, self.config = folder, job, config
         self._stream_position, self._first_samples = stream_position, first_samples
@@ -209,17 +209,9 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         """Remove checkpoints that the new checkpoint makes unnecessary."""
-        # If this run went back (`resume` = 'never' or a path), checkpoints of later steps exist. Rename them, so that
-        # neither pruning nor resume = 'auto' mistakes them for checkpoints of this run.
-        found = list_checkpoints(self.folder)
-        ours = [path for path in found if step_of(path) <= step]
-        best = best_checkpoint(self.folder)
-        for later in found[len(ours) :]:
-            if later.name == best:
-                (self.folder / BEST).unlink()
-            swap_in(later, later.with_name(f"{later.name}.superseded"))
         if self.config.keep_latest_k:
-            every = self.config.keep_every
+            every, best = self.config.keep_every, best_checkpoint(self.folder)
+            ours = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in ours[: -self.config.keep_latest_k]:
                 if (not every or step_of(old) % every) and old.name != best:
                     remove(old)

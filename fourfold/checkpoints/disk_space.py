@@ -1,4 +1,4 @@
-"""Predict the size of checkpoints, and check that the disk has room for them."""
+"""Predict the size of checkpoints, and check that the disk has space for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
     needed, free = checkpoint_bytes(run), free_bytes(folder)
     if free < needed:
         raise WriteFailed(
-            f"a checkpoint needs {_size(needed)}, but {folder} has room for {_size(free)}; free some space, or change "
+            f"a checkpoint needs {_size(needed)}, but {folder} has space for {_size(free)}; free some space, or change "
             "output_dir"
         )
 
@@ -53,7 +53,7 @@ def check_room(folder: Path, run: RunConfig) -> None:
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
     """Check that one checkpoint of the run fits on the disk.
 
-    Warn if the disk has no room for all the checkpoints that the run keeps.
+    Warn if the disk is too small for all the checkpoints that the run keeps.
 
     Raises:
         WriteFailed: Not even one checkpoint fits.
@@ -67,7 +67,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:
         print(
-            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has room for {_size(free)}; "
+            f"warning: the run's checkpoints will need {_size(more)} more, but {folder} has space for {_size(free)}; "
             "keep fewer (checkpoint.keep_latest_k, checkpoint.keep_every), or free some space",
             file=sys.stderr,
         )

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from shutil import rmtree
 
+from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, step_of
+from fourfold.data.files import swap_in
+
 
 def tidy(folder: Path) -> None:
     """Remove half-written checkpoints. Restore a replaced checkpoint if its successor is not complete.
@@ -19,6 +22,18 @@ def tidy(folder: Path) -> None:
             rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(name)
+
+
+def set_later_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints of steps after `step`, from which a run starts. An earlier attempt wrote them.
+
+    Otherwise a later resume or fallback would mistake them for checkpoints of this run, which takes these steps again.
+    """
+    for later in list_checkpoints(folder):
+        if step_of(later) > step:
+            if later.name == best_checkpoint(folder):
+                (folder / BEST).unlink()
+            swap_in(later, later.with_name(f"{later.name}.superseded"))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -23,12 +23,19 @@ FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 """Keys of [model] that change neither a tensor's shape nor its meaning. They are not saved."""
 
-_OPTIMIZATION: dict[str, Any] = {
+_COMPARED: dict[str, Any] = {
     "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
     "data": {"mask_documents"},
     **dict.fromkeys(("optimizer", "lr_scheduler", "moe", "dpo", "ema"), True),
 }
 """Sections and keys of the run file whose changes cause a warning when a run resumes."""
+
+_MEASURED = {
+    "validation": {"steps"},
+    "audit": {"documents", "suffix"},
+    "evaluation": {"include_path", "limit", "num_fewshot"},
+}
+"""The same for sections that measure the model during training. Their keys matter only if their interval is not 0."""
 
 
 class RecentSteps(Strict):
@@ -96,9 +103,10 @@ class CheckpointState(Strict):
     masks: dict[str, Any] | None = None
     """The section [masks], which selects the tokens that count in the loss. None in older checkpoints."""
     optimization: dict[str, Any] | None = None
-    """The result of `optimization_settings`. None in older checkpoints and for imported models."""
-    first_samples: str | None = None
-    """Digest of the first samples of the corpora on disk. None for a streamed dataset."""
+    """The result of `compared_settings`. None in older checkpoints and for imported models."""
+    first_samples: dict[str, str] | str | None = None
+    """Digests of the data on disk (`Corpora.first_samples`). Older checkpoints have only the one of the training
+    tokens."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
@@ -145,7 +153,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         model=saved_model(run.model),
         training=sample_order(run),
         masks=run.masks.model_dump(mode="json"),
-        optimization=optimization_settings(run),
+        optimization=compared_settings(run),
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
         base=adapted_model(run),
@@ -153,13 +161,14 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
     )
 
 
-def optimization_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the run-file keys that determine, together with the samples, how the weights change, such as
-    `optimizer.lr`.
+def compared_settings(run: RunConfig) -> dict[str, Any]:
+    """Return the run-file keys that determine, together with the data, how the weights change and what is measured
+    during training, such as `optimizer.lr` and `validation.steps`.
 
     A checkpoint keeps them as plain JSON, so that a later version can still read it after a key was renamed.
     """
-    sections = run.model_dump(mode="json", include=_OPTIMIZATION).items()
+    measured = {section: keys for section, keys in _MEASURED.items() if getattr(run, section).interval}
+    sections = run.model_dump(mode="json", include=_COMPARED | measured).items()
     return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
 
@@ -220,7 +229,7 @@ def sample_order(run: RunConfig) -> dict[str, int]:
 
 
 def adapted_model(run: RunConfig) -> str | None:
-    """Return the model that a run's adapters belong to, or None without LoRA."""
+    """Return the model that a run's adapters belong to, or None if the run does not use LoRA."""
     return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
 
 

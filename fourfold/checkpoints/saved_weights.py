@@ -39,7 +39,8 @@ class SavedWeights:
         self._stored = {
             name: f"{AVERAGE}.{name}" if f"{AVERAGE}.{name}" in in_layout else f"model.{name}" for name in self.shapes
         }
-        """Each parameter's name in the checkpoint. Router biases have no average, because no gradient trains them."""
+        """Each parameter's name in the checkpoint. With ``averaged``, this is the name of its average, if it has one.
+        Router biases have none, because they are not trained by gradients."""
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:

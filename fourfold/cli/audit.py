@@ -57,7 +57,7 @@ def audit(
     generate: Annotated[
         int, typer.Option(help="Number of documents to continue token by token (ROUGE-L, edit similarity).")
     ] = 0,
-    micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores at once.")] = 8,
+    micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores in a pass.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
     max_exact_match: Annotated[
         float | None, typer.Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
@@ -100,7 +100,8 @@ def audit(
     show(record, as_json, audit_tables)
     if record is None:
         return
-    if out is not None:  # Write the report last: even if this fails, the results have been shown.
+    # Write the report only after showing the results, so that they are not lost if writing fails.
+    if out is not None:
         page = write_audit_report(record, out)
         if not as_json:
             print(f"Report: {page}")

@@ -203,9 +203,7 @@ def scaling(
     request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
     _print_note(request)
     with working("Planning each size") as watch:
-        points = scaling_curve(
-            request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch
-        )
+        points = scaling_curve(request.base, where, constants_for(where), sizes, weak, parse_limits(limits), watch)
     record = {
         "model": request.name,
         "machine": where.name,

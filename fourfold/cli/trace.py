@@ -34,7 +34,7 @@ def trace(
     where = None if machine is None else load_machine(machine)
     from fourfold.reports.terminal import trace_tables
 
-    # Import torch late, so that a mistake in the run file is reported at once.
+    # Import torch late, so that a mistake in the run file is reported immediately.
     from fourfold.verification.trace import trace as trace_run
 
     with working("Tracing one rank's step"):

@@ -29,9 +29,9 @@ def tune_matmul(
 ) -> None:
     """Find the fastest memory layouts for the run file's matmuls on this machine.
 
-    Times the forward, the input gradient, and the weight gradient of every linear layer at the sizes of one rank, with
-    transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is saved
-    to a table in your cache directory. Runs with training.tuned_products read this table.
+    Times the forward pass, the input gradient, and the weight gradient of every linear layer at the sizes of one rank,
+    with transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is
+    saved to a table in your cache directory. Runs with training.tuned_products read this table.
     """
     from fourfold.data.files import check_writable, write_output
     from fourfold.planning.machines.machine import load_machine
@@ -43,7 +43,7 @@ def tune_matmul(
     if out is not None:
         check_writable(out, "--out", "tuned.toml")
     run = load_run(run_file, overrides)
-    # Import torch late, so that a mistake in the run file is reported at once.
+    # Import torch late, so that a mistake in the run file is reported immediately.
     from fourfold.matmul_tuning.matmul_report import tune_matmuls
 
     base = load_machine(str(machine)) if machine is not None else None

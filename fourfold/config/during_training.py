@@ -12,8 +12,8 @@ from fourfold.config.strict import PathText, Strict
 class ValidationConfig(Strict):
     """Validation during training.
 
-    The validation loss decides which checkpoint is the best, and can end the run. If [ema] keeps a moving average of
-    the weights, the average's loss decides.
+    The validation loss determines which checkpoint is the best, and can end the run. If [ema] keeps a moving average of
+    the weights, the loss of the average is used instead.
     """
 
     interval: int = Field(0, ge=0)
@@ -59,7 +59,8 @@ class DPOConfig(Strict):
     """
 
     beta: float = Field(0.0, ge=0)
-    """Strength of the pull towards the reference, such as 0.1. 0 turns DPO off and trains on next tokens."""
+    """Strength of the pull towards the reference model (DPO's β), for example 0.1. With 0, DPO is off, and the run
+    trains on next-token prediction."""
 
 
 class AuditConfig(Strict):

@@ -94,12 +94,12 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the features of all key heads."""
+        """Return the number of features of all key heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def tokens(self) -> Number:
-        """Return the tokens of a micro-batch on all ranks of cp."""
+        """Return the number of tokens of a micro-batch on all ranks of cp."""
         return self.micro_batch * self.seq
 
     @cached_property
@@ -111,7 +111,7 @@ class Sizes:
 
     @cached_property
     def at_once(self) -> Number:
-        """Return the number of sequences that all ranks together run at once."""
+        """Return the number of sequences that all ranks together run at the same time."""
         return self.micro_batch * self.dp * self.z
 
     @cached_property

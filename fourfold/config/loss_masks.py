@@ -18,14 +18,14 @@ class GoldfishConfig(Strict):
     """
 
     strategy: Strategy = "none"
-    """How to choose the masked tokens. `none` masks no token. `hash` decides by the h preceding tokens, so every copy
-    of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks every k-th
-    token of a sequence. `random` masks other tokens in every copy and every pass. It protects nothing and serves for
-    comparison."""
+    """How to choose the masked tokens. `none` masks no token. With `hash`, the mask depends on the h preceding tokens,
+    so every copy of a passage has the same mask. `hash-table` reproduces the published code bit for bit. `static` masks
+    every k-th token of a sequence. `random` masks different tokens in every copy and every pass. It gives no
+    protection, and is meant only for comparisons."""
     k: int = Field(4, ge=2)
     """One token in k is left out. A smaller k protects more and trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
-    """Number of preceding tokens that decide whether a token is masked (hash, hash-table)."""
+    """Number of preceding tokens that determine whether a token is masked (hash, hash-table)."""
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the mask."""
     include_target: bool = True
@@ -38,7 +38,7 @@ class GoldfishConfig(Strict):
 
     @property
     def preceding(self) -> int:
-        """Return the number of tokens before a target that decide whether it is masked."""
+        """Return the number of tokens before a target that determine whether it is masked."""
         return self.h - 1 if self.strategy == "hash-table" and self.include_target else self.h
 
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.expected_values import round_to_multiple, shown
+from fourfold.config.layer_pattern import pattern_of
 from fourfold.config.no_meaning import NO_MEANING
-from fourfold.config.rope_scaling import RopeScaling
+from fourfold.config.rope_scaling import RopeScaling, no_pairs
 from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
 
@@ -25,14 +26,14 @@ UNSET = 0
 """Default of a size, which means that ``ModelConfig`` derives it from other sizes."""
 
 DERIVED = {"num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "query_pre_attn_scalar"}
-"""Sizes that ``ModelConfig`` derives from other sizes."""
+"""Sizes that ``ModelConfig`` derives from other sizes, and that may be null."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class ModelConfig(Strict):
     """The model, a decoder. The same keys describe models of GPT-2/3, GPT-NeoX, GPT-OSS, Llama, Mistral, Qwen, OLMo,
-    and Gemma."""
+    Gemma, and Granite."""
 
     preset: str | None = Field(None, examples=["gpt2"])
     """Start from a preset's sizes. Any other key overrides the preset."""
@@ -54,13 +55,13 @@ class ModelConfig(Strict):
     """Inner width of the MLP. Default: 4 × hidden_size."""
     max_position_embeddings: Size = 2048
     """Length of the longest sequence. With position_embedding = 'learned', the number of rows in the position table."""
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Type of the MLP: three matrices with a SiLU gate (swiglu) or a GELU gate (geglu), or two matrices with a plain
-    GELU (gelu)."""
+    GELU (gelu) or a squared ReLU (relu2)."""
     gelu_approximation: Literal["tanh", "none"] = "tanh"
     """How geglu and gelu compute GELU: with a tanh approximation (tanh) or exactly, with the error function (none)."""
     swiglu_limit: float = Field(0.0, ge=0)
-    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate cut to at most c, and up to ±c
+    """If c > 0, swiglu computes (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to at most c, and up to ±c
     (GPT-OSS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms."""
@@ -80,7 +81,7 @@ class ModelConfig(Strict):
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
-    """Fraction of a head's channels, counted from the first, that are rotated (GPT-NeoX)."""
+    """Fraction of a head's channels that are rotated (GPT-NeoX). The first channels are rotated."""
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
     """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
     trained."""
@@ -89,17 +90,23 @@ class ModelConfig(Strict):
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
     sliding_window. If the list is empty, all layers use it."""
+    no_rope_layers: list[Literal[0, 1]] = Field([])
+    """With rope: 1 for layers that rotate queries and keys, and 0 for layers without positions (SmolLM3). The list
+    repeats as layer_types does. If it is empty, all layers rotate."""
     rope_local_base_freq: float = Field(0.0, ge=0)
     """Rotary base of sliding_attention layers, which then ignore rope_scaling (Gemma 3). 0: all layers use
     rope_theta."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
+    attention_multiplier: float = Field(UNSET, ge=0)
+    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
     """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
     final_logit_softcapping: float = Field(0.0, ge=0)
     """If c > 0, the LM head's logits s become c·tanh(s / c) (Gemma 2)."""
     attention_sinks: bool = False
-    """Each query head has a trained logit, its sink, that takes part in the softmax and has no value (GPT-OSS)."""
+    """Each query head has a learned logit, its sink. It joins the softmax over the head's scores, but has no value
+    vector (GPT-OSS)."""
     attention_bias: bool = False
     """Biases in the query, key, and value projections."""
     attention_output_bias: bool = False
@@ -114,11 +121,17 @@ class ModelConfig(Strict):
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
     """Multiply token embeddings by √hidden_size (Gemma)."""
+    embedding_multiplier: float = Field(1.0, gt=0)
+    """Factor on token embeddings (Granite)."""
+    residual_multiplier: float = Field(1.0, gt=0)
+    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    logits_scaling: float = Field(1.0, gt=0)
+    """Divide the LM head's logits by this number (Granite)."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights. For o_proj and down_proj, it is divided by √(2 ·
     num_hidden_layers)."""
     num_experts: int = Field(0, ge=0, le=2**16)
-    """Number of experts per MLP (mixture of experts). 0 makes the MLPs dense."""
+    """Number of experts per MLP (mixture-of-experts model, MoE). 0 makes the MLPs dense."""
     num_experts_per_tok: Size = 2
     """Number of experts each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(UNSET, ge=0)
@@ -169,6 +182,8 @@ class ModelConfig(Strict):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.query_pre_attn_scalar == UNSET:
             self.query_pre_attn_scalar = self.head_dim
+        if self.attention_multiplier == UNSET:
+            self.attention_multiplier = self.query_pre_attn_scalar**-0.5
         if self.intermediate_size == UNSET:
             self.intermediate_size = 4 * self.hidden_size
         if self.num_experts and self.moe_intermediate_size == UNSET:
@@ -184,15 +199,8 @@ class ModelConfig(Strict):
                 f"{math.gcd(self.num_key_value_heads, self.num_attention_heads)} works"
             )
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
-            share = self.partial_rotary_factor
             is_derived = self.head_dim * self.num_attention_heads == self.hidden_size
-            of = " (hidden_size / num_attention_heads)" if is_derived else ""
-            raise ValueError(
-                f"head_dim = {self.head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
-                f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them; "
-                f"head_dim = {2 * max(1, round(self.head_dim / 2))}"
-                f"{'' if share == 1 else ' with partial_rotary_factor = 1'} works"
-            )
+            raise ValueError(no_pairs(self.head_dim, is_derived, self.partial_rotary_factor, self.rotary_dim))
         for key, unset, other, value in NO_MEANING:
             if getattr(self, key) != unset and getattr(self, other) == value:
                 raise ValueError(
@@ -202,8 +210,11 @@ class ModelConfig(Strict):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Shorten the list of layer types to its repeating pattern, and drop a local rotary base that equals the global
+        """Shorten the lists of layers to their repeating patterns, and drop a local rotary base that equals the global
         base."""
+        self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
+        if self.no_rope_layers == [1]:
+            self.no_rope_layers = []
         if self.rope_local_base_freq == self.rope_theta and self.rope_scaling is None:
             self.rope_local_base_freq = 0.0
         if not self.sliding_window:
@@ -213,10 +224,7 @@ class ModelConfig(Strict):
                 )
             self.layer_types = []
             return
-        given, count = self.layer_types or ["sliding_attention"], self.num_hidden_layers
-        kinds = (given * math.ceil(count / len(given)))[:count]
-        period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
-        self.layer_types = kinds[:period]
+        self.layer_types = pattern_of(self.layer_types or ["sliding_attention"], self.num_hidden_layers)
         if not self.sliding_layers:
             self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
 
@@ -255,6 +263,11 @@ class ModelConfig(Strict):
         """Return whether a layer's queries see a window of sliding_window tokens."""
         return bool(self.layer_types) and self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
 
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer has rotary embeddings."""
+        is_left_out = self.no_rope_layers and not self.no_rope_layers[layer % len(self.no_rope_layers)]
+        return self.position_embedding == "rope" and not is_left_out
+
     @property
     def kinds_of_layers(self) -> list[LayerType]:
         """Return the attention types that the layers use."""
@@ -268,7 +281,7 @@ class ModelConfig(Strict):
     @property
     def gated_mlp(self) -> bool:
         """Return whether the MLP has a gate in addition to its up projection."""
-        return self.mlp != "gelu"
+        return self.mlp.endswith("glu")
 
     @property
     def rotary_dim(self) -> int:

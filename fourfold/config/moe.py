@@ -1,4 +1,4 @@
-"""The section [moe] of the run file, which sets how a mixture of experts is trained."""
+"""The section [moe] of the run file, which sets how a mixture-of-experts (MoE) model is trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from fourfold.config.strict import Strict
 
 
 class MoEConfig(Strict):
-    """Training of a mixture of experts ([moe.md](moe.md)). The experts themselves are keys of [model](#model)."""
+    """Training of a mixture-of-experts (MoE) model ([moe.md](moe.md)). The experts themselves are keys of
+    [model](#model)."""
 
     capacity_factor: float = Field(0.0, ge=0)
     """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of

@@ -43,3 +43,19 @@ class RopeScaling(Strict):
                     f"{low} = {getattr(self, high) / 2} works"
                 )
         return self
+
+
+def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
+    """Say that the rotated channels of a head are no pairs.
+
+    Args:
+        is_derived: whether head_dim follows from hidden_size and num_attention_heads.
+        share: the fraction of the head's channels that are rotated.
+        channels: their number.
+    """
+    of = " (hidden_size / num_attention_heads)" if is_derived else ""
+    return (
+        f"head_dim = {head_dim}{of}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
+        f"{channels} channels, and rotary embeddings rotate pairs of them; head_dim = "
+        f"{2 * max(1, round(head_dim / 2))}{'' if share == 1 else ' with partial_rotary_factor = 1'} works"
+    )

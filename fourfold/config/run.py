@@ -106,7 +106,7 @@ class OverlapConfig(Strict):
 
 class TrainingConfig(Strict):
     micro_batch_size: Size = 1
-    """Number of sequences that one rank runs at once."""
+    """Number of sequences that go through one forward and backward pass together on one rank."""
     global_batch_size: Size = Field(examples=[32])
     """Number of sequences per optimizer step, over all ranks."""
     seq_length: Size = Field(examples=[1024])
@@ -199,10 +199,8 @@ class MetricsConfig(Strict):
     """Also write TensorBoard events (needs the extra `tensorboard`)."""
     wandb: bool = False
     """Also record the run in Weights & Biases (needs the extra `wandb`)."""
-    trackio: bool = False
-    """Also record the run in Trackio (needs the extra `trackio`)."""
     project: str = Field("fourfold", min_length=1, max_length=128)
-    """Project of the run in Weights & Biases and Trackio."""
+    """Project of the run in Weights & Biases."""
     machine: PathText | None = None
     """One of the planner's machines, or a machine file. After ten steps, the run shows the planner's prediction next to
     the measurement. On a CPU, this needs a file that `fourfold machine calibrate` wrote."""
@@ -262,7 +260,7 @@ class RunConfig(Strict):
         given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
         if given and not self.model.num_experts:
             raise ValueError(
-                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for mixtures of experts, and "
+                f"moe.{given[0]} = {getattr(self.moe, given[0])} is for MoE models, and "
                 f"model.num_experts = 0; moe.{given[0]} = 0 works"
             )
         if self.moe.bias_update_rate and not self.model.router_bias:

@@ -11,7 +11,7 @@ ONE_STAGE = ("GPipe", "1F1B")
 """Schedules with one stage per rank."""
 
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
-"""Schedules that run all forwards of a step before its first backward."""
+"""Schedules that run all forward passes of a step before its first backward pass."""
 
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that run micro-batches in rounds of pp (Narayanan et al. 2021, arXiv 2104.04473)."""

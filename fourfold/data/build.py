@@ -96,7 +96,7 @@ def ensure_builtin(
     """Return the prefix of a built-in corpus. Prepare the corpus first if it does not exist yet.
 
     2 % of the corpus is held out for validation, under `manifest.validation_prefix`. Any number of processes can call
-    this function at once: one prepares the corpus, and the other processes wait.
+    this function at the same time: one prepares the corpus, and the other processes wait.
 
     Args:
         name: Name of the corpus.

@@ -38,7 +38,7 @@ class PackedConversations:
     """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
 
     Each conversation is a document. The padding is a separate document and is never trained. Only the lengths of
-    conversations decide which of them share a window.
+    conversations determine which of them share a window.
 
     Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Nothing comes
     before a conversation, so the `look_back` places before a window are empty.
@@ -125,7 +125,7 @@ class PackedConversations:
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
     """Pack items into bins with the best-fit method: take the longest item first, and put each item into the fullest
-    bin that has room for it.
+    bin in which it fits.
 
     Args:
         lengths: Length of each item, at most `room`.
@@ -136,7 +136,7 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     bins: list[list[int]] = []
-    rest_of: dict[int, list[int]] = {}  # Maps an amount of free room to the bins with that much room.
+    rest_of: dict[int, list[int]] = {}  # Maps an amount of free space to the bins with that much free space.
     rests: list[int] = []  # The keys of rest_of, in ascending order.
     for item in order.tolist():
         length = int(lengths[item])

@@ -208,7 +208,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
 def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each token's position in its document [rows, length].
 
-    Positions in the first document count from the start of the window.
+    Positions in the first document are relative to the start of the window.
     """
     places = np.arange(documents.shape[1])
     is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0

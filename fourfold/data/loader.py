@@ -27,7 +27,7 @@ class MicroBatch(Generic[Array]):
     labels: Array | None = None
     """Targets: the next token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits."""
     positions: Array | None = None
-    """Position of each token in its document. None means that positions count from the start of the sequence."""
+    """Position of each token in its document. None means that positions are relative to the start of the sequence."""
     document_ends: Array | None = None
     """End of each document in a sequence [B, E]. Attention does not cross these ends. The last end is S,
     repeated in sequences with fewer documents. None means that attention sees the whole sequence."""
@@ -50,7 +50,7 @@ class MicroBatch(Generic[Array]):
 class Loader:
     """This rank's micro-batches for any optimizer step.
 
-    Step t consists of samples [t·G, (t+1)·G) for global batch size G, on every grid. Micro-batch m of rank r of `size`
+    On every grid with global batch size G, step t consists of samples [t·G, (t+1)·G). Micro-batch m of rank r of `size`
     ranks takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The step is the only state.
     To resume on this grid or another one, call `step` with the next number.
 
@@ -93,7 +93,7 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
-        """Return the micro-batches of one optimizer step (counted from 0), in execution order."""
+        """Return the micro-batches of one optimizer step (the first step is 0), in execution order."""
         if self._executor is None:
             return self._assemble(step)
         ahead, self._ahead = self._ahead, None

@@ -32,7 +32,7 @@ class MaskStatistics:
     dropped: int
     """Number of trainable targets that the goldfish mask drops."""
     longest_undropped_span: int
-    """Length of the longest run of targets in one document without a dropped target."""
+    """Length of the longest run of consecutive trainable targets in a document, none of which is dropped."""
 
     @property
     def drop_rate(self) -> float:

@@ -1,4 +1,5 @@
-"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge, and publish the whole corpus at once."""
+"""Prepare a corpus on disk from text: tokenize, keep finished parts, merge, and publish the whole corpus in one
+step."""
 
 import os
 import time

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Encodes text as UTF-8 bytes with ids 0 to 255, and id 256 for the end of a document. It needs no file."""
+    """Encodes text as its UTF-8 bytes, with ids 0 to 255. Id 256 marks the end of a document."""
 
     vocab_size: int = 257
     eod_id: int = 256

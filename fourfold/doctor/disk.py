@@ -40,7 +40,7 @@ def examine_disk(folder: Path) -> Iterator[Finding]:
 
 
 def room(place: Path, free: int) -> Finding:
-    """Check that the disk has space for checkpoints."""
+    """Check that the disk has enough free space for checkpoints."""
     text = f"{format_bytes(free)} free in {place}"
     if free < LEAST_ROOM:
         advice = "make room, choose another output_dir, or keep fewer checkpoints (checkpoint.keep_latest_k)"
@@ -62,7 +62,7 @@ def speed(place: Path, measured: Speed | None) -> Finding:
 def measure(descriptor: int) -> Speed | None:
     """Write blocks, flush them to disk, and read them again. Reading bypasses the kernel's cache if the kernel
     allows it."""
-    block = os.urandom(BLOCK)  # A disk cannot compress random bytes.
+    block = os.urandom(BLOCK)  # Use random bytes, because a disk may compress other data.
     start, size = time.perf_counter(), 0
     while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:
         _write_whole(descriptor, block)

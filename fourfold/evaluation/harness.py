@@ -83,7 +83,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         except TaskFailed:  # The task failed on another process. This process learned of it when it began a pass.
             raise
         except Exception as error:  # Tasks are third-party code, templates, and data, and can raise anything.
-            # If the model's own pass failed, the processes may have left it at different points and cannot go on.
+            # If the model's own pass failed, the processes may have left it at different points and cannot continue.
             if self._is_scoring:
                 raise
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"

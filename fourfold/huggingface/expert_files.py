@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.parallel.other_models.tensor_plan import saved_buffers
+
 Rows = dict[str, range]
 """Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""
 
 
 def rows_in_files(model: Any) -> dict[str, Rows]:
-    """For every name of every parameter of a model, find the tensors in files that it is written to.
+    """For every name of every parameter and saved buffer of a model, find the tensors in files that hold it.
 
     A table in transformers says which stacks of experts become one matrix per expert, and which parameters have another
     name in files. If files hold the elements of a parameter in another order, the parameter keeps its own name.
     """
     found: dict[str, Rows] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in (*model.named_parameters(remove_duplicate=False), *saved_buffers(model).items()):
         counts = tuple(parameter.shape[: 2 if parameter.ndim == 3 else 1])
         rows = range(math.prod(counts))
         found[name] = {name: rows}

@@ -173,11 +173,15 @@ class Format:
 
 
 _PAIRS = (".q_proj.", ".k_proj.")
-_OF_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss")
+_OF_LLAMA = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "ministral", "seed_oss", "granite", "arcee", "stablelm",
+    "smollm3",
+)  # fmt: skip
 FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
     "olmo2": Format(_OLMO2),
     "olmo3": Format(_OLMO2),
+    "exaone4": Format(_OLMO2),
     "gemma2": Format(_GEMMA2),
     "gemma3_text": Format(_GEMMA2),
     "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),

@@ -58,7 +58,7 @@ def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
     """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
 
     Raises:
-        UserError: a tensor is missing, has another shape, or has no bytes.
+        UserError: a tensor is missing, has another shape, or does not hold bytes.
     """
     kinds = "_blocks", "_scales"
     name = next((name for name in names if any(name + kind in files.shapes for kind in kinds)), None)

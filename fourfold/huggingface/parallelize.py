@@ -12,11 +12,11 @@ from fourfold.errors import UserError
 from fourfold.huggingface.expert_files import rows_in_files
 from fourfold.huggingface.parallelized import Parallelized
 from fourfold.huggingface.parallelized_files import ParallelizedTensors
-from fourfold.models.dtypes import DTYPES
+from fourfold.models.dtypes import DTYPES, SAFETENSORS_NAMES
 from fourfold.parallel.data.data_parallel import StepTypes, Units
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid_model import GridModel, replicate_or_shard
-from fourfold.parallel.other_models.tensor_plan import lay_out
+from fourfold.parallel.other_models.tensor_plan import lay_out, saved_buffers
 from fourfold.parallel.other_models.whole_residual import WholeEmbedding
 from fourfold.parallel.tensor.sharding import tie_again, tied_names
 
@@ -58,18 +58,20 @@ def parallelize(
     _make_buffers(model)
     buffers = dict(model.named_buffers())
     types = _step_types(sources, precision)
-    _check_only_weights(model)
+    _check_no_adapters(model)
+    _check_saved_buffers(model)
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
             "the model has no weights (it is on the meta device); give parallelize the folder of its weights"
         )
     tied = tied_names(model)
-    shapes = {name: tuple(source.shape) for name, source in sources.items()}
+    shapes = {name: tuple(source.shape) for name, source in (sources | saved_buffers(model)).items()}
     in_files = ParallelizedTensors(shapes, rows_in_files(model), tied)
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # Your optimizer updates the model's own parameters, so they cannot be working copies of other weights.
+    # The user's optimizer updates the model's own parameters, so these must be the stored weights, not copies of them
+    # in the dtype of the computation.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
@@ -112,25 +114,31 @@ def _units(model: nn.Module) -> Units:
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
 
 
-def _check_only_weights(model: nn.Module) -> None:
-    """Refuse adapters, and refuse buffers that are saved with the weights."""
+def _check_no_adapters(model: nn.Module) -> None:
     if any(".lora_A." in name for name, _ in model.named_parameters()):
         raise UserError(
             "the model has adapters of peft, which parallelize cannot lay out; train LoRA with `fourfold train` "
             "([lora] rank, model.from_hf), or call merge_and_unload() of the peft model first, to train all weights"
         )
-    for prefix, module in model.named_modules():
-        for name, _ in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                path = f"{prefix}.{name}".removeprefix(".")
-                raise UserError(
-                    f"{path} is a buffer that is saved with the weights, and parallelize cannot load or save it; such "
-                    "models are not supported"
-                )
+
+
+def _check_saved_buffers(model: nn.Module) -> None:
+    """Refuse saved buffers that the forward changes, and that are no floating-point numbers."""
+    for name, buffer in saved_buffers(model).items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.modules.batchnorm._NormBase):
+            raise UserError(f"{name} is a statistic of the sequences, and every process would compute its own")
+        if buffer.dtype not in SAFETENSORS_NAMES:
+            raise UserError(
+                f"{name} is a buffer of type {buffer.dtype} that is saved with the weights, and parallelize can save "
+                "only floating-point numbers; such models are not supported"
+            )
 
 
 def _make_buffers(model: nn.Module) -> None:
     """Compute the values of buffers on the meta device with transformers' ``_init_weights``.
+
+    Buffers that are saved with the weights are read from files later.
 
     That method would also initialize the parameters of the same modules. On the meta device this does nothing, so the
     parameters must be there too.
@@ -146,7 +154,8 @@ def _make_buffers(model: nn.Module) -> None:
         is_safe = all(parameter.is_meta for parameter in module.parameters(recurse=False))
         if made and is_safe and initialize is not None:
             initialize(module)
-        if made and (initialize is None or not is_safe or any(buffer.isnan().any() for buffer in made.values())):
+        computed = [buffer for key, buffer in made.items() if key in module._non_persistent_buffers_set]
+        if computed and (initialize is None or not is_safe or any(buffer.isnan().any() for buffer in computed)):
             raise UserError(
                 f"{name} has buffers on the meta device, and nothing can fill them; build the model on the CPU"
             )

@@ -26,7 +26,9 @@ from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.grid_model import GridModel
-from fourfold.parallel.other_models.tensor_plan import Placed
+from fourfold.parallel.other_models.tensor_plan import Placed, saved_buffers
+from fourfold.parallel.state import LocalShard
+from fourfold.parallel.tensor.sharding import Tile
 
 
 class Parallelized(nn.Module):
@@ -57,6 +59,8 @@ class Parallelized(nn.Module):
         self._in_files, self.shapes = in_files, in_files.shapes
         self._in_backward = False
         self._summed = False
+        self._separates_documents: bool | None = None
+        """Whether packed documents cannot see each other. None if this is not known yet."""
         taken = inspect.signature(self.module.forward).parameters
         names_none = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         self._takes_use_cache = "use_cache" in taken or (names_none and hasattr(self.module, "base_model_prefix"))
@@ -99,20 +103,30 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch off the cache if it is not used, and refuse packed documents that would attend to each other."""
+        """Switch off the cache if it is not used, and refuse packed documents that would see each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.ndim == 2 else None
         if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
             kwargs["use_cache"] = False
-        # Only a mask or a cache lets documents attend to each other. Without either, skip the check, because it would
-        # wait for the GPU every step.
-        if positions is None or (mask is None and kwargs.get("use_cache") is False):
+        if positions is None:
+            return
+        if self._separates_documents is None:
+            self._separates_documents = self._finds_documents(positions.device)
+        # In most models, only a mask or a cache lets documents see each other. Without either, skip the check, because
+        # it would wait for the GPU every step.
+        if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]
         if mask is not None:  # The positions of padding have no meaning.
             again = again & mask[:, 1:].bool() & mask[:, :-1].bool()
         if not again.any():
             return
+        if not self._separates_documents:
+            raise UserError(
+                "position_ids start again, but a packed document of this model sees the documents before it, because "
+                "a layer keeps a state across documents or the model's mask does not read position_ids; put one "
+                "document in each row"
+            )
         if kwargs.get("use_cache"):
             raise UserError(
                 "use_cache = True with position_ids that start again lets packed documents attend to each other; "
@@ -124,6 +138,19 @@ class Parallelized(nn.Module):
                 "leave the mask out, and set the labels of padding to -100"
             )
         kwargs["use_cache"] = False
+
+    @torch.no_grad()
+    def _finds_documents(self, device: torch.device) -> bool:
+        """Return whether the model computes a document as if no other document came before it in the row.
+
+        Every process calls this. Two rows differ in their first document. If positions start again, that must not
+        change the second document, at least not as much as it changes the text if positions do not start again.
+        """
+        tokens_4S = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]] * 2, device=device)
+        positions_4S = torch.tensor([[0, 1, 0, 1]] * 2 + [[0, 1, 2, 3]] * 2, device=device)
+        logits_42V = self.module(input_ids=tokens_4S, position_ids=positions_4S, use_cache=False).logits[:, 2:].float()
+        packed, continued = ((logits_42V[row] - logits_42V[row + 1]).abs().max() for row in (0, 2))
+        return not packed > 0.1 * continued
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
         """Refuse an auxiliary loss of routers, because transformers would compute it from each process's own sequences
@@ -247,7 +274,7 @@ class Parallelized(nn.Module):
             UserError: A weight is missing, or a file is damaged. Every process raises it.
         """
         with self.on_grid.replacing_weights(), failing_together():
-            read_weights(self.module, self.shards, self._in_files, folder)
+            read_weights(self.module, self._saved(), self._in_files, folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder for transformers' ``from_pretrained``, one tensor at a time through rank 0.
@@ -258,7 +285,7 @@ class Parallelized(nn.Module):
         Raises:
             UserError: ``folder`` exists or cannot be written. Every process raises it, and nothing is left behind.
         """
-        write_pretrained(self.module, self.shards, self._in_files, Path(folder))
+        write_pretrained(self.module, self._saved(), self._in_files, Path(folder))
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load. It replaces an earlier checkpoint in ``folder``.
@@ -271,7 +298,7 @@ class Parallelized(nn.Module):
             UserError: ``folder`` is not a checkpoint or cannot be written, or the optimizer keeps a tensor that has
                 neither the weight's shape nor one element. Every process raises it.
         """
-        write_checkpoint(self.shards, self.grid, Path(folder), optimizer)
+        write_checkpoint(self._saved(), self.grid, Path(folder), optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fill the weights from a checkpoint that any grid has written.
@@ -285,7 +312,24 @@ class Parallelized(nn.Module):
         """
         numbers = read_numbers(Path(folder), optimizer is not None)
         with self.on_grid.replacing_weights():
-            read_checkpoint(self.shards, Path(folder), optimizer, numbers)
+            read_checkpoint(self._saved(), Path(folder), optimizer, numbers)
+
+    def _saved(self) -> list[LocalShard]:
+        """Return the shards of all weights, and the buffers that are saved with the weights. Every rank has whole
+        buffers."""
+        tile = Tile(sharded=False)
+        return self.shards + [
+            LocalShard(
+                name,
+                nn.Parameter(buffer, requires_grad=False),
+                buffer,
+                tile,
+                tuple(buffer.shape),
+                tuple(slice(0, size) for size in buffer.shape),
+                self.grid.sizes.world_size,
+            )
+            for name, buffer in saved_buffers(self.module).items()
+        ]
 
     def layout(self) -> list[dict[str, Any]]:
         """Return how every module is laid out on x and y, as records."""

@@ -203,7 +203,7 @@ def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
         return
     config = copy.deepcopy(model.config)
     config.dtype = dtype
-    # FSDP2 replaces the class of every module with a subclass.
+    # FSDP2 gives each module that it shards a subclass of the module's class. Save the name of the original class.
     config.architectures = [next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))]
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
@@ -229,6 +229,8 @@ def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None
     if optimizer is None:
         return parts, numbers
     for shard in shards:
+        if not shard.parameter.requires_grad:
+            continue
         numbers[shard.name] = {"numbers": {}, "tensors": []}
         for key, value in optimizer.state.get(shard.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == shard.parameter.shape:

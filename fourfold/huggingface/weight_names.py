@@ -40,7 +40,7 @@ class TensorPiece:
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Divide ``rows`` of our parameter into runs that are evenly spaced in the Hugging Face tensor. For each run,
-        yield its rows, counted from the start of ``rows``, and its rows in the Hugging Face tensor (every second row if
+        yield its rows relative to the start of ``rows``, and its rows in the Hugging Face tensor (every second row if
         they are interleaved)."""
         size, pairs = self.rows // self.groups, self.paired_rows
         if size == 1:

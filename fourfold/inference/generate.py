@@ -88,9 +88,9 @@ class Generation:
     settings: dict[str, Any]
     """How the next token was chosen, and which texts stop generation, with transformers' names."""
     step_bytes: int | None = None
-    """Smallest number of bytes that Loki reads from the cache for one more token. None without Loki."""
+    """Smallest number of bytes that Loki reads from the cache for one more token. None if Loki is not used."""
     full_step_bytes: int | None = None
-    """Number of bytes that full attention would read. None without Loki."""
+    """Number of bytes that full attention would read. None if Loki is not used."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""

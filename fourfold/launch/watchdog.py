@@ -90,7 +90,8 @@ def _start_watching(
     command = [sys.executable, "-m", "fourfold.launch.watchdog_process", json.dumps(watch._asdict())]
     inherited = (watch.heartbeat, watch.stacks, watch.signals, watch.tell)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # Block the signals while the watchdog starts. It inherits this, so only this process receives signals.
+    # Start the watchdog with stop signals blocked. It inherits the blocked mask, so only the training process reacts to
+    # a signal that is sent to both.
     with held_stop_signals():
         process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)
     for descriptor in (alive, told):

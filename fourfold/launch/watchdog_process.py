@@ -1,4 +1,4 @@
-"""Run the watchdog process of a rank: wait for heartbeats, and report and end the rank if it hangs.
+"""Run the watchdog process of a rank: wait for the rank's heartbeats, and report and end the rank if it hangs.
 
 It imports only the standard library and a few small modules of fourfold.
 """

@@ -144,7 +144,7 @@ def _start(
 
 
 def _end(processes: Sequence[BaseProcess], code: int) -> NoReturn:
-    """Kill the workers and exit at once, because a normal exit takes long if torch is loaded."""
+    """Kill the workers and exit immediately, because a normal exit takes long if torch is loaded."""
     for process in processes:
         process.kill()
     for process in processes:

@@ -2,7 +2,7 @@
 
 Timings are noisy, and the fastest of many is often just the luckiest. So the first rounds only nominate one layout per
 matmul for each way to store the weight. Then new rounds alternate between the nominee and the default layout, which
-copies no operand, and these rounds decide.
+copies no operand, and only these rounds determine the choice.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class AuditRequest(ScoringRequest):
     """A request to audit a model on documents, with the options of the audit."""
 
     documents: Path
-    """A .jsonl file with the documents that the model was trained on."""
+    """A .jsonl file with the documents to audit. Documents with a count of 0 are controls, and the model was trained on
+    all others."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
@@ -80,6 +81,12 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     device = choose_device(place, run.training.device if run is not None else "auto")
     goldfish = _goldfish(request, run)
     other_model = None if request.reference is None else find_model(request.reference, request, "--reference")
+    for each in (run, None if other_model is None else other_model.run):
+        if request.offset and each is not None and each.data.mask_documents:
+            raise UserError(
+                f"--offset {request.offset} puts other documents before each document, and a model trained with "
+                "data.mask_documents never sees other documents; leave --offset out"
+            )
     tokenizer = find_tokenizer(request, model)
     scorer = open_scorer(model, request, device)
     documents, truncated = _documents(request, scorer, tokenizer)
@@ -197,7 +204,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         )
     if both := len(members & controls):
         raise UserError(
-            f"{both} of the documents are members and controls at once; remove them from one of the two: a control was "
+            f"{both} of the documents are both members and controls; remove them from one of the two: a control was "
             "never trained on"
         )
 
@@ -207,7 +214,7 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # The value is -inf if the attacker never draws the token.
+    excluded = FIELDS.index("sampled")  # This may be -inf: an attacker may never draw a token.
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]

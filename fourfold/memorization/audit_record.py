@@ -155,7 +155,7 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
 def _membership(
     inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the results of the attacks and of the bag-of-words guard, or None if there are too few documents."""
+    """Return the results of the attacks and of the bag-of-words baseline, or None if there are too few documents."""
 
     def score(number: int) -> dict[str, float]:
         reference = None if inputs.reference is None else inputs.reference[number]

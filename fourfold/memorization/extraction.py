@@ -26,7 +26,8 @@ class Extraction:
     token_agreement: float
     """Fraction of all tokens that are the most likely token at their position."""
     extraction_strength: float
-    """Largest fraction of the document, counted from its end, that greedy decoding completes (Wang et al. 2025)."""
+    """Length of the longest suffix of the document that greedy decoding reproduces from the text before it, divided by
+    the document's length (Wang et al. 2025)."""
     log_p: float
     """ln of the probability of sampling the suffix."""
     first_divergence: int | None
@@ -90,14 +91,15 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50 that leave room for the suffix in the longest document."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50 that leave enough tokens for the suffix in the longest
+    document."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})
 
 
 def exposure(loss: float, control_losses: Sequence[float]) -> float:
-    """Return the exposure log2(N) - log2(rank) of a canary. Its rank is by loss, among itself and N - 1 controls
+    """Return the exposure log2(N) - log2(rank) of a canary. The rank is by loss, among the canary and N - 1 controls
     (Carlini, arXiv 1802.08232).
 
     The result is at most log2(N), so more controls raise the limit.

@@ -95,7 +95,7 @@ def goldfish_check(
 
     ``first_divergence_at_dropped`` is the fraction of documents that first diverge at a dropped token, among those
     whose suffix is not extracted. By chance it equals ``suffix_drop_rate``. ``suffix_kept_whole`` is the fraction of
-    suffixes without a dropped token. The mask does not protect these.
+    suffixes without a dropped token. The mask does not protect such suffixes.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]

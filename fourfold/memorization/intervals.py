@@ -1,4 +1,4 @@
-"""Compute rates, means, and AUCs with 95 % confidence intervals. Resampling is seeded."""
+"""Compute rates, means, and AUCs with 95 % confidence intervals. The bootstrap is seeded."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
 
 
 def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
-    """Return the percentile interval of a statistic of the rows, which are resampled with replacement."""
+    """Return the bootstrap (percentile) interval of a statistic of the rows, which are resampled with replacement."""
     generator = np.random.default_rng(0)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean and its resampled interval, for a record."""
+    """Return the mean and its bootstrap interval, for a record."""
     array = np.array(values, dtype=np.float64)
     return {"mean": float(array.mean()), "ci": list(bootstrap(lambda rows: float(rows.mean()), array))}
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the sum of parts divided by the sum of wholes, with its interval resampled by (part, whole) pair, for a
+    """Return the sum of parts divided by the sum of wholes, with its bootstrap interval over (part, whole) pairs, for a
     record."""
 
     def ratio(rows: NDArray[Any]) -> float:
@@ -79,7 +79,7 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 
 
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
-    """Return the percentile interval of the AUC, resampling members and controls separately.
+    """Return the bootstrap interval of the AUC. Members and controls are resampled separately.
 
     If members and controls separate perfectly, every resample has an AUC of 1 (or 0). The rule of three then gives the
     interval's inner end.
@@ -98,8 +98,8 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """Return the fraction of members that score above all but 1/``one_in`` of the controls. Return None with fewer than
-    ``one_in`` controls."""
+    """Return the fraction of members that score above all but 1/``one_in`` of the controls. Return None if there are
+    fewer than ``one_in`` controls."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

@@ -58,7 +58,7 @@ def attacks(
     """Return the AUC and the true-positive rates at low false-positive rates, for every attack that has scores for all
     documents.
 
-    The result is empty with fewer than ``FEWEST`` members or controls.
+    The result is empty if there are fewer than ``FEWEST`` members or controls.
     """
     if min(len(members), len(controls)) < FEWEST:
         return {}
@@ -100,7 +100,8 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
 def bag_of_words_guard(
     members: Sequence[NDArray[np.int64]], controls: Sequence[NDArray[np.int64]]
 ) -> dict[str, Any] | None:
-    """Test whether words alone separate members from controls, without any model. Return None with too few documents.
+    """Test whether words alone separate members from controls, without any model. Return None if there are too few
+    documents.
 
     A naive Bayes classifier over token counts is cross-validated over unique documents. If its AUC exceeds the AUC of
     95 % of random relabelings, members and controls differ in distribution. A membership attack may then only detect
@@ -130,8 +131,8 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return each document once. If copies were on both sides of a fold, the classifier would recognize them at
-    once."""
+    """Return each document once. If copies were both inside and outside a fold, the classifier would simply recognize
+    them."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

@@ -38,7 +38,7 @@ class ScoringRequest:
     sampling: AttackSampling = field(default_factory=AttackSampling)
     """The attacker's sampling scheme."""
     micro_batch_size: int = 8
-    """Number of documents that one rank scores at once."""
+    """Number of documents that one rank scores in one forward pass."""
     overrides: tuple[str, ...] = ()
     """Overrides of the run file, such as parallel.z=2."""
 

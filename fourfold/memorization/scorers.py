@@ -50,7 +50,7 @@ class GridScorer:
     """Runs the forward pass of a job on its grid.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
-    rank scores at once. Documents are distributed over dp and z.
+    rank scores in one forward pass. Documents are distributed over dp and z.
     """
 
     def __init__(self, job: Job, sampling: AttackSampling) -> None:
@@ -137,8 +137,8 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget it, so that a score
-            # does not depend on earlier documents.
+            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget this length, so
+            # that a score does not depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]

@@ -2,7 +2,7 @@
 scores.
 
 Greedy decoding from a document's own prefix reproduces the next n tokens exactly if each of them is the most likely
-token after the true tokens before it. One forward pass therefore decides every prefix and suffix at once.
+token after the true tokens before it. One forward pass therefore gives the answer for every prefix and every suffix.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
 
 
 def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens that these
-    exclude."""
+    """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens that top-k
+    or top-p excludes."""
     scaled_mV = logits_mV / sampling.temperature
     target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
     columns = scaled_mV.shape[1]

@@ -75,7 +75,7 @@ class _Differentiable(Function):
 def differentiable(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor | None
 ) -> Tensor:
-    """Call a linear function, with a custom backward.
+    """Call a linear function, with a custom backward pass.
 
     Args:
         backward: computes the input's gradient from the output's gradient and ``kept``.

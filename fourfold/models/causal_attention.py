@@ -24,14 +24,14 @@ class AttentionCore(nn.Module):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
-    """One logit per query head. It takes part in the softmax and has no value."""
+    """One learned logit per query head. It joins the softmax over the head's scores, but has no value vector."""
     is_for_gpu = False
     """Whether to use the operations of a GPU on any device. The trace of a GPU run sets this."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
-        self.config, self.head_dim = config, config.head_dim
-        self.scale, self.softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        self.config, self.head_dim, self.rotates = config, config.head_dim, rotates
+        self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.norms_each_head = config.qk_norm_over == "head"
         sizes = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
         if self.norms_each_head:
@@ -55,14 +55,14 @@ class AttentionCore(nn.Module):
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
-        if context.cos_BS1d is not None and context.sin_BS1d is not None:
+        if self.rotates and context.cos_BS1d is not None and context.sin_BS1d is not None:
             queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
             q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])
             k_BSKD = apply_rope(k_BSKD, context.cos_BS1d, context.sin_BS1d)
         return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Return Σ softmax(scale · q·k, capped) · v over the keys that a query may see, [B, S, N, D].
+        """Return Σ softmax(scale · q·k, soft-capped) · v over the keys that a query may see, [B, S, N, D].
 
         A head's sink is one more score in its softmax.
         """

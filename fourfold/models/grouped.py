@@ -35,7 +35,7 @@ class HostNumbers:
             self._event.record()
 
     def have_arrived(self) -> bool:
-        """Return whether ``read`` would return at once."""
+        """Return whether ``read`` would return immediately."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
@@ -118,7 +118,7 @@ def add_biases(rows_NO: Tensor, biases_EO: Tensor | None, groups: Groups) -> Ten
 
 
 class _KeepOperands(Function):
-    """Keeps the operands, and computes their gradients in the backward.
+    """Keeps the operands, and computes their gradients in the backward pass.
 
     The output is a placeholder that receives the matmul's gradient.
     """

@@ -57,7 +57,8 @@ def check_targets(model: ModelConfig, config: LoRAConfig, stages: Sequence[range
         kinds = [{name.rpartition(".")[2] for name in _linears(Transformer(model, layers))} for layers in stages]
     for target in targets:
         if target not in (found := set().union(*kinds)):
-            raise UserError(f"lora.targets: this model has no {target}; it has {', '.join(sorted(found))}")
+            experts = " outside of experts, which get no adapters" if model.num_experts else ""
+            raise UserError(f"lora.targets: this model has no {target}{experts}; it has {', '.join(sorted(found))}")
     if targets and any(found.isdisjoint(targets) for found in kinds):
         raise UserError(
             f"lora.targets: a pipeline stage has no {' or '.join(targets)}, so it would train nothing; add "

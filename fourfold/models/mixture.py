@@ -1,4 +1,4 @@
-"""A mixture of experts, which replaces an MLP. A router sends each token to a few of many small MLPs.
+"""A mixture-of-experts (MoE) layer, which replaces an MLP. A router sends each token to a few of many small MLPs.
 
 Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060), and DeepSeek-V3 (arXiv 2412.19437)
 differ only in a few settings. Shapes: T tokens, E experts, K experts per token, N rows of (token, choice), F an
@@ -36,7 +36,7 @@ class Mixture(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x_BSH: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
-        """Run the mixture. ``is_data_BS`` is False for padding, which no expert takes."""
+        """Run the layer. ``is_data_BS`` is False for padding, which no expert takes."""
         x_TH, experts = x_BSH.flatten(0, 1), self.gate.num_experts
         routing, kept_TK = self.gate(x_TH), None
         experts_BSK = routing.experts_TK.unflatten(0, x_BSH.shape[:2])

@@ -37,23 +37,41 @@ class MLP(nn.Module):
 
 
 class Activation(nn.Module):
-    """Computes gelu(up) (arXiv 1606.08415).
+    """The MLP's activation. Without a gate, it computes gelu(up) (arXiv 1606.08415) or relu(up)² (arXiv 2109.08668).
 
-    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With a limit, it
-    computes GPT-OSS's variant.
+    With a gate, it computes gelu(gate) · up or silu(gate) · up (GLU variants, arXiv 2002.05202). With ``swiglu_limit``,
+    it computes GPT-OSS's clamped SwiGLU (``_ClampedSwiGLU``).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.swish, self.approximate = config.mlp == "swiglu", config.gelu_approximation
-        self.limit = config.swiglu_limit
+        self.kind, self.approximate, self.limit = config.mlp, config.gelu_approximation, config.swiglu_limit
 
     def forward(self, *gate_and_up_BSF: Tensor) -> Tensor:
         first_BSF, *up_BSF = gate_and_up_BSF
         if self.limit:
             return _ClampedSwiGLU.apply(first_BSF, *up_BSF, self.limit)
-        active_BSF = F.silu(first_BSF) if self.swish else F.gelu(first_BSF, approximate=self.approximate)
+        if self.kind == "relu2":
+            return _SquaredReLU.apply(first_BSF)
+        active_BSF = F.silu(first_BSF) if self.kind == "swiglu" else F.gelu(first_BSF, approximate=self.approximate)
         return active_BSF * up_BSF[0] if up_BSF else active_BSF
+
+
+class _SquaredReLU(Function):
+    """Computes relu(x)². Autograd would need two more tensors in the backward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return F.relu(x).square_()
+
+    @staticmethod
+    def setup_context(ctx: Context[None], inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.relu().mul_(2).mul_(grad)
 
 
 SLOPE = 1.702
@@ -61,7 +79,8 @@ SLOPE = 1.702
 
 
 class _ClampedSwiGLU(Function):
-    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors."""
+    """Computes (up + 1) · gate · sigmoid(SLOPE · gate) of clamped values. Autograd would keep twice as many tensors for
+    the backward pass."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -76,7 +95,7 @@ class _ClampedSwiGLU(Function):
     @staticmethod
     def backward(ctx: Context[float], grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (gate, up), limit = ctx.saved_tensors, ctx.kept
-        # In place, this takes three more tensors at a time.
+        # These operations work in place, so at most three additional tensors exist at a time.
         d_up = gate.clamp(max=limit)
         share = (SLOPE * d_up).sigmoid_()
         d_up.mul_(share)
@@ -87,7 +106,7 @@ class _ClampedSwiGLU(Function):
 
 
 class Linears(nn.ModuleDict):
-    """Linear layers that read the same input. The forward returns their outputs in order."""
+    """Linear layers that read the same input. The forward pass returns their outputs in order."""
 
     def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
         super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})

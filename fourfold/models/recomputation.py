@@ -1,4 +1,4 @@
-"""Activation checkpointing: methods that keep only their inputs, and run again in the backward."""
+"""Activation checkpointing: methods that keep only their inputs, and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 """True while a part of the model is recomputed. The output of this pass is not used."""
 
 MEMORY: ContextVar[dict[object, Any] | None] = ContextVar("memory", default=None)
-"""Values that the first forward has computed, for the recomputation to reuse."""
+"""Values that the first forward pass has computed, for the recomputation to reuse."""
 
 
 def recomputable(method: Method) -> Method:
@@ -37,7 +37,7 @@ def recomputable(method: Method) -> Method:
 
 
 def recompute_method(module: nn.Module, name: str) -> None:
-    """Make the backward run a ``recomputable`` method of this module again."""
+    """Make the backward pass run a ``recomputable`` method of this module again."""
     module.recomputed_method = name  # type: ignore[assignment]  # torch declares every attribute a tensor or a module
 
 
@@ -46,7 +46,7 @@ def is_recomputed(module: nn.Module, name: str) -> bool:
 
 
 def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Call a function, keep only its inputs, and call the function again in the backward."""
+    """Call a function, keep only its inputs, and call the function again in the backward pass."""
     # Blocks contain no randomness, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # Compiled code accepts no context managers and needs none.
@@ -56,7 +56,7 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def remembered(owner: object, compute: Callable[[], T]) -> T:
-    """Compute a value that has no gradient. A recomputation returns the value of the first forward."""
+    """Compute a value that has no gradient. A recomputation returns the value of the first forward pass."""
     memory = MEMORY.get()
     if memory is None:
         return compute()

@@ -79,7 +79,7 @@ def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """Rotates in the forward, and rotates back in the backward. This takes half as many passes over memory as
+    """Rotates in the forward pass, and rotates back in the backward pass. This takes half as many passes over memory as
     autograd."""
 
     @staticmethod

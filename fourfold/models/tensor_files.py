@@ -99,15 +99,18 @@ class TensorFiles:
         Raises:
             UserError: a value is NaN or infinite, or becomes infinite in the dtype of ``out``.
         """
-        rows, every = slices[0], slices[0].step or 1
+        rows, every = (slices[0], slices[0].step or 1) if slices else (slice(0, 1), 1)  # A scalar has no dims.
         width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
         step = every * max(1, CHUNK_BYTES // max(1, width * every))
         for begin in range(rows.start, rows.stop, step):
             chunk = slice(begin, min(begin + step, rows.stop))
             with opened_tensors(self.file_of[name]) as opened:
-                part = out[(chunk.start - rows.start) // every :][: len(range(chunk.start, chunk.stop, every))]
-                read = opened.get_slice(name)[(chunk, *(slice(s.start, s.stop) for s in slices[1:]))]
-                part.copy_(read[tuple(slice(None, None, s.step) for s in slices)])
+                if slices:
+                    part = out[(chunk.start - rows.start) // every :][: len(range(chunk.start, chunk.stop, every))]
+                    read = opened.get_slice(name)[(chunk, *(slice(s.start, s.stop) for s in slices[1:]))]
+                    part.copy_(read[tuple(slice(None, None, s.step) for s in slices)])
+                else:
+                    part = out.copy_(opened.get_tensor(name))
             if not part.isfinite().all():
                 raise UserError(
                     f"{self.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out.dtype}; "
@@ -212,8 +215,8 @@ class Written(NamedTuple):
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
     """Write one safetensors file, a tensor at a time, and wait until it is on disk.
 
-    The safetensors library's own writer needs all tensors of a file at once. The file format is simple: the header's
-    length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
+    The safetensors library's own writer needs all tensors of a file in memory at the same time. The file format is
+    simple: the header's length in eight bytes, a JSON header padded to a multiple of eight bytes, and the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0

@@ -66,7 +66,7 @@ class Transformer(nn.Module):
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the ends of each sequence's documents, if attention must not leave them. The last end is
                 S, repeated in rows with fewer documents.
-            loss_scale: the factor that the caller multiplies the loss by before the backward.
+            loss_scale: the factor that the caller multiplies the loss by before the backward pass.
             x_BSH: the hidden states from the previous stage.
             reference_B: the reference model's log-probabilities, for a head of preference optimization.
             is_data_BS: False for padding, which no expert takes. By default there is no padding.
@@ -84,7 +84,10 @@ class Transformer(nn.Module):
         if self.norm is None or self.lm_head is None:
             return x_BSH
         reference = () if reference_B is None else (reference_B,)
-        out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale, *reference)
+        x_BSH = self.norm(x_BSH)
+        if self.config.logits_scaling != 1:  # As a factor on the head's inputs, it changes the head nowhere.
+            x_BSH = x_BSH / self.config.logits_scaling
+        out: Tensor = self.lm_head(x_BSH, labels_BS, loss_scale, *reference)
         return out
 
     @property
@@ -98,6 +101,8 @@ class Transformer(nn.Module):
         if self.config.scale_embeddings:
             # The factor is rounded to the model's dtype, as in Gemma.
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)
+        if self.config.embedding_multiplier != 1:
+            x_BSH = x_BSH * self.config.embedding_multiplier
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
 
 
@@ -118,11 +123,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.parallel_residual = config.parallel_residual
+        self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.layer_type: LayerType = "sliding_attention" if config.is_sliding(number) else "full_attention"
         before, after = (config.norm_placement in (place, "around") for place in ("before", "after"))
         self.input_layernorm = norm_of(config) if before else None
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.rotates(number))
         self.attention_output_layernorm = norm_of(config) if after else None
         self.post_attention_layernorm = norm_of(config) if before else None
         self.mlp = Mixture(config) if config.is_sparse(number) else MLP(config)
@@ -131,13 +136,15 @@ class Block(nn.Module):
     @recomputable
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
         # The calls are nested, because a variable would keep the attention's output in memory until the MLP has run.
-        attended_BSH = x_BSH + normed(
-            self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm
+        attended_BSH = torch.add(
+            x_BSH,
+            normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm),
+            alpha=self.residual_multiplier,
         )
         mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
         padding = () if isinstance(self.mlp, MLP) else (context.is_data_BS,)
         mlp_BSH = self.mlp(normed(mlp_reads_BSH, self.post_attention_layernorm), *padding)
-        return attended_BSH + normed(mlp_BSH, self.mlp_output_layernorm)
+        return torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)
 
 
 def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -148,11 +155,11 @@ def normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__()
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys)
-        self.core = AttentionCore(config)
+        self.core = AttentionCore(config, rotates)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:

@@ -129,7 +129,7 @@ def plan_request(
     own = None if request.own is None or refused else predict(request.own, machine, constants)
     factors = (0.25, 0.5, 1, 2, 4) if for_page else (2,) if explained else ()
     sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
-    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
+    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
     doubled = next((point.best for point in curve if point.gpus == 2 * request.gpus), None)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, request.model.num_parameters))

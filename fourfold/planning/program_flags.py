@@ -38,12 +38,12 @@ class Program(ArrayFields):
     """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
     host_operations: Number = 0
     """Host time that a block takes in addition to its launches, for each micro-batch without recompute, as a number of
-    launches that take equally long. The backward takes two thirds of it."""
+    launches that take equally long. The backward pass takes two thirds of it."""
 
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
     regather: Flag = False
-    """Whether inputs are kept sharded over x and gathered again in the backward, in every recompute mode
+    """Whether inputs are kept sharded over x and gathered again in the backward pass, in every recompute mode
     (Megatron-LM)."""
     overlap_x: Flag = True
     """Whether the backward's collectives over x and y overlap with the computation of weight gradients."""
@@ -55,7 +55,7 @@ class Program(ArrayFields):
     overlap_z: Flag = True
     """Whether weight gathers and gradient scatters overlap with computation."""
     overlap_dp: Flag = True
-    """Whether the gradient sum over dp overlaps with the last backward."""
+    """Whether the gradient sum over dp overlaps with the last backward pass."""
     scatter_bytes: Number = 0
     """Bytes per gradient entry in reduce-scatters over z. 0 means ``Step.reduce_bytes``."""
     prefetch: Number = 1

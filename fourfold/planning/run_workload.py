@@ -27,6 +27,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         tie_word_embeddings=model.tie_word_embeddings,
         rope=0 if model.position_embedding == "learned" else 2 if model.rope_local_base_freq else 1,
         rotary_share=model.rotary_dim / model.head_dim,
+        rotated=sum(map(model.rotates, range(model.num_hidden_layers))) / model.num_hidden_layers,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         attention_bias=model.attention_bias,
         qk_norm=model.qk_norm,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.plan import Plan, Prediction, make_plan
@@ -26,7 +25,6 @@ class ScalingPoint:
     """Number of tokens per second per GPU, relative to the first size that fits."""
     why_not: str
     """Reason why no layout fits. Empty if a layout fits."""
-    published_pflops: float | None
 
     @property
     def pflops(self) -> tuple[float, float]:
@@ -42,8 +40,7 @@ class ScalingPoint:
         record = self.best.record()
         record = {key: value for key, value in record.items() if key not in ("parts", "stages")}
         return {"gpus": self.gpus, "layout": self.best.describe(), **record, "efficiency": self.efficiency,
-                "model_pflops": self.pflops[0], "megatron_pflops": self.pflops[1],
-                "published_pflops": self.published_pflops}  # fmt: skip
+                "model_pflops": self.pflops[0], "megatron_pflops": self.pflops[1]}  # fmt: skip
 
 
 def sizes_of(text: str) -> list[int]:
@@ -76,7 +73,6 @@ def scaling_curve(
     sizes: Sequence[int],
     weak: bool,
     limits: SearchLimits | None = None,
-    model: str = "",
     watch: Callable[[int, int], None] | None = None,
     known: Plan | None = None,
 ) -> list[ScalingPoint]:
@@ -90,7 +86,6 @@ def scaling_curve(
         weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
             scaling).
         limits: Limits of the search.
-        model: The model's name.
         watch: Called with the number of finished sizes and the number of all sizes.
         known: An existing plan of ``base`` for one of the sizes, with the same limits (strong scaling only).
     """
@@ -100,21 +95,15 @@ def scaling_curve(
         if watch is not None:
             watch(done, len(sizes))
         batch = base.step.global_batch_size * gpus // sizes[0] if weak else base.step.global_batch_size
-        published = _published(machine.name, model, gpus, int(batch), int(base.step.seq_length))
         try:
             if known is not None and known.gpus == gpus:
                 best = known.best
             else:
                 best = make_plan(base.but(global_batch_size=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
-            points.append(ScalingPoint(gpus, None, None, str(error), published))
+            points.append(ScalingPoint(gpus, None, None, str(error)))
             continue
         rate = best.tokens_per_second / gpus
         first = first or (gpus, rate)
-        points.append(ScalingPoint(gpus, best, rate / first[1], "", published))
+        points.append(ScalingPoint(gpus, best, rate / first[1], ""))
     return points
-
-
-def _published(machine: str, model: str, gpus: int, batch: int, seq: int) -> float | None:
-    case = {"machine": machine, "model": model, "gpus": gpus, "batch": batch, "seq": seq}
-    return next((row["pflops"] for row in published_table()["figure"] if case.items() <= row.items()), None)

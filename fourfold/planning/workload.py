@@ -12,7 +12,7 @@ from fourfold.planning.array_fields import ArrayFields, Flag, Number
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
-"""Values of ``Layout.recompute``. The backward recomputes parts of a block (selective) or the whole block (full)."""
+"""Values of ``Layout.recompute``: the backward pass recomputes parts of a block (selective) or all of it (full)."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -50,6 +50,8 @@ class ModelShape(ArrayFields):
     """Number of rotary tables. Sliding-window layers can have their own table. 0 for learned positions."""
     rotary_share: Number = 1.0
     """Fraction of a head's channels that rotary embeddings rotate."""
+    rotated: Number = 1
+    """Fraction of the blocks that rotate queries and keys. 0 for learned positions."""
     positions: Number = 0
     """Number of rows of a learned position table. 0 if there is none."""
     attention_bias: Flag = False
@@ -57,7 +59,7 @@ class ModelShape(ArrayFields):
     qk_norm: Flag = False
     """Whether queries and keys are normalized."""
     joint_head_norms: Flag = False
-    """Whether queries and keys are normalized over all heads at once."""
+    """Whether queries and keys are normalized over all heads together."""
     layer_norm: Flag = False
     """Whether norms are LayerNorm instead of RMSNorm."""
     zero_centered_norm: Flag = False
@@ -73,9 +75,9 @@ class ModelShape(ArrayFields):
     sliding: Number = 0
     """Fraction of the blocks with a sliding window."""
     caps_scores: Flag = False
-    """Whether the attention's scores are capped."""
+    """Whether the attention's scores are soft-capped."""
     caps_logits: Flag = False
-    """Whether the head's logits are capped."""
+    """Whether the head's logits are soft-capped."""
     num_experts: Number = 0
     """Number of experts per block. 0 if there are none."""
     num_experts_per_tok: Number = 0
@@ -89,11 +91,11 @@ class ModelShape(ArrayFields):
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
     clamps_gate: Flag = False
-    """Whether the gate is clamped (GPT-OSS). The backward then computes the activation of the gate again."""
+    """Whether the gate is clamped (GPT-OSS). The backward pass then computes the activation of the gate again."""
 
     @property
     def dense_first(self) -> Number:
-        """Return the number of a mixture's blocks that have a dense MLP. These are the first blocks."""
+        """Return the number of an MoE model's blocks that have a dense MLP. These are the first blocks."""
         return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
 
     def keys_seen(self, seq: Number) -> Number:
@@ -191,7 +193,7 @@ class Layout(ArrayFields):
 
     @property
     def forwards_first(self) -> Flag:
-        """Return whether the schedule runs all forwards before the first backward."""
+        """Return whether the schedule runs all forward passes before the first backward pass."""
         return _is_one_of(self.schedule, FORWARDS_FIRST)
 
     @property
@@ -283,7 +285,7 @@ class Workload(ArrayFields):
 
     @property
     def parts_cross_blocks(self) -> Flag:
-        """Return whether batch parts can be in two blocks at once. Recomputed blocks wait for all parts."""
+        """Return whether batch parts can be in two blocks at the same time. Recomputed blocks wait for all parts."""
         return (self.active_parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
 
     @property

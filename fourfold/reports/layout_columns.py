@@ -19,7 +19,7 @@ SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Return a layout's choices by the headers in ``CHOICES``. Only mixtures of experts have ``ep``."""
+    """Return a layout's choices by the headers in ``CHOICES``. Only MoE models have ``ep``."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -33,7 +33,8 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """Return the schedule of a pipeline with its number of stages per rank. The text is empty without a pipeline."""
+    """Return the schedule of a pipeline with its number of stages per rank. The text is empty if there is no
+    pipeline."""
     layout = work.layout
     if layout.pp == 1:
         return ""

@@ -40,7 +40,10 @@ WORDS = ("", "recompute", "also")
 """Headers of a plan's columns whose cells are words. These may wrap."""
 PARTS_NAMED = 7
 """Largest number of parts that the waterfall names."""
-MEGATRON_COUNT = "Megatron PFLOP/s count full recompute in every layout, and the full attention matrix"
+FLOP_NOTE = (
+    "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees. Megatron PFLOP/s, "
+    "which most published figures are, count full recompute in every layout, and the full attention matrix."
+)
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """Numeric columns of a scaling curve. With more columns, the table would not fit into 80 characters."""
 
@@ -113,8 +116,8 @@ def doubts(result: PlanRecord) -> list[str]:
     if result.interval is not None:
         low, high = result.interval
         sentences.append(
-            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. This range comes "
-            "from the planner's errors on published runs of other programs, which its constants were not fitted to."
+            f"With a probability of 90 %, a step of the best layout takes {low:.3g} to {high:.3g} s. The range covers "
+            "90 % of the planner's errors on published runs that were left out of its fit."
         )
     close = f"if two predicted times differ by less than {found.factor - 1:.0%}, either layout may be the faster one"
     if found.count == 1:
@@ -192,28 +195,18 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
     """Print one row per number of GPUs, with the best layout for each."""
-    published = any(point.published_pflops is not None for point in points)
     rows, layouts = [], []
     for point in points:
         size = f"{point.gpus:,}"
         layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
             continue
-        numbers, (model, megatron) = predicted(point.best, None), point.pflops
-        figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
-        rates = [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
+        numbers, rates = predicted(point.best, None), [f"{pflops:,.1f}" for pflops in point.pflops]
         rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", *rates])
-    of_flops = ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
-    header = ["GPUs", *CURVE, "efficiency", *of_flops]
+    header = ["GPUs", *CURVE, "efficiency", "model PFLOP/s", "Megatron PFLOP/s"]
     print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
     print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
-    Console().print(flop_note(published))
-
-
-def flop_note(published: bool) -> str:
-    """Return a sentence that says which FLOPs the columns count."""
-    note = "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only the keys that attention sees."
-    return f"{note} {MEGATRON_COUNT}; published figures use this count." if published else note
+    Console().print(FLOP_NOTE)
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:

@@ -39,7 +39,10 @@ NAMES_ELSEWHERE = {
 }
 """Names that other frameworks use for our keys."""
 
-REMOVED = {("metrics", "mlflow"): "fourfold does not record runs in MLflow; set metrics.wandb or metrics.trackio"}
+REMOVED = {
+    ("metrics", name): f"fourfold does not record runs in {title}; set metrics.wandb or metrics.tensorboard"
+    for name, title in (("mlflow", "MLflow"), ("trackio", "Trackio"))
+}
 """Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
 
 CLOSE_SPELLING = 0.75

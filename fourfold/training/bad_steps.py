@@ -35,12 +35,12 @@ def set_bad_steps_aside(run_dir: Path) -> None:
 
 
 def samples_of(step: int, global_batch_size: int) -> list[int]:
-    """Return the sequence numbers of a step, counted from 1. Sequences are numbered in the order of training."""
+    """Return the sequence numbers of a step (the first step is 1). Sequences are numbered in the order of training."""
     return list(range((step - 1) * global_batch_size, step * global_batch_size))
 
 
 def leaves_out(line: dict[str, Any], step: int) -> bool:
-    """Return True if this line says to leave out the batch of a step, counted from 1."""
+    """Return True if this line says to leave out the batch of a step (the first step is 1)."""
     return step in line.get("skips", ())
 
 

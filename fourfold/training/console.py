@@ -18,7 +18,9 @@ Fact = str | int | float | None
 Facts = Mapping[str, Fact]
 """Lines to print, each with a label and a value."""
 
-_ETA_WINDOW = 50  # Number of steps: enough to include an evaluation, but few enough to follow a change of speed.
+# Number of steps: enough to average over a validation every few dozen steps, but few enough to adapt when the speed
+# changes.
+_ETA_WINDOW = 50
 _BAR_COLUMNS = 24
 
 

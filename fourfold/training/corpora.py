@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,16 +84,17 @@ class Corpora:
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
     @cached_property
-    def first_samples(self) -> str | None:
-        """Return a digest of the first samples of each corpus on disk, and of the order that mixes them. Return None if
-        the data is streamed."""
-        if self.stream is not None:
-            return None
-        sources = self.samples.sources if isinstance(self.samples, SourceMixture) else []
-        digest = xxhash.xxh3_128()
-        for samples in (self.samples, *sources):
-            digest.update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
-        return digest.hexdigest()
+    def first_samples(self) -> dict[str, str]:
+        """Return digests that detect changed data on disk, by what they cover: the first samples of each corpus and the
+        order that mixes them, and all flags of answers, because only a few of them may have changed."""
+        found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
+        validation = None if self.validation is None else self.validation.dataset
+        for name, mixture in (("training data", self.samples), ("validation data", validation)):
+            for samples in (mixture, *mixture.sources) if isinstance(mixture, SourceMixture) else ():
+                found[name].update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
+                if isinstance(samples, PackedConversations | PreferencePairs):
+                    found[f"answer mask of the {name}"].update(samples.answers.read(0, samples.answers.tokens).data)
+        return {name: digest.hexdigest() for name, digest in found.items()}
 
     def trained_share(self) -> float:
         """Return the share of tokens that all masks keep, measured at the beginning of the training data."""
@@ -101,7 +103,8 @@ class Corpora:
         return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
 
     def goldfish_statistics(self) -> MaskStatistics | None:
-        """Measure the goldfish mask at the beginning of the training data. Returns None without a goldfish mask."""
+        """Measure the goldfish mask at the beginning of the training data. Returns None if the run has no goldfish
+        mask."""
         if self.goldfish is None:
             return None
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics

@@ -15,8 +15,8 @@ FLOP_FORMULA = (
     "documents that data.mask_documents keeps apart count as one sequence"
 )
 """PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
-the keys that a token sees count (S / 2 with a causal mask, not S). N counts only parameters that are multiplied. In a
-mixture of experts, these are the router and the experts that a token is routed to."""
+the keys that a token sees count (S / 2 with a causal mask, not S). N counts only parameters that are multiplied. In an
+MoE model, these are the router and the experts that a token is routed to."""
 
 
 class FlopCount(NamedTuple):
@@ -31,9 +31,9 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     """Count the model FLOPs of one token of a decoder with `FLOP_FORMULA`, as the planner does.
 
     Attention is QK^T and PV. Each takes 2·K·heads·head_dim FLOPs for a token that sees K keys. With a causal mask, a
-    token sees S/2 keys on average (exactly (S+1)/2). The backward takes twice the forward: one matmul for the input
-    gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations are left out, as in the
-    paper.
+    token sees S/2 keys on average (exactly (S+1)/2). The backward pass takes twice as many FLOPs as the forward pass:
+    one matmul for the input gradient and one for the weight gradient. Norms, softmax, rotary embedding, and activations
+    are left out, as in the paper.
 
     Args:
         model: Sizes of the decoder.
@@ -88,12 +88,14 @@ _DEVICES = (
 )
 
 
-def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None:
+def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = False) -> PeakFlops | None:
     """Look up the dense peak (no sparsity) of a device for matmuls in `dtype`.
 
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         dtype: A torch dtype or its name ("bfloat16", "bf16", "float16", "fp16", "float32", "fp32").
+        float8: Whether some matmuls run in float8. They count against the peak of `dtype` too, as in the planner. Then
+            runs that differ only in float8 have comparable MFUs.
 
     Returns:
         The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a
@@ -109,4 +111,5 @@ def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None
         flops, name = device.fp32, "fp32"
     else:
         return None
-    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name} ({device.source}).")
+    note = ", also for the float8 matmuls" if float8 else ""
+    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name}{note} ({device.source}).")

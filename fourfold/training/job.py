@@ -51,7 +51,8 @@ class StepResult:
     """The number of tokens that count in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
-    """True if the weights did not change: fp16 gradients overflowed, or the step was bad."""
+    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. The trainer does not set it
+    for bad steps."""
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
@@ -112,7 +113,7 @@ class Job(TrainingState):
 
         Args:
             micro_batches: This rank's micro-batches.
-            step: Number of the step, counted from 0. It decides the learning rate.
+            step: Index of the step (the first step is 0). It determines the learning rate.
         """
         kept = self.count_kept(micro_batches)
         loss = self.forward_backward(micro_batches, kept)
@@ -146,7 +147,7 @@ class Job(TrainingState):
         return self.mean_loss(losses, kept)
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Run the model on one micro-batch. Not for pipelines.
+        """Run the model on one micro-batch, without a pipeline.
 
         Args:
             micro_batch: Tokens [B, S] and, for a loss, labels [B, S].
@@ -265,7 +266,7 @@ class Job(TrainingState):
         return outputs
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of a step (the first step is 0)."""
         run = self.run
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
 

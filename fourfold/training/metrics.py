@@ -29,7 +29,7 @@ class StepMetrics:
     not finite are written as null.
     """
 
-    step: int  # Step number, counted from 1.
+    step: int  # Step number. The first step is 1.
     loss: float  # Mean over the trained tokens, in nats per token.
     grad_norm: float | None  # Global gradient norm before clipping.
     lr: float

@@ -282,7 +282,7 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     It warms up linearly to ``peak``, then decays to ``peak`` · ``min_lr_ratio`` at the last step.
 
     Args:
-        step: Number of the step, counted from 0.
+        step: Index of the step. The first step is 0.
         train_steps: Number of steps in the whole run.
         peak: The rate after the warm-up.
         config: The section [lr_scheduler].

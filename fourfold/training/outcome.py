@@ -19,7 +19,7 @@ class Outcome:
     checkpoint: str | None
     """The newest checkpoint in the run's folder."""
     sample: str | None
-    """Sample text that the model generated. None without [sample]."""
+    """Sample text that the model generated. None if the run file has no [sample]."""
     stopped: bool
     """Whether a signal or the time limit ended the job before its last step."""
     is_first_process: bool

@@ -20,7 +20,7 @@ STEPS = 10
 
 
 class PredictionCheck:
-    """Makes the comparison on rank 0, if the run file names its machine (``metrics.machine``).
+    """Compares on rank 0, if the run file names its machine (``metrics.machine``).
 
     On a CPU the machine file must be measured on that CPU. Memory is not compared there, because most of a process's
     memory belongs to the interpreter.

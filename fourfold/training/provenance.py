@@ -47,7 +47,7 @@ def provenance(device_name: str, processes: int) -> dict[str, str | int | float]
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in the current folder, or None without git or a repository."""
+    """Return the output of a git command in the current folder, or None if there is no git or no repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_SECONDS

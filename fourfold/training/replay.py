@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -29,21 +30,31 @@ class Replay:
     other processes. This distinguishes the process that computed a different result from the processes that received
     it. Before the passes, it compares the replicas of weights and moments, because a wrong weight gives the same result
     in both passes. Every process calls it.
+
+    Args:
+        job: The job.
+        publish: Publishes a checkpoint that is still being written. Called before each check, which may end the run.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.interval = job, job.run.checks.replay_interval
+    def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
+        self.job, self.interval, self._publish = job, job.run.checks.replay_interval, publish
+        self.seconds = 0.0
+        """Time that the check added to the last step: comparisons, and the first pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Run ``Job.forward_backward`` once, or twice if this step (counted from 0) is due for a check.
+        """Run ``Job.forward_backward`` once, or twice if this step (the first step is 0) is due for a check.
 
         Raises:
             UserError: Results or replicas differ, or the GPU has no deterministic kernel for an operation.
         """
+        self.seconds = 0.0
         if not self.interval or (step + 1) % self.interval:
             return self.job.forward_backward(micro_batches, kept)
+        started = time.perf_counter()
+        self._publish()
         self._compare_replicas(step)
         _, first = self._computed(step, micro_batches, kept)
+        self.seconds = time.perf_counter() - started
         loss, second = self._computed(step, micro_batches, kept)
         if self._on_any(first != second):
             self._blame(step, first, second, self._computed(step, micro_batches, kept)[1])

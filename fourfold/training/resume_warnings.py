@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoints.saved_state import optimization_settings, read_state
+from fourfold.checkpoints.saved_state import compared_settings, read_state
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
@@ -17,15 +17,24 @@ JUMP = 0.01
 """A learning rate counts as a jump if it differs from the old schedule's rate by more than this fraction of the larger
 rate."""
 
+_EFFECTS = {
+    "training data": "text that was trained before it may be trained again",
+    "answer mask of the training data": "earlier steps were trained on other tokens of the same conversations",
+}
+
 
 def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
-    """Warn if the data, the loss masks, or the optimization have changed since the checkpoint."""
+    """Warn if the data, the loss masks, or settings of training and measurements have changed since the checkpoint."""
     saved = read_state(checkpoint)
-    was_streamed = saved.stream is not None and corpora.stream is None
-    if was_streamed or saved.first_samples not in (None, corpora.first_samples):
+    was, now = saved.first_samples, corpora.first_samples
+    was = {"training data": was} if isinstance(was, str) else was or {}
+    changed = {data for data, digest in was.items() if now.get(data, digest) != digest}
+    if saved.stream is not None and corpora.stream is None:
+        changed.add("training data")
+    for data in sorted(changed):
         _warn(
-            f"the training data has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): text "
-            "that was trained before it may be trained again"
+            f"the {data} has changed since the checkpoint {checkpoint} (a corpus, or the weight of one): "
+            f"{_EFFECTS.get(data, 'the validation losses so far, also the lowest, are not comparable with later ones')}"
         )
     if saved.masks not in (None, run.masks.model_dump(mode="json")):
         _warn(
@@ -36,13 +45,13 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
         if not saved.weights_only:
             _warn(f"{checkpoint} does not record the run's optimization, so a change of its keys cannot be named")
     else:
-        for warning in optimization_warnings(saved.optimization, optimization_settings(run), saved.step, checkpoint):
+        for warning in settings_warnings(saved.optimization, compared_settings(run), saved.step, checkpoint):
             _warn(warning)
 
 
-def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
-    """Return warnings that name every changed key that affects how the weights are trained, and warn if the learning
-    rate jumps.
+def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int, checkpoint: Path) -> Iterator[str]:
+    """Return warnings that name every changed key that affects how the weights are trained or what is measured, and
+    warn if the learning rate jumps.
 
     Args:
         was: Value of each run-file key in the steps before the checkpoint. Keys that only one version of fourfold knows
@@ -58,8 +67,8 @@ def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: 
     ]
     if changed and step < now["training.train_steps"]:
         yield (
-            f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}. The next steps use the new "
-            "values; set a key back to train as before"
+            f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}. The next steps and "
+            "their measurements use the new values; set a key back to go on as before"
         )
         last, planned, rate = rate_at(was, max(step - 1, 0)), rate_at(was, step), rate_at(now, step)
         if abs(rate - planned) > JUMP * max(rate, planned):
@@ -70,7 +79,7 @@ def optimization_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: 
 
 
 def rate_at(settings: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of step ``step``, counted from 0."""
+    """Return the learning rate of step ``step``. The first step is 0."""
     schedule = {
         name: settings[key] for name in SchedulerConfig.model_fields if (key := f"lr_scheduler.{name}") in settings
     }

@@ -51,8 +51,9 @@ class RunRecord:
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
-        # MFU is relative to the dense peak of the dtype that the matmuls run in.
-        self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
+        # MFU is relative to the dense peak of the run's precision, also with float8.
+        of_run = (DTYPES[training.precision], training.float8 != "none")
+        self.peak = peak_flops(self.device_name, *of_run) if on_gpu else None
         check_trackers(run)
         self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
@@ -65,7 +66,7 @@ class RunRecord:
             write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps its original run file.
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
-        """The error, if the record of a step could not be written. All other processes do not know of it yet."""
+        """The error, if the record of a step could not be written. No other process knows of it yet."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -81,7 +82,7 @@ class RunRecord:
         """Record one step. If a file cannot be written, keep the error in ``failure``.
 
         Args:
-            step: Number of the step, counted from 0.
+            step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
             seconds: Duration of the step.
             more: Metrics that only some runs or steps have, such as the validation loss.

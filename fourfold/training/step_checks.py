@@ -1,4 +1,5 @@
-"""Find steps with a bad loss or gradient norm before the update, record them, and act as [checks] says."""
+"""Find steps with a bad loss or gradient norm before the update, record them, and take the action that [checks]
+names."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class StepChecks:
     """Judges every step of a run, with the same verdict on every process. Every process calls its methods.
 
     A bad step is written to bad_steps.jsonl in the run's folder before the run acts on it. The batches to leave out are
-    read from that file, so a run leaves them out even if it was killed on the way. With ``checkpoint.resume = 'never'``
+    read from that file, so a run leaves them out even if it was killed in between. With ``checkpoint.resume = 'never'``
     the file is set aside.
     """
 
@@ -83,13 +84,13 @@ class StepChecks:
         return [line for line in read_bad_steps(self.run_dir) if "skips" in line]
 
     def leaves_out(self, step: int) -> bool:
-        """Return True if the batch of a step (counted from 0) is left out, because it made the run roll back or fail
-        earlier."""
+        """Return True if the batch of a step (the first step is 0) is left out, because it made the run roll back or
+        fail earlier."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: SharedFigures) -> Verdict:
-        """Judge a step (counted from 0) by its loss and gradient norm over all ranks, before its update changes the
-        weights."""
+        """Judge a step (the first step is 0) by its loss and gradient norm over all ranks, before its update changes
+        the weights."""
         verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict.action == "stop":
             self.checkpointer.wait(required=False)  # The run is about to end, and a save may still be in progress.

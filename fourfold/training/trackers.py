@@ -1,4 +1,4 @@
-"""Clients of experiment trackers (TensorBoard, Weights & Biases, and Trackio) with one small interface."""
+"""Clients of experiment trackers (TensorBoard and Weights & Biases) with one small interface."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Record the metrics of one step, counted from 1."""
+        """Record the metrics of one step. The first step is 1."""
         ...
 
     def finish(self, failed: bool) -> None:
@@ -109,31 +109,9 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio:
-    """Logs to Trackio, in the folder TRACKIO_DIR or the Space TRACKIO_SPACE_ID."""
-
-    def __init__(self, tracked: TrackedRun, first_step: int) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=tracked.project,
-            name=tracked.run.name,
-            config=tracked.description(),
-            resume="allow" if first_step else "never",
-            embed=False,
-        )
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def finish(self, failed: bool) -> None:
-        self._run.finish()
-
-
 CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
-    "trackio": Trackio,
 }
 """The client of each key in [metrics]. The library and the extra have the same name as the key."""
 

@@ -24,7 +24,7 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.disk_space import check_room_at_start
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
-from fourfold.checkpoints.leftover_checkpoints import tidy
+from fourfold.checkpoints.leftover_checkpoints import set_later_aside, tidy
 from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.data.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class Callback(Protocol):
         """Called after every step, except steps that are rolled back. It may run collectives and forward passes.
 
         Args:
-            steps: Number of steps taken, counted from the start of the run.
+            steps: Number of steps taken since the start of the run.
         """
         ...
 
@@ -81,7 +81,7 @@ class TakenStep:
     """A step after the weights have moved, or after its gradients were dropped."""
 
     number: int
-    """Number of the step, counted from 0."""
+    """Index of the step. The first step is 0."""
     figures: SharedFigures
     verdict: Verdict
     is_updated: bool
@@ -144,6 +144,9 @@ def prepare(
             if first_step < run.training.train_steps:
                 check_room_at_start(run_dir / CHECKPOINTS, run)
             record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step, place))
+            if first_step < run.training.train_steps:
+                with writing(run_dir / CHECKPOINTS):
+                    set_later_aside(run_dir / CHECKPOINTS, first_step)
             if checkpoint is not None:
                 warn_of_changes(corpora, checkpoint, run)
             _keep_source_files(run, run_dir)
@@ -153,7 +156,7 @@ def prepare(
     checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint, position, corpora.first_samples)
     if first_step:
         checkpointer.newest = checkpoint
-    checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
+    checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job, partial(checkpointer.wait, required=False))
     return Trainer(
         run, run_dir, job, corpora, made, record, checkpointer, checks, replay, stop,
         steps=first_step,
@@ -203,6 +206,7 @@ class Trainer:
             kept = job.count_kept(batches)
             # Run all micro-batches, and sum the gradients over ranks.
             loss = self.replay.forward_backward(step, batches, kept)
+            started += self.replay.seconds  # Leave the check out of the step's time and rate.
             result = StepResult(loss, job.clip(), kept)
         failure = None if self.record is None else self.record.failure
         # This is the only point of the step that waits for a GPU.

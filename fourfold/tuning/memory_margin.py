@@ -80,7 +80,7 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     ``index``.
 
     Compared with that layout, none of their knobs saves memory: micro-batches are not smaller, axes that divide weights
-    or activations are not longer, states are not sharded more, and no more is recomputed.
+    or activations are not larger, states are not sharded more, and no more is recomputed or offloaded.
     """
     knobs = candidates.knobs
     found = np.ones(candidates.count, dtype=bool)

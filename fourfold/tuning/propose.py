@@ -34,8 +34,8 @@ that this assumption counts as."""
 CRASHES = 2
 """If a value of a knob has never worked, it is dropped after this many crashes."""
 DRAWN = 256
-"""Log seconds are drawn for this many candidates, which have the lowest bounds. The joint draws give the probability
-that one of them is better."""
+"""Log seconds are drawn for this many candidates, the ones with the lowest lower bounds. The joint draws give the
+probability that one of them is better."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ worst, because part of it is hidden."""
 REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder, and its correlation length in doublings or choices (see
 ``Candidates.features``). Both maximize the likelihood of 44 published sweeps with 295 rows, predicted with constants
-that never saw the sweep's machine (docs/tuner.md)."""
+that were fitted without the sweep's machine (docs/tuner.md)."""
 SCALES = np.geomspace(0.5, 8, 25)
 """Factors on the deviations of the parts and of the remainder, relative to ``Candidates.doubt``. The trials determine
 which factor is the most likely."""

@@ -37,7 +37,7 @@ class TrialProcess(Protocol):
         ...
 
     def end(self) -> None:
-        """End all processes of the trial at once."""
+        """End all processes of the trial immediately."""
         ...
 
 

@@ -65,8 +65,8 @@ class TuneRecord:
     failed."""
     own: str
     own_seconds: float | None
-    """Expected step time of the run file's own layout in seconds, after the trials. None if it is not among the
-    layouts."""
+    """Step time in seconds that the model fitted to all trials expects for the run file's own layout. None if that
+    layout is not a candidate."""
     end: Proposal
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, after subtracting the mean. Only this error

@@ -130,8 +130,8 @@ class Search:
     def _doubt(self) -> str:
         chance = doubt(self.subject.candidates, self.settings.seed)
         return (
-            f"{self.subject.candidates.count} legal layouts; before any trial, the chance that one is {BETTER:.0%} "
-            f"faster than the planner's first is {chance:.0%}"
+            f"{self.subject.candidates.count} legal layouts; before any trial, the chance that one of them is "
+            f"{BETTER:.0%} faster than the planner's first choice is {chance:.0%}"
         )
 
     def _take_up(self) -> None:

@@ -45,7 +45,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
         targets_T = torch.from_numpy(tokens[1:]).to(job.device)
         padded = F.pad(torch.from_numpy(fields), (0, len(targets_T)))  # A faulty audit can score too few tokens.
         of_grid = padded[:, : len(targets_T)].to(job.device, torch.float64)
-        # If two tokens are equally likely, either may be predicted. The exact score of the predicted token is compared.
+        # If two tokens are equally likely, either may be predicted. So compare the exact score of the token that the
+        # grid predicted.
         predicted_T = of_grid[PREDICTED].long().clamp(max=exact_TV.shape[1] - 1)
         of_grid[PREDICTED] = exact_TV.log_softmax(1).gather(1, predicted_T[:, None])[:, 0]
         for parts, part in zip(found, (of_grid, _scores(one_TV, targets_T), _scores(exact_TV, targets_T)), strict=True):
@@ -55,7 +56,7 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
 
 
 def _documents(job: Job) -> list[NDArray[np.int64]]:
-    """Return more documents than the grid scores at once, from two tokens to the longest input."""
+    """Return more documents than the grid scores in one pass, from two tokens to the longest input."""
     draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
     count = job.run.training.micro_batch_size * job.grid.batch.size + 1
     lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]

@@ -66,7 +66,7 @@ class RandomSamples:
         """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
 
         In the first sequence of a batch all labels count, and in the last sequence only one label in twenty. Two
-        micro-batches of each batch are special, and every step chooses two others:
+        micro-batches of each batch are special, and every step chooses two different ones:
             - One has no labels at all.
             - One has labels only in the last eighth of its sequences. So some cp or x ranks have none, and a mean over
               a rank's own tokens would divide by zero.

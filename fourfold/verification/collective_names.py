@@ -10,7 +10,8 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""Purposes of FSDP2's collectives, which FSDP2 itself does not name. It issues only these operations."""
+"""What each of FSDP2's collectives is for, because FSDP2 itself does not say. FSDP2 issues no other operations than
+these three."""
 
 
 class CollectiveNames:
@@ -19,7 +20,9 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        if grid.ep.size > 1:  # An ep group can have the same members as another axis.
+        # An ep group can have the same ranks as another axis's group, and _axis_of, which compares ranks, would then
+        # return that axis.
+        if grid.ep.size > 1:
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
             axis = self._axis_of(levels.whole.group)
@@ -41,7 +44,7 @@ class CollectiveNames:
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:
-            # Compare members, because FSDP2 creates its own groups along our axes.
+            # Compare ranks, because FSDP2 creates its own groups along our axes.
             axes, ranks = [*self._grid.axes(), *self._grid.neighbors.values()], dist.get_process_group_ranks(group)
             names = (axis.name for axis in axes if dist.get_process_group_ranks(axis.group) == ranks)
             self._axis_of_group[group.group_name] = next(names, "world")

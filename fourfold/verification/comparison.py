@@ -39,8 +39,9 @@ from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
-"""Gradients of [dpo] have errors this many times smaller than ``amplification`` says. The errors of a step's pairs
-partly cancel. If they do not, random rounding shows it."""
+"""Gradients of [dpo] are expected to have errors this many times smaller than ``amplification`` says, because the
+errors of a step's pairs partly cancel. If a gradient deviates further, random rounding measures how large its errors
+can be."""
 
 
 class Comparison:

@@ -178,7 +178,8 @@ class Reference:
     def _take_preferences(self) -> dict[str, Tensor]:
         """Return the metrics of the pairs since the last call, with their names in metrics.jsonl.
 
-        ``dpo_ties`` is not one of them: the share of pairs whose margin has either sign, because it is near zero.
+        In addition, ``dpo_ties`` is the share of pairs whose margin is so close to zero that rounding may change its
+        sign.
         """
         if not self.pairs:
             return {}

@@ -32,7 +32,7 @@ from fourfold.verification.watched_collectives import WatchedCollectives
 STEPS = 4
 
 FP16_SCALE = 1024.0
-"""The first loss scale. In most small models, it causes neither overflows nor lost gradients."""
+"""The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
 """After an overflow, the loss scale is divided by this number. With a smaller factor, one process or a later step could
@@ -91,7 +91,7 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
 
     Returns:
         On rank 0, the relative errors of gradients and weights of the grid and of one process, and an infinite error
-        for every other mistake. Without meaning on other ranks.
+        for every other mistake. The result on other ranks has no meaning.
     """
     job = Job(run, grid, device)
     job.initialize(run.training.seed)

@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """Return the operations that compute attention with capped scores, because there is no kernel for it.
+    """Return the operations that compute attention with soft-capped scores, because there is no kernel for it.
 
     Return None for any other operation.
     """

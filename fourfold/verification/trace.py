@@ -82,10 +82,11 @@ class Collective:
     result."""
 
     seconds: float | None = None
-    """Sum of the durations on a machine, if each collective has its axis to itself. None without a machine."""
+    """Sum of the durations on a machine, if each collective has its axis to itself. None if no machine is given."""
 
     exposed_seconds: float | None = None
-    """Number of seconds that the step waits for the collectives or is slowed down by them. None without a machine."""
+    """Number of seconds that the step waits for the collectives or is slowed down by them. None if no machine is
+    given."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class TraceReport:
     collectives: list[Collective]
 
     pipeline: list[RankTrace]
-    """The trace of one rank per pipeline rank. Empty without a pipeline."""
+    """The trace of one rank per pipeline rank. Empty if there is no pipeline."""
 
     def record(self) -> dict[str, Any]:
         """Return the report as JSON values, with seconds only if a machine is known."""

@@ -42,7 +42,7 @@ from fourfold.verification.reference_batches import Sequences, batch_of
 
 STEPS, RESUMES_AFTER = 3, 2
 OVERFLOWS = 1
-"""The step that overflows, counted from 0, if the run file's precision is fp16."""
+"""Index of the step that overflows if the run file's precision is fp16. The first step is 0."""
 
 VALIDATION_STEPS = 2
 
@@ -87,7 +87,7 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     """
     with failing_together(), writing(Path(run.output_dir)):
         if dist.get_rank() == 0:
-            shutil.rmtree(run.output_dir, ignore_errors=True)  # Remove what an interrupted parity has left behind.
+            shutil.rmtree(run.output_dir, ignore_errors=True)  # Remove the files of an interrupted run of parity.
             Path(run.output_dir).mkdir(parents=True)
             for seed, corpora in enumerate((run.data.train, run.data.validation)):
                 write_corpus(Path(corpora[0].path), run, seed)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fourfold.checkpoints import checkpoint
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.find import STATE_FILE, find_checkpoint, list_checkpoints
+from fourfold.checkpoints.leftover_checkpoints import set_later_aside
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.run import CheckpointConfig, RunConfig
@@ -183,12 +184,14 @@ def test_resuming_from_an_earlier_step_keeps_both_histories_apart(tmp_path: Path
     for step in (2, 9, 10):
         checkpointer.save(step)
     assert names(tmp_path) == ["step_10", "step_9"]
+    set_later_aside(tmp_path, 2)
     checkpointer.save(3)
     assert names(tmp_path) == ["step_10.superseded", "step_3", "step_9.superseded"]
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_3"
-    for step in (9, 10, 3):
+    for step in (9, 10):
         checkpointer.save(step)
-    assert names(tmp_path) == ["step_10.superseded", "step_3", "step_9.superseded"]
+    set_later_aside(tmp_path, 3)
+    assert names(tmp_path) == ["step_10.superseded", "step_9.superseded"]
 
 
 @pytest.mark.usefixtures("alone")

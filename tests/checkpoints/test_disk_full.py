@@ -169,7 +169,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(
     done = fourfold("train", path)
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
-    assert "a checkpoint needs 1.7" in sentence and "has room for 1.5" in sentence
+    assert "a checkpoint needs 1.7" in sentence and "has space for 1.5" in sentence
     done = fourfold("train", path, "--set", "checkpoint.save_last=false", "--set", "training.train_steps=2")
     assert done.returncode == 0, done.stderr
 

@@ -286,9 +286,9 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
     lines = out.splitlines()
     assert code == 0 and max(map(len, lines)) <= 80
     header = next(line for line in lines if "GPUs" in line)
-    assert all(name in header for name in ("s/step", "tokens/s/GPU", "efficiency", "PFLOP/s", "published"))
-    assert "620.1" in out and "100.0%" in out and "4,096" in out
-    assert "model" in out and "Megatron PFLOP/s count full recompute" in " ".join(out.split())
+    assert all(name in header for name in ("s/step", "tokens/s/GPU", "efficiency", "PFLOP/s"))
+    assert "100.0%" in out and "4,096" in out
+    assert "model" in out and "which most published figures are, count full recompute" in " ".join(out.split())
 
 
 def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
@@ -302,17 +302,8 @@ def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli) -> None:
     for point in points:
         rate = point["mfu"] * point["gpus"] * load_machine("dgx-h100").peak / 1e15
         assert point["model_pflops"] == pytest.approx(rate) and point["megatron_pflops"] > 1.3 * rate
-        assert re.search(rf"\b{rate:,.1f}\b", out) and "Megatron" not in out
-    assert "Model PFLOP/s count the same FLOPs as MFU" in out
-
-
-@pytest.mark.slow
-def test_scaling_with_the_published_figure(cli: Cli) -> None:
-    code, out, _ = cli("plan", "scaling", "--model", "gpt-40b", "--machine", "perlmutter", "--gpus", "2048:4096",
-                       "--strong", "--global-batch", 8192, "--json")  # fmt: skip
-    points = json.loads(out)["points"]
-    assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
-    assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
+        assert all(re.search(rf"\b{pflops:,.1f}\b", out) for pflops in (rate, point["megatron_pflops"]))
+    assert "Model PFLOP/s count the same FLOPs as MFU" in out and "Megatron PFLOP/s, which" in out
 
 
 def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path, browser: Browser) -> None:

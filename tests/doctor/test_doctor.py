@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from fourfold.doctor.collective_test import AllReduceTimes, all_reduce, examine_
 from fourfold.doctor.devices import gpu_state, host
 from fourfold.doctor.disk import Speed, examine_disk, room, speed
 from fourfold.doctor.finding import Finding, error, ok
-from fourfold.doctor.links import link_kinds, peer_access, topology
+from fourfold.doctor.links import peer_access
 from fourfold.doctor.network_interfaces import Interface, gloo_choice, interfaces, nccl_choice
 from fourfold.doctor.nvidia_smi import query_gpus
 from fourfold.doctor.ports import examine_ports, failure_to_connect
@@ -164,24 +163,7 @@ def test_fewer_cores_than_gpus() -> None:
     assert host(1, GIB, 0).level == "ok"
 
 
-MATRIX = """
-\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV12\tSYS\tSYS\tPIX\t0-31\t0
-GPU1\tNV12\t X \tSYS\tSYS\tSYS\t0-31\t0
-GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63\t1
-GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63\t1
-NIC0\tPIX\tSYS\tSYS\tSYS\t X
-"""
-
-
 def test_links() -> None:
-    kinds = link_kinds(MATRIX)
-    assert kinds == {"NV12": 2, "SYS": 4}
-    assert topology(kinds).level == "warning"
-    assert "2 by NVLink (NV12), 4 by the link between NUMA nodes (SYS)" in topology(kinds).text
-    assert topology(Counter(NV18=28)).level == "ok"
-    assert topology(Counter(PHB=1)).level == "ok"
-    assert link_kinds("") == {}
     assert peer_access(6, []).level == "ok"
     assert "2 of 6 pairs of GPUs have none: 0-2, 1-3" in peer_access(6, [(0, 2), (1, 3)]).text
 

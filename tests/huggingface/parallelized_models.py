@@ -37,7 +37,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "mlp_only_layers": [0]},
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 1, "vocab_size": 208}),
-    "qwen2_moe": ("Qwen2MoeConfig", {"num_key_value_heads": 4, "num_experts": 4, "vocab_size": 208}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48},
+    ),
     "gemma2": ("Gemma2Config", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
     "gemma3": ("Gemma3TextConfig", {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 208}),
     "flex_olmo": ("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}),
@@ -46,7 +50,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}
         | {"moe_intermediate_size": 24},
     ),
-    "glm4_moe": ("Glm4MoeConfig", {"num_key_value_heads": 4, "n_routed_experts": 8, "vocab_size": 208}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "vocab_size": 208}
+        | {"moe_intermediate_size": 24},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_key_value_heads": 4, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        | {"moe_intermediate_size": 24, "vocab_size": 208},
+    ),
+    "apertus": ("ApertusConfig", {"num_key_value_heads": 4, "vocab_size": 208}),
+    "minimax": (
+        "MiniMaxConfig",
+        {"num_key_value_heads": 4, "num_local_experts": 4, "head_dim": 8, "vocab_size": 208, "block_size": 8},
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 208}
+        | {"moe_intermediate_size": 24},
+    ),
     "ministral": ("MinistralConfig", {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 8, "vocab_size": 208}),
     "seed_oss": (
         "SeedOssConfig",
@@ -70,6 +98,9 @@ def make(name: str, **changes: Any) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn(buffer.shape)
     return model.train()
 
 

@@ -15,6 +15,7 @@ import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
+from fourfold.parallel.other_models.tensor_plan import saved_buffers
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,6 +137,27 @@ def test_a_checkpoint_goes_on_on_another_grid(
     assert difference(read, written) < 1e-5
 
 
+def buffers_body(rank: int, world_size: int, grid: dict[str, int], folder: Path, save: bool) -> dict[str, Tensor]:
+    """Change the saved buffers and write a checkpoint on one grid, or read it on another."""
+    model = fourfold.parallelize(make("glm4_moe"), Grid(ParallelConfig(**grid), "cpu"))
+    if save:
+        for buffer in saved_buffers(model.module).values():
+            buffer += torch.arange(len(buffer))
+        model.save(folder)
+    else:
+        model.load(folder)
+    return {name: buffer.clone() for name, buffer in saved_buffers(model.module).items()}
+
+
+def test_saved_buffers_are_in_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    first = {name: buffer + torch.arange(len(buffer)) for name, buffer in saved_buffers(make("glm4_moe")).items()}
+    assert list(first) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    for grid, save in (({"y": 2, "z": 2}, True), ({"x": 2, "dp": 2}, False)):
+        for found in pool.run(4, buffers_body, grid, tmp_path / "step_1", save):
+            assert found.keys() == first.keys()
+            assert all(torch.equal(found[name], first[name]) for name in first)
+
+
 def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) -> Tensor:
     """Load a model from files onto the grid, and write it again. No process ever has the whole model. In between,
     generate text."""
@@ -156,7 +178,22 @@ def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "gpt2", "mixtral", "qwen3_moe", "gpt_neox", "gemma", "gemma2", "gemma3", "flex_olmo", "mellum"],
+    (
+        "qwen3",
+        "gpt2",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_neox",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "flex_olmo",
+        "mellum",
+        "glm4_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "apertus",
+    ),
 )
 def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) -> None:
     model = make(name)
@@ -169,8 +206,8 @@ def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) 
     names = [{n for file in (tmp_path / each).glob("*.safetensors") for n in load_file(file)} for each in ("in", "out")]
     assert names[0] == names[1]
     assert not list(tmp_path.glob("**/.*")), "nothing unfinished is left"
-    weights = dict(back.named_parameters())
-    assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
+    weights = back.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     expected = model.eval().generate(make_batch()[0][:2, :5], max_new_tokens=6, do_sample=False)
     assert all(torch.equal(text, expected) for text in texts)
 

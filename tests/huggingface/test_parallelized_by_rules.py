@@ -65,11 +65,21 @@ def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes
     return str(raised.value)
 
 
+WITHOUT_UP = {pattern: style for pattern, style in OWN_RULES.items() if pattern != "*.up"}
+
+
 @pytest.mark.parametrize(
     ("grid", "name", "changes", "rules", "says"),
     [
         ({"x": 2}, "own", {}, {"table": "embedding"}, "publishes no tensor-parallel plan"),
-        ({"x": 2}, "own", {}, {k: v for k, v in OWN_RULES.items() if k != "head"}, "head (Linear, weight [64, 32])"),
+        (
+            {"x": 2},
+            "own",
+            {},
+            WITHOUT_UP,
+            "layers.0.mlp.up (Linear, weight [48, 32]), inside a group",
+        ),
+        ({"x": 2}, "own", {}, OWN_RULES | {"layer.*": "colwise"}, "no module with weights matches the rule 'layer.*'"),
         ({"x": 2}, "own", {}, OWN_RULES | {"*.up": "diagonal"}, "layers.0.mlp.up: the style 'diagonal'"),
         ({"x": 2}, "own", {}, OWN_RULES | {"*.norm": "colwise"}, "layers.0.norm is a LayerNorm"),
         ({"x": 2}, "llama", {"num_key_value_heads": 1}, {}, "num_key_value_heads = 1 cannot be split over x = 2"),
@@ -78,8 +88,6 @@ def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes
         ({"cp": 2}, "llama", {}, {}, "cp = 2"),
         ({"x": 2}, "mixtral", {"num_local_experts": 3}, {}, "experts: 3 experts cannot be split over x·y = 2"),
         ({"x": 2}, "mixtral", {"router_jitter_noise": 0.1}, {}, "mlp.jitter_noise = 0.1 would differ between ranks"),
-        ({"x": 2}, "qwen2_moe", {}, {}, "has no style in the plan"),
-        ({"x": 2}, "glm4_moe", {}, {}, "mlp.gate.e_score_correction_bias is a buffer that is saved with the weights"),
         ({"x": 2}, "llama", {}, {"model.norm": "experts"}, "model.norm (LlamaRMSNorm) is no stack of experts"),
     ],
 )
@@ -92,12 +100,39 @@ def test_what_cannot_be_laid_out_is_refused_by_name(
 def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
     """Each rank has only a part of the gradients of such weights. Qwen3's plan names its head norms. A Llama has no
     such norms."""
-    assert pool.run(2, unnamed_norm_body)[0].startswith("model.layers.0.self_attn.q_norm (Qwen3RMSNorm")
     assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
     # The refusal is right: with this plan, exactly these gradients would be wrong.
     gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
     wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
     assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"
+
+
+def test_a_group_that_the_plan_splits_only_in_part_is_computed_whole(pool: Pool) -> None:
+    gradients, styles, warnings = pool.run(4, unnamed_norm_body)[0]
+    assert difference(gradients, reference("qwen3")[2]) < 5e-6
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    assert {styles[f"model.layers.0.self_attn.{name}"] for name in names} == {"replicate"}
+    assert styles["model.layers.0.mlp.up_proj"] == "colwise"
+    assert warnings == [
+        "no style splits 8 modules with matrices, such as model.layers.0.self_attn.q_proj; every rank of x and y holds "
+        "and computes them whole"
+    ]
+
+
+def whole_head_body(rank: int, world_size: int) -> dict[str, Tensor] | None:
+    torch.manual_seed(1)
+    rules = {pattern: style for pattern, style in OWN_RULES.items() if pattern != "head"}
+    model = fourfold.parallelize(Own(), Grid(ParallelConfig(x=2, y=2), "cpu"), rules=rules)
+    model.backward(model(torch.arange(40).view(4, 10)).logsumexp(-1).sum())
+    return model.gather(gradients=True)
+
+
+def test_a_matrix_without_a_style_is_computed_whole(pool: Pool) -> None:
+    gradients = pool.run(4, whole_head_body)[0]
+    torch.manual_seed(1)
+    model = Own()
+    model(torch.arange(40).view(4, 10)).logsumexp(-1).sum().backward()
+    assert difference(gradients, {name: p.grad for name, p in model.named_parameters()}) < 5e-6
 
 
 HEAD_NORMS = {"*.q_norm": "replicate", "*.k_norm": "replicate"}
@@ -135,13 +170,17 @@ def test_a_norm_of_the_residual_may_stand_beside_split_layers(pool: Pool) -> Non
     assert difference(gradients, {name: p.grad for name, p in model.named_parameters()}) < 5e-6
 
 
-def unnamed_norm_body(rank: int, world_size: int) -> str:
+def unnamed_norm_body(rank: int, world_size: int) -> tuple[dict[str, Tensor] | None, dict[str, str], list[str]]:
     model = make("qwen3")
     model._tp_plan = {key: style for key, style in model._tp_plan.items() if not key.endswith("_norm")}
     model.config.base_model_tp_plan = {}
-    with pytest.raises(UserError) as raised:
-        fourfold.parallelize(model, Grid(ParallelConfig(x=2), "cpu"))
-    return str(raised.value)
+    warnings: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_plan.log, "warning", lambda text, *parts: warnings.append(text % parts))
+        parallel = fourfold.parallelize(model, Grid(ParallelConfig(x=2, y=2), "cpu"))
+    tokens, labels = make_batch()
+    parallel.backward(parallel(input_ids=tokens, labels=labels).loss)
+    return parallel.gather(gradients=True), {each["name"]: each["style"] for each in parallel.layout()}, warnings
 
 
 def wrong_rule_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:

@@ -72,7 +72,6 @@ def refused_body(rank: int, world_size: int, changes: dict[str, Any], rules: dic
         ({"vocab_size": 201}, {}, "num_embeddings = 201 cannot be split over x = 2"),
         ({"resid_pdrop": 0.1}, {}, r"attn.resid_dropout.p = 0.1 would differ .* set it to 0"),
         ({}, {"*.c_fc": "colwise_in_parts"}, "whose module cuts its features into parts of split_size"),
-        ({"add_cross_attention": True}, {}, "crossattention.c_attn .* has no style"),
     ],
 )
 def test_what_gpt2_cannot_do_is_refused(pool: Pool, changes: dict[str, Any], rules: dict[str, str], says: str) -> None:

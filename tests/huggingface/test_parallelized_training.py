@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fourfold
 from fourfold.config.run import ParallelConfig
+from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
 from fourfold.verification.deviation import deviation, deviations
 
@@ -25,6 +26,8 @@ LIMIT = 10.0
 """Largest allowed error of the grid, relative to the error of one process in float32. Parity has the same limit."""
 LENGTHS = ((16,), (1, 15), (7, 9), (3, 4, 9))
 """Lengths of the documents in a sequence."""
+UNPACKED = {"gpt_oss", "minimax"}
+"""Models whose code lets packed documents see each other. They train with one document per sequence."""
 PAIRS = (
     ({"x": 2, "z": 2}, {"y": 2, "dp": 2}),
     ({"y": 2, "z": 2, "zero": 3}, {"x": 2, "y": 2}),
@@ -33,8 +36,8 @@ PAIRS = (
 )
 """The grid of the first two steps, and the grid that resumes."""
 
-REFUSED = {"openai_gpt", "qwen2_moe", "glm4_moe"}
-"""Models that need rules, or that `parallelize` refuses."""
+WITHOUT_PLAN = {"openai_gpt"}
+"""Models that need rules."""
 
 
 class Trained(NamedTuple):
@@ -43,12 +46,16 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
+def lengths_of(name: str, row: int) -> tuple[int, ...]:
+    return (16,) if name in UNPACKED else LENGTHS[row % 4]
+
+
+def batch_of(name: str, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, labels, and positions [8, 16]. Documents have at least one token, and labels are masked
     unevenly."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(4, 200, (8, 16), generator=generator)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[row % 4]]) for row in range(8)])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths_of(name, row)]) for row in range(8)])
     labels = tokens.clone()
     labels[:, 1:][positions[:, 1:] == 0] = -100  # The first token of a document is never a target.
     for row in range(8):
@@ -68,11 +75,11 @@ def on_one_process(name: str, dtype: torch.dtype) -> Trained:
     model.set_experts_implementation("eager")  # torch's grouped matmuls take no float64
     optimizer, losses, norms = optimizer_of(model), list[Tensor](), list[Tensor]()
     for step in range(STEPS):
-        tokens, labels, _ = batch_of(step)
+        tokens, labels, _ = batch_of(name, step)
         kept, total = (labels[:, 1:] != -100).sum(), torch.zeros((), dtype=dtype)
         for row in range(8):
             begin = 0
-            for length in LENGTHS[row % 4]:
+            for length in lengths_of(name, row):
                 document = slice(begin, begin + length)
                 logits = model(input_ids=tokens[row : row + 1, document], use_cache=False).logits[0]
                 targets = labels[row, document][1:]
@@ -102,7 +109,7 @@ def train(name: str, grid: dict[str, int], folder: Path, resumes: bool) -> Train
     if resumes:
         model.load(folder, optimizer)
     for step in range(SAVED_AFTER, STEPS) if resumes else range(SAVED_AFTER):
-        tokens, labels, positions = batch_of(step)
+        tokens, labels, positions = batch_of(name, step)
         parts = [[model.rows(part) for part in each.chunk(MICRO_BATCHES)] for each in (tokens, labels, positions)]
         kept = sum(model.count(part) for part in parts[1])
         loss = torch.zeros(())
@@ -139,10 +146,23 @@ def worst_ratio(
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_PLAN])
 def test_a_training_loop_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     pair = PAIRS[list(FAMILIES).index(name) % len(PAIRS)]
     assert worst_ratio(pool, name, pair, tmp_path) < LIMIT
+
+
+def refused_body(rank: int, world_size: int, name: str) -> None:
+    model = fourfold.parallelize(make(name), Grid(ParallelConfig(x=2), "cpu"))
+    tokens, labels, positions = batch_of("llama", 0)
+    with pytest.raises(UserError, match="put one document in each row"):
+        model(tokens, position_ids=positions, labels=labels)
+    assert model(tokens, position_ids=torch.arange(16).expand(8, 16), labels=labels).loss > 0
+
+
+@pytest.mark.parametrize("name", sorted(UNPACKED))
+def test_packed_documents_that_see_each_other_are_refused(pool: Pool, name: str) -> None:
+    pool.run(2, refused_body, name)
 
 
 PARALLELIZED = "fourfold.huggingface.parallelized:Parallelized"

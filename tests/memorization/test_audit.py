@@ -194,6 +194,20 @@ def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool
         pool.run(1, on_grid, request_of(trained, offset=45))
 
 
+def test_documents_that_training_kept_apart_get_no_others_before_them(trained: Path, pool: Pool) -> None:
+    """Neither in the audited model nor in the reference."""
+    apart = "data.mask_documents=true"
+    assert pool.run(1, on_grid, request_of(trained, apart))[0]["offset"] == 0
+    with pytest.raises(UserError, match=r"--offset 17 .* data\.mask_documents never sees other documents; leave"):
+        pool.run(1, on_grid, request_of(trained, apart, offset=17))
+    apart_too = trained / "runs" / "apart"
+    shutil.copytree(trained / "runs" / "run", apart_too)
+    run_toml = (apart_too / "run.toml").read_text()
+    (apart_too / "run.toml").write_text(run_toml.replace("mask_documents = false", "mask_documents = true"))
+    with pytest.raises(UserError, match=r"data\.mask_documents never sees other documents"):
+        pool.run(1, on_grid, request_of(trained, offset=17, reference=str(apart_too)))
+
+
 def test_what_stands_before_a_document() -> None:
     documents = [AuditDocument(np.arange(10 * n, 10 * n + 4), None, 1, eod_id=0) for n in range(1, 4)]
     before = [row[:-4].tolist() for row in with_others_before(documents, 7)]
@@ -327,7 +341,7 @@ def test_gate(trained: Path, cli: Cli) -> None:
         (line(text="a" * 90), {"--counts": "seen"}, "no document of"),
         (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),
         (line(text="a" * 90), {"--model": "./runs/none"}, "--model ./runs/none does not exist"),
-        (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "members and controls at once"),
+        (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "both members and controls"),
         (line(text="a" * 90 + "\ud800"), {}, "half a character"),
         (line(tokens=[1] * 50 + [True]), {}, "not a list of token ids"),
         (line(tokens=[1] * 50 + [10**30]), {}, "not a list of token ids"),

@@ -284,7 +284,7 @@ def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("\n".join([HEADER, row_text(), row_text(ep=8), row_text(ep=4), row_text(precision="fp8")]))
     rows, skipped = read_rows([path])
-    assert len(rows) == 2 and skipped == {"mixture of experts of unknown sizes": 2}
+    assert len(rows) == 2 and skipped == {"MoE model of unknown sizes": 2}
     assert [r.dense_half for r in rows] == [True, False]
 
 

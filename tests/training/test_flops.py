@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.config.model import ModelConfig
+from fourfold.planning.machines.machine import load_machine
 from fourfold.training.flops import FlopCount, flops_per_token, mfu, model_tflops_per_device, peak_flops
 
 TINY = {
@@ -124,6 +125,12 @@ def test_an_unknown_device_has_no_peak(name):
 
 def test_an_unknown_dtype_has_no_peak():
     assert peak_flops("NVIDIA H200", torch.float64) is None
+
+
+def test_float8_counts_against_the_peak_of_the_plan():
+    peak = peak_flops("NVIDIA H200", torch.bfloat16, float8=True)
+    assert peak.flops == load_machine("h200", "--machine").peak
+    assert "989 TFLOP/s dense bfloat16, also for the float8 matmuls (" in peak.source
 
 
 def test_the_peak_of_fp32_is_not_that_of_tf32():

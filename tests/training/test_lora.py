@@ -13,7 +13,7 @@ from command_line import Cli
 from pool import Pool
 from tiny_chat import write_rows
 from tiny_huggingface import make_model
-from tiny_runs import DEEPSEEK, GPT, LLAMA, QWEN, random_global_batch, tiny_run
+from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, random_global_batch, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import RunConfig
@@ -263,6 +263,9 @@ def test_what_makes_no_sense_is_refused(cli: Cli, tmp_path: Path) -> None:
     run = tiny_run(GPT, {"pp": 2}, lora=LORA | {"targets": ["gate_proj"]})
     with pytest.raises(UserError, match="this model has no gate_proj"):
         check_targets(run.model, run.lora, [range(1), range(1, 2)])
+    run = tiny_run(MIXTURE, {}, lora=run.lora.model_dump())
+    with pytest.raises(UserError, match="this model has no gate_proj outside of experts, which get no adapters; it"):
+        check_targets(run.model, run.lora, [range(2)])
     run = tiny_run(DEEPSEEK | {"shared_expert_intermediate_size": 0}, {"pp": 2}, lora=run.lora.model_dump())
     with pytest.raises(UserError, match=r"a pipeline stage has no gate_proj, so it would train nothing; add .*_proj"):
         check_targets(run.model, run.lora, [range(2), range(2, 4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from command_line import Cli
 from flipped_bits import KINDS, Trial, flip_bits
 from poisoned_runs import same_tensors, tensors_at, train_poisoned
 from pool import Pool
+from small_jobs import metrics_of, train
 from tiny_corpus import run_file
 from tiny_runs import LLAMA, QWEN, tiny_run
 
+from fourfold.checkpoints.checkpoint import Checkpointer
 from fourfold.parallel.grid.checksums import Given, checksum, first_to_differ
 from fourfold.run_file.load import load_run
+from fourfold.training import replay, trainer
 from fourfold.training.job import Job
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -88,6 +92,45 @@ def test_the_run_ends_before_the_weights_move(
     assert "step 4 was computed three times and once gave different bits on rank 0 (" in sentence
     assert "in the gradient of layers.0." in sentence
     assert {path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir()} == {"step_2", "step_3"}
+
+
+def test_the_time_of_a_check_does_not_count_in_the_rate(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass takes a second on the clock of this test."""
+    forward_backward, now = Job.forward_backward, [0.0]
+
+    def in_a_second(job: Job, *arguments: Any) -> torch.Tensor:
+        now[0] += 1
+        return forward_backward(job, *arguments)
+
+    monkeypatch.setattr(Job, "forward_backward", in_a_second)
+    for module in (trainer, replay):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run = load_run(run_file(tmp_path, prefix, checks__replay_interval=2, training__train_steps=4))
+    train(run)
+    assert now == [6]
+    assert [record["step_seconds"] for record in metrics_of(run)] == [1, 1, 1, 1]
+    assert {record["tokens_per_second"] for record in metrics_of(run)} == {4 * 32}
+
+
+def test_a_refused_replay_keeps_the_checkpoint_that_is_still_being_written(
+    cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_backward, calls = Job.forward_backward, [0]
+
+    def without_a_deterministic_kernel(job: Job, *arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise RuntimeError("some_backward does not have a deterministic implementation")
+        return forward_backward(job, *arguments)
+
+    monkeypatch.setattr(Job, "forward_backward", without_a_deterministic_kernel)
+    monkeypatch.setattr(Checkpointer, "poll", lambda checkpointer: None)  # as if the save took until step 4
+    changes = {"checks__replay_interval": 4, "checkpoint__interval": 3, "checkpoint__async_mode": "async"}
+    code, _, errors = cli("train", run_file(tmp_path, prefix, **changes))
+    assert code == 2 and "step 4 cannot be computed twice with the same bits" in errors, errors
+    assert {path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir()} == {"step_3"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])

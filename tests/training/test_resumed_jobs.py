@@ -13,15 +13,17 @@ import pytest
 import torch
 from pool import Pool
 from small_jobs import ask_to_stop, at_step, checkpoints_of, make, metrics_of, train, weights_of
+from tiny_chat import CHATML, make_chat_tokenizer, talks, write_rows
 from tiny_corpus import make_corpus
 
-from fourfold.checkpoints.saved_state import optimization_settings
+from fourfold.checkpoints.saved_state import compared_settings
 from fourfold.config.run import RunConfig
+from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.training import trainer
 from fourfold.training.outcome import Outcome
-from fourfold.training.resume_warnings import optimization_warnings
+from fourfold.training.resume_warnings import settings_warnings
 
 
 def die() -> None:
@@ -107,9 +109,24 @@ def test_the_outcome_names_no_checkpoint_of_an_earlier_run(tmp_path: Path, prefi
     first = make(tmp_path, prefix, training__train_steps=4)
     train(first)
     unsaved = {"training__train_steps": 2, "checkpoint__interval": 0, "checkpoint__save_last": False}
-    assert train(make(tmp_path, prefix, checkpoint__resume="never", **unsaved)).checkpoint is None
     longer = unsaved | {"training__train_steps": 5, "checkpoint__resume": f"{tmp_path}/runs/run"}
     assert train(make(tmp_path, prefix, name="second", **longer)).checkpoint is None
+    assert train(make(tmp_path, prefix, checkpoint__resume="never", **unsaved)).checkpoint is None
+
+
+def test_a_run_that_starts_again_never_resumes_from_a_step_of_the_earlier_run(tmp_path: Path, prefix: str) -> None:
+    """It is stopped before its first checkpoint, and saves another one after a step that the earlier run has saved."""
+    train(make(tmp_path, prefix, training__train_steps=4, checkpoint__interval=2))
+    again = {"checkpoint__resume": "never", "checkpoint__interval": 0, "checkpoint__save_last": False}
+    run = make(tmp_path, prefix, training__train_steps=2, **again)
+    train(run)
+    assert checkpoints_of(run) == []
+    run = make(tmp_path, prefix, training__train_steps=5, checkpoint__interval=5)
+    train(run)
+    assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4, 5]
+    assert checkpoints_of(run) == ["step_5"]
+    folder = Path(run.output_dir, run.name, "checkpoints")
+    assert {path.name for path in folder.iterdir()} == {"step_5", "step_2.superseded", "step_4.superseded"}
 
 
 def test_resume_from_a_path_into_another_folder(tmp_path: Path, prefix: str) -> None:
@@ -143,6 +160,65 @@ def test_a_resumed_run_warns_of_another_small_corpus(
     train(make(tmp_path, prefix, training__train_steps=2, data__train=first))
     train(make(tmp_path, prefix, training__train_steps=3, data__train=second))
     assert "the training data has changed" in capfd.readouterr().err
+
+
+def test_a_resumed_run_warns_of_another_answer_mask(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The corpus was prepared again, and one answer of its last conversation is no longer trained."""
+    pytest.importorskip("transformers")
+    tokenizer, rows = make_chat_tokenizer(tmp_path / "tokenizer", CHATML), talks(102)
+
+    def resume(steps: int) -> str:
+        prepare_conversations([write_rows(tmp_path / "rows.jsonl", rows)], tmp_path / "c", tokenizer=tokenizer)
+        data = {"data__format": "sft", "data__validation": [{"path": f"{tmp_path}/c"}], "model__vocab_size": 310}
+        train(make(tmp_path, f"{tmp_path}/c", training__train_steps=steps, **VALIDATED, **data))
+        return capfd.readouterr().err
+
+    assert "has changed" not in resume(2) + resume(3)
+    rows[-1]["messages"][-1]["weight"] = 0
+    printed = resume(4)
+    assert "the answer mask of the training data has changed since the checkpoint" in printed
+    assert "the answer mask of the validation data has changed since the checkpoint" in printed
+    assert "warning: the training data" not in printed
+
+
+VALIDATED = {"validation__interval": 2, "validation__steps": 1}
+
+
+def test_a_resumed_run_warns_of_other_validation_data(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is told apart from other training data. Another path to the same data is no change."""
+    other = make_corpus(tmp_path, "other", documents=50)
+    (tmp_path / "moved").mkdir()
+    moved = make_corpus(tmp_path / "moved", "other", documents=50)
+    train(make(tmp_path, prefix, training__train_steps=2, **VALIDATED, data__validation=[{"path": other}]))
+    train(make(tmp_path, prefix, training__train_steps=4, **VALIDATED, data__validation=[{"path": moved}]))
+    assert "data has changed" not in capfd.readouterr().err
+    train(make(tmp_path, prefix, training__train_steps=6, **VALIDATED, data__validation=[{"path": prefix}]))
+    printed = capfd.readouterr().err
+    assert "the validation data has changed since the checkpoint" in printed and "step_4" in printed
+    assert "training data" not in printed
+    train(make(tmp_path, prefix, training__train_steps=7, data__validation=[{"path": other}]))
+    assert "data has changed" not in capfd.readouterr().err, "a run without validations has none to compare"
+
+
+def test_a_resumed_run_warns_of_other_measurements(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without validations before and after the checkpoint, there is nothing to compare."""
+    constant = {
+        "lr_scheduler__decay_style": "constant",
+        "audit__interval": 4,
+        "audit__documents": "a.jsonl",
+        "audit__suffix": 8,
+    }
+    train(make(tmp_path, prefix, training__train_steps=2, validation__steps=2, **constant))
+    train(make(tmp_path, prefix, training__train_steps=4, **VALIDATED, **constant))
+    assert warnings_in(capfd.readouterr().err) == []
+    changed = VALIDATED | constant | {"validation__steps": 3, "audit__suffix": 20}
+    train(make(tmp_path, prefix, training__train_steps=6, **changed))
+    (warning,) = warnings_in(capfd.readouterr().err)
+    assert "step_4: validation.steps = 1 → 3, audit.suffix = 8 → 20. " in warning
 
 
 def test_a_resumed_run_warns_of_other_masks(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +354,7 @@ def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_and_says_so(
     tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("fourfold.checkpoints.saved_state.optimization_settings", lambda run: None)
+        older.setattr("fourfold.checkpoints.saved_state.compared_settings", lambda run: None)
         train(make(tmp_path, prefix, training__train_steps=2))
     assert train(make(tmp_path, prefix, training__train_steps=3, **CHANGED)).steps == 3
     (warning,) = warnings_in(capfd.readouterr().err)
@@ -286,9 +362,9 @@ def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_and_says_so(
 
 
 def test_keys_that_one_version_does_not_know_are_not_compared(tmp_path: Path, prefix: str) -> None:
-    now = optimization_settings(make(tmp_path, prefix))
+    now = compared_settings(make(tmp_path, prefix))
     was = {**now, "optimizer.lr": 0.5, "optimizer.renamed_later": 1}
     del was["ema.decay"], was["lr_scheduler.min_lr_ratio"]
-    changed, jump = optimization_warnings(was, now, 2, tmp_path)
+    changed, jump = settings_warnings(was, now, 2, tmp_path)
     assert f"step_2: optimizer.lr = 0.5 → {now['optimizer.lr']}. The next" in changed.replace(str(tmp_path), "step_2")
     assert jump.startswith("the learning rate jumps from ")

@@ -114,21 +114,9 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def of_trackio(run: RunConfig) -> Tracked:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    (only,) = SQLiteStorage.get_run_records("tests")
-    logs = SQLiteStorage.get_logs("tests", only["name"], run_id=only["id"])
-    losses = [(line["step"], line["loss"]) for line in logs]
-    config = SQLiteStorage.get_run_config("tests", only["name"], run_id=only["id"])
-    keys = {"training.seq_length": str(config["training"]["seq_length"])}
-    return Tracked("tests", only["name"], losses, keys, config["machine"])
-
-
 READERS: dict[str, Callable[[RunConfig], Tracked]] = {
     "tensorboard": of_tensorboard,
     "wandb": of_wandb,
-    "trackio": of_trackio,
 }
 
 
@@ -136,10 +124,8 @@ READERS: dict[str, Callable[[RunConfig], Tracked]] = {
 def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps after the last checkpoint come twice. TensorBoard hides the first copy, and all other trackers show
-    both."""
+    """Steps after the last checkpoint come twice. TensorBoard hides the first copy, and W&B shows both."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported, in this test only
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)
     track(run, {1: 4.0, 2: 3.0, 3: 2.5})
@@ -158,10 +144,11 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     assert float(tracked.machine["memory_gib"]) > 0
 
 
-def test_a_run_file_of_a_version_that_had_mlflow_loads_if_it_was_off(tmp_path: Path) -> None:
-    load_run(run_file(tmp_path, "corpus", metrics__mlflow=False))
-    with pytest.raises(UserError, match=r"unknown key 'metrics.mlflow'; fourfold does not record runs in MLflow; set"):
-        load_run(run_file(tmp_path, "corpus", metrics__mlflow=True))
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_a_run_file_of_a_version_that_had_a_tracker_loads_if_it_was_off(tmp_path: Path, name: str) -> None:
+    load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": False}))
+    with pytest.raises(UserError, match=rf"unknown key 'metrics.{name}'; fourfold does not record runs in .*; set"):
+        load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": True}))
 
 
 def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Path) -> None:

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT, LLAMA, NEOX, OLMO, OLMO2, QWEN, SLIDING
+from tiny_runs import (
+    ARCEE,
+    EXAONE4,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT,
+    GRANITE,
+    LLAMA,
+    NEOX,
+    OLMO,
+    OLMO2,
+    QWEN,
+    SLIDING,
+    SMOLLM3,
+)
 
 from fourfold.config.run import Schedule
 
@@ -79,6 +94,10 @@ CASES: dict[str, Case] = {
     "x2 y2 gemma2": (GEMMA2, {"x": 2, "y": 2}, SELECTIVE | PACKED),
     "x2 cp2 ring gemma2": (GEMMA2, {"x": 2, "cp": 2, "cp_method": "ring"}, PACKED),
     "pp2 z2 gemma3": (GEMMA3, {"pp": 2, "z": 2}, ONE_SEQUENCE | FULL),
+    "x2 y2 granite in parts": (GRANITE, {"x": 2, "y": 2}, TWO_PARTS),
+    "x2 z2 arcee": (ARCEE, {"x": 2, "z": 2}, SELECTIVE),
+    "pp2 cp2 smollm3": (SMOLLM3, {"pp": 2, "cp": 2}, ONE_SEQUENCE | PACKED),
+    "x2 y2 exaone4": (EXAONE4, {"x": 2, "y": 2}, PACKED),
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
     "z4 in nodes of 2": (GPT, {"z": 4}, ONE_SEQUENCE | NODES_OF_2),
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mutants import CP2, ONE_SEQUENCE, ULYSSES, X2, Y2, Mutant
-from tiny_runs import GEMMA2, GEMMA3, OLMO2, SLIDING
+from mutants import CP2, ONE_SEQUENCE, TWO_PARTS, ULYSSES, X2, Y2, Mutant
+from tiny_runs import ARCEE, EXAONE4, GEMMA2, GEMMA3, GRANITE, OLMO2, SLIDING, SMOLLM3
 
 WINDOWS = [
     Mutant(
@@ -66,8 +66,8 @@ NORMS = [
     Mutant(
         "the sum of residual and attention is normalized",
         "models.transformer:Block.forward",
-        "x_BSH + normed( self.self_attn(normed(x_BSH, self.input_layernorm), context), "
-        "self.attention_output_layernorm )",
+        "torch.add( x_BSH, normed(self.self_attn(normed(x_BSH, self.input_layernorm), context), "
+        "self.attention_output_layernorm), alpha=self.residual_multiplier )",
         "normed( x_BSH + self.self_attn(normed(x_BSH, self.input_layernorm), context), "
         "self.attention_output_layernorm )",
         OLMO2,
@@ -121,10 +121,135 @@ CAPS = [
     Mutant(
         "scores are divided by the root of head_dim, not of query_pre_attn_scalar",
         "models.causal_attention:AttentionCore.__init__",
-        "config.query_pre_attn_scalar**-0.5",
+        "config.attention_multiplier",
         "config.head_dim**-0.5",
         GEMMA2,
     ),
 ]
 
-FAMILIES = [*WINDOWS, *NORMS, *TABLES, *CAPS]
+FACTORS = [
+    Mutant(
+        "embeddings have no factor",
+        "models.transformer:Transformer.embed",
+        "x_BSH * self.config.embedding_multiplier",
+        "x_BSH",
+        GRANITE,
+        X2,
+    ),
+    Mutant(
+        "logits are multiplied by what divides them",
+        "models.transformer:Transformer.forward",
+        "x_BSH / self.config.logits_scaling",
+        "x_BSH * self.config.logits_scaling",
+        GRANITE,
+        X2,
+    ),
+    Mutant(
+        "the MLP's output has no factor",
+        "models.transformer:Block.forward",
+        "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm), alpha=self.residual_multiplier)",
+        "torch.add(attended_BSH, normed(mlp_BSH, self.mlp_output_layernorm))",
+        GRANITE,
+        Y2,
+    ),
+    Mutant(
+        "with batch parts, the residual stream has the factor, not attention's output",
+        "parallel.overlap.batch_parts:BlockInParts.steps",
+        "torch.add(x_BTh, normed(out_BTh, self.attention_output_layernorm), alpha=alpha)",
+        "torch.add(normed(out_BTh, self.attention_output_layernorm), x_BTh, alpha=alpha)",
+        GRANITE,
+        X2,
+        TWO_PARTS,
+    ),
+    Mutant(
+        "with batch parts, the MLP's output has no factor",
+        "parallel.overlap.batch_parts:BlockInParts.steps",
+        "torch.add(attended_BTh, normed(mlp_BTh, self.mlp_output_layernorm), alpha=alpha)",
+        "torch.add(attended_BTh, normed(mlp_BTh, self.mlp_output_layernorm))",
+        GRANITE,
+        X2,
+        TWO_PARTS,
+    ),
+    Mutant(
+        "with batch parts, the output of a recomputed MLP has no factor",
+        "parallel.overlap.batch_parts:BlockInParts.steps",
+        "torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)",
+        "torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm))",
+        GRANITE,
+        X2,
+        TWO_PARTS | {"activation_checkpoint": {"mode": "selective", "modules": ["mlp"]}},
+    ),
+    Mutant(
+        "scores are divided by the root of head_dim, not multiplied by attention_multiplier",
+        "models.causal_attention:AttentionCore.__init__",
+        "self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping",
+        "self.scale, self.softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping",
+        GRANITE,
+        CP2,
+    ),
+]
+
+POSITIONS = [
+    Mutant(
+        "every layer rotates",
+        "models.causal_attention:AttentionCore.attend_heads",
+        "self.rotates and context.cos_BS1d is not None and context.sin_BS1d is not None",
+        "context.cos_BS1d is not None and context.sin_BS1d is not None",
+        SMOLLM3,
+        CP2,
+    ),
+    Mutant(
+        "on the grid, every layer rotates",
+        "parallel.attention.attention:SharedAttentionCore.__init__",
+        "super().__init__(core.config, core.rotates)",
+        "super().__init__(core.config)",
+        SMOLLM3,
+        X2,
+    ),
+    Mutant(
+        "a pipeline stage counts its layers from 0 when it looks up which of them rotate",
+        "models.transformer:Block.__init__",
+        "config.rotates(number)",
+        "config.rotates(number % 2)",
+        SMOLLM3,
+        {"pp": 2},
+        ONE_SEQUENCE,
+    ),
+    Mutant(
+        "layers with a window have no positions, and all other layers rotate",
+        "config.model:ModelConfig.rotates",
+        "not self.no_rope_layers[layer % len(self.no_rope_layers)]",
+        "bool(self.no_rope_layers[layer % len(self.no_rope_layers)])",
+        EXAONE4,
+        X2,
+    ),
+]
+
+ACTIVATIONS = [
+    Mutant(
+        "the ReLU is not squared",
+        "models.mlp:_SquaredReLU.forward",
+        "F.relu(x).square_()",
+        "F.relu(x)",
+        ARCEE,
+        X2,
+    ),
+    Mutant(
+        "what is squared is not cut at 0",
+        "models.mlp:_SquaredReLU.forward",
+        "F.relu(x).square_()",
+        "x.square()",
+        ARCEE,
+        Y2,
+    ),
+    Mutant(
+        "the gradient of the squared ReLU is half of what it is",
+        "models.mlp:_SquaredReLU.backward",
+        "x.relu().mul_(2).mul_(grad)",
+        "x.relu().mul_(grad)",
+        ARCEE,
+        X2,
+    ),
+]
+
+FAMILIES = [*WINDOWS, *NORMS, *TABLES, *CAPS, *FACTORS, *POSITIONS, *ACTIVATIONS]

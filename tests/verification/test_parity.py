@@ -13,7 +13,23 @@ import pytest
 import torch
 from layouts import DEEP_GPT, GOLDFISH, GROUPS, ONE_SEQUENCE, PACKED, Case
 from pool import Pool
-from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT_OSS, LLAMA, NEOX, OLMO2, QWEN, SLIDING, tiny_run
+from tiny_runs import (
+    ARCEE,
+    EXAONE4,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    GRANITE,
+    LLAMA,
+    NEOX,
+    OLMO2,
+    QWEN,
+    SLIDING,
+    SMOLLM3,
+    STABLELM,
+    tiny_run,
+)  # fmt: skip
 from tuned_products import parity_on_cpu
 
 from fourfold.config.model import IGNORE_INDEX
@@ -79,6 +95,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS | {"moe_intermediate_size": 176, "qk_norm": True, "qk_norm_over": "all_heads"},
     "glm4_moe": EXPERTS | SHARED | DEEPSEEK | {"partial_rotary_factor": 0.5},
     "gpt_oss": GPT_OSS | {"num_hidden_layers": 4},
+    "granite": GRANITE | {"num_hidden_layers": 4},
+    "arcee": ARCEE | {"num_hidden_layers": 4},
+    "stablelm": STABLELM | {"num_hidden_layers": 4},
+    "smollm3": SMOLLM3,
+    "exaone4": EXAONE4 | {"num_hidden_layers": 4},
 }
 """For each family of transformers, a model that only this family computes."""
 

@@ -55,7 +55,7 @@ def test_it_resumes_with_other_experts_on_a_rank() -> None:
         ),
         (MIXTURE, {}, {"training": {"compile": True}}, "training.compile = true is for dense models"),
         (MIXTURE, {}, BIAS, "router_bias = true works"),
-        ({"preset": "llama-tiny"}, {}, LOSSES, "is for mixtures of experts, and model.num_experts = 0; moe"),
+        ({"preset": "llama-tiny"}, {}, LOSSES, "is for MoE models, and model.num_experts = 0; moe"),
         (DEEPSEEK, {}, BIAS | {"lora": {"rank": 2}}, "freezes the biases of routers"),
     ],
 )

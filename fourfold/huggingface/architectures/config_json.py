@@ -31,7 +31,8 @@ DECISIVE_KEYS = (
     "norm_placement", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
     "attn_logit_softcapping", "final_logit_softcapping", "num_experts", "moe_intermediate_size", "router_score",
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
-    "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last",
+    "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last", "attention_multiplier",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers",
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
@@ -40,6 +41,12 @@ MOST_LAYERS = 10_000
 
 NEVER_NULL = ("swiglu_limit", "num_experts_per_tok")
 """Keys that transformers refuses to read as null."""
+
+NEVER_0 = {
+    "swiglu_limit": "cuts every gate; 7.0 works",
+    "attention_multiplier": "gives all keys the same score; 0.125 works",
+}
+"""Keys that have another meaning in [model] if they are 0, with their effect in config.json."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
@@ -118,16 +125,17 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for theirs in NONE_IS_0:
         if theirs in family.keys and given.get(theirs) == 0:
             raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
-    if "swiglu_limit" in keys and not keys["swiglu_limit"]:
-        raise UserError(f"{where}: swiglu_limit = {keys['swiglu_limit']!r} cuts every gate; 7.0 works")
-    # In these families, attention_bias also decides whether the output projection has a bias.
+    for key, effect in NEVER_0.items():
+        if key in keys and not keys[key]:
+            raise UserError(f"{where}: {key} = {keys[key]!r} {effect}")
+    # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if "num_experts" in family.keys and not keys.get("num_experts"):
         count = given[family.keys["num_experts"]]
-        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of mixtures of experts")
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
     if family.lists_dense_layers:
-        keys["first_k_dense_replace"] = _first_dense(given, where)
+        keys["first_k_dense_replace"] = _first_dense(given, family, where)
     if family.counts_shared_experts:
         for key in ("n_shared_experts", "moe_intermediate_size"):
             _check_count(key, given[key], 1, where)
@@ -135,6 +143,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if keys["position_embedding"] == "rope":
         keys |= rope_keys(given, family, where)
     keys |= _windows(given, family, where)
+    if family.rotating_layers == "listed":
+        keys["no_rope_layers"] = _rotating_layers(given, family, where)
     if not keys["sliding_window"]:
         keys.pop("rope_local_base_freq", None)
     return keys
@@ -166,11 +176,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         raise UserError(f"{where}: sliding_window is null, and layer_types has '{SLIDING}' layers; they need a window")
     if family.slides is None or window is None or not is_used:
         return none
-    name = family.keys["num_hidden_layers"]
-    layers = given[name]
-    _check_count(name, layers, 1, where)
-    if layers > MOST_LAYERS:
-        raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
+    layers = _count_layers(given, family, where)
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
         # transformers reads such a Mistral file as a Ministral model.
         raise UserError(
@@ -181,23 +187,54 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         for key in LAYER_NUMBERS.keys() & family.defaults.keys():
             _check_count(key, given[key], LAYER_NUMBERS[key], where)
         kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
-    return {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
+    if len(kinds) != layers:
+        raise UserError(
+            f"{where}: layer_types has {len(kinds)} entries, and {family.keys['num_hidden_layers']} = {layers}; give "
+            "one for each layer"
+        )
+    if SLIDING in kinds:
+        _check_count("sliding_window", window, 1, where)
+    found = {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
+    if family.rotating_layers == "sliding":
+        found["no_rope_layers"] = [int(kind == SLIDING) for kind in kinds]
+    return found
 
 
-def _first_dense(given: Mapping[str, Any], where: str) -> int:
+def _rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> list[int]:
+    """Return 1 for each layer that rotates queries and keys, and 0 for all other layers."""
+    count, listed = _count_layers(given, family, where), given["no_rope_layers"]
+    if listed is None:
+        interval = given["no_rope_layer_interval"]
+        _check_count("no_rope_layer_interval", interval, 1, where)
+        return [int((layer + 1) % interval > 0) for layer in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or any(each not in (0, 1) for each in listed):
+        raise UserError(f"{where}: no_rope_layers = {listed!r} is not a list of 0 or 1 for each of {count} layers")
+    return [int(each) for each in listed[:count]]
+
+
+def _count_layers(given: Mapping[str, Any], family: Family, where: str) -> int:
+    """Return the number of layers. Refuse a number that is too large to list the layers one by one."""
+    name = family.keys["num_hidden_layers"]
+    count: int = given[name]
+    _check_count(name, count, 1, where)
+    if count > MOST_LAYERS:
+        raise UserError(f"{where}: {name} = {count}; a model whose layers differ has at most {MOST_LAYERS} here")
+    return count
+
+
+def _first_dense(given: Mapping[str, Any], family: Family, where: str) -> int:
     """Return the number of layers with a dense MLP. These must be the first layers."""
     layers = given.get("mlp_only_layers") or []
     if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(
             f"{where}: mlp_only_layers = {layers}; the decoder here computes dense MLPs only in the first layers"
         )
-    count = given["num_hidden_layers"]
-    _check_count("num_hidden_layers", count, 1, where)
+    count = _count_layers(given, family, where)
     if len(layers) >= count:
         raise UserError(
-            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; a mixture of experts needs a layer "
+            f"{where}: mlp_only_layers = {layers} with num_hidden_layers = {count}; an MoE model needs a layer "
             "with experts"
         )
     return len(layers)
@@ -248,7 +285,8 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
 
 
 def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
-    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys win."""
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names. The table's own keys take
+    precedence."""
     name = section.get("from_hf")
     if name is None:
         return section

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 Table = Mapping[str, Any]
 
@@ -59,6 +59,9 @@ class Family:
     """Default rotary base of sliding-window layers. None if they use the same base as all other layers."""
     reads_local_theta: bool = False
     """Whether the key rope_local_base_freq sets this base."""
+    rotating_layers: Literal["all", "sliding", "listed"] = "all"
+    """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, or the layers that
+    no_rope_layers lists."""
     has_mxfp4_files: bool = False
     """Whether files can store the experts' weights in MXFP4."""
 

@@ -23,8 +23,8 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         if not isinstance(table, Mapping):
             raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
     local: dict[str, Any] = {}
+    name = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
     if family.rope_local_theta is None:
-        name = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
         rope = dict(tables[name])
         if rope.keys() & {FULL, SLIDING}:
             raise UserError(f"{where}: {name} has a table per kind of layer; the layers of this family share one table")
@@ -47,9 +47,11 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         raise UserError(
             f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
         )
-    if "truncate" in rope and rope["truncate"] is None:  # transformers takes null as false, and no key as true.
+    if "truncate" in rope and rope["truncate"] is None:  # To transformers, null is false, and a missing key is true.
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None}
+    if "factor" not in rope:
+        raise UserError(f"{where}: {name} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
     if kind != "yarn":
         rope.pop("truncate", None)
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
@@ -64,7 +66,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         if key == "truncate" and not isinstance(value, bool):
             raise UserError(f"{where}: truncate = {value!r} is neither true nor false")
         if key != "truncate":
-            _check_number(key, value, where)
+            _check_number(f"{name}.{key}", value, where, positive=True)
             scaling[key] = value if key == "original_max_position_embeddings" else float(value)
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
 
@@ -93,9 +95,9 @@ def _local_rope(
     return {"rope_local_base_freq": float(base)}, {**full, **scaling}
 
 
-def _check_number(name: str, value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{where}: {name} = {value!r} is not a number")
+def _check_number(name: str, value: Any, where: str, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
+        raise UserError(f"{where}: {name} = {value!r} is not a {'positive ' * positive}number")
 
 
 def _first(*values: Any) -> Any:

@@ -61,6 +61,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
         config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
     if model.position_embedding == "rope":
         config |= _their_rope(model, family)
+    if family.rotating_layers == "listed":
+        config["no_rope_layers"] = [int(model.rotates(layer)) for layer in range(model.num_hidden_layers)]
     if family.slides is not None:
         config |= _their_windows(model, family)
     return config
@@ -85,8 +87,8 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     slides = model.sliding_layers > 0
-    # Models with layer_types need a window size even if no layer uses it.
-    unused = family.defaults["sliding_window"] if family.lists_layer_types else None
+    # Models with layer_types need a window size even if no layer uses it, unless a window turns rotation off.
+    unused = family.defaults["sliding_window"] if family.lists_layer_types and family.rotating_layers == "all" else None
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else unused}
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = slides

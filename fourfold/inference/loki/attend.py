@@ -120,7 +120,7 @@ def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
 
 
 def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """Return the chosen rows, [B, K, k, D], of a cache that may have unused room after the rows of each head."""
+    """Return the chosen rows, [B, K, k, D], of a cache that may have unused memory after the rows of each head."""
     batch, heads, length, width = x_BKSD.shape
     of_batch, of_head, of_row, _ = x_BKSD.stride()
     assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"

@@ -33,7 +33,7 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def held_bytes(self) -> int:
-        """Return the size of the cached tokens in bytes, not counting unused room."""
+        """Return the size of the cached tokens in bytes, not counting unused memory."""
         return sum(buffer.held_bytes for buffer in self.buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -43,7 +43,8 @@ def enable_loki(
         model: A transformers model.
         basis: The result of ``calibrate`` for this model.
         config: Loki's settings (default: ``LokiConfig()``).
-        capacity: Number of tokens to allocate room for at once, if the final length is known. 0 lets the cache grow.
+        capacity: Number of tokens to allocate memory for at the start, if the final length is known. 0 lets the cache
+            grow.
 
     Returns:
         The model that was passed.

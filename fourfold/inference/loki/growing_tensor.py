@@ -14,13 +14,13 @@ class GrowingTensor:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        """Number of tokens to allocate room for at once, if the final length is known."""
+        """Number of tokens to allocate memory for at the start, if the final length is known."""
 
         self.length = 0
         """Number of tokens that have been appended."""
 
         self.storage: Tensor | None = None
-        """The tokens, followed by unused room."""
+        """The tokens, followed by unused memory."""
 
     @property
     def filled(self) -> Tensor:
@@ -52,7 +52,7 @@ class GrowingTensor:
         self.storage, self.length = None, 0
 
     def select(self, indices: Tensor) -> None:
-        """Keep only these sequences of the batch, in this order, together with the unused room."""
+        """Keep only these sequences of the batch, in this order, together with the unused memory."""
         if self.storage is not None:
             self.storage = self.storage[indices.to(self.storage.device)]
 

@@ -20,7 +20,7 @@ import torch
 from llvmlite import ir
 from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.core import cgutils
-from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # assigned by name at import
+from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at import
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
@@ -45,7 +45,7 @@ AHEAD = 6
 CACHE_LINE = 64
 
 _numba_lock = threading.Lock()
-"""Some of Numba's threading layers abort the process if two threads call Numba at once."""
+"""Only one thread may call Numba at a time, because some of Numba's threading layers abort the process otherwise."""
 
 _options: dict[str, Any] = {
     "nogil": True,
@@ -113,7 +113,7 @@ def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, with its unused room, [rows, row stride], and each head's first row, [R]."""
+    """Return all rows of a cache, with its unused memory, [rows, row stride], and each head's first row, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"

@@ -24,7 +24,7 @@ class LayerRecipe:
     basis: LayerBasis | None = None
     """Basis of the layer. None if the layer stays dense."""
     capacity: int = 0
-    """Number of tokens to allocate room for at once."""
+    """Number of tokens to allocate memory for at the start."""
     warned: set[type] = field(default_factory=set)
     """Types of caches that a warning has already named. All recipes of a model share this set."""
 

@@ -201,7 +201,8 @@ def why_unavailable(package: str) -> str | None:
                 "loki: steps are not compiled because Numba cannot be imported: %s", error
             )
             return f"cannot be imported: {error}"
-        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # assigned by name when numba is imported
+        # Numba fills this module's globals at import, so type checkers do not know the name.
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
             return "is disabled by NUMBA_DISABLE_JIT"
     return None
 

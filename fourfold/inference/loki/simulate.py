@@ -1,4 +1,4 @@
-"""Simulate Loki for all tokens of a prompt at once by masking, as the paper does to measure perplexity.
+"""Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
 
 One pass over a text gives the same results as decoding it token by token, with one exception: k depends on the whole
 length, so every row may attend to as many keys as the last row. The paper does the same, so the numbers are comparable.

@@ -33,8 +33,8 @@ MERGED_BLOCK = 16
 length."""
 
 TILE_BYTES = 8192
-"""Largest number of bytes of keys per iteration. Several iterations are in flight at once, and must fit into the
-smallest shared memories."""
+"""Largest number of bytes of keys per iteration. Several iterations are in flight at the same time, and must fit into
+the smallest shared memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))

@@ -1,4 +1,5 @@
-"""Write the batch script that trains a run file on a SLURM site, from `slurm.sh` and the site's conventions."""
+"""Write the batch script that trains the model of a run file on a SLURM cluster, from the template `slurm.sh` and the
+cluster's conventions."""
 
 from __future__ import annotations
 
@@ -161,4 +162,4 @@ def _setup(site: Site, job: SlurmJob) -> str:
         lines += [f"# Conventions of {site.name}", *site.commands]
         lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in variables.items()]
         lines.append("")
-    return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear at once"])
+    return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear immediately"])

@@ -28,16 +28,16 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore, Tiled):
     """The attention core, for this rank's share of the work.
 
-    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the heads. Otherwise they share it by
-    "batch" or by "sequence" (of the queries), and only x splits the heads. If the ranks that split the query heads
-    do not divide the key-value heads, they gather these heads and sum their gradients. ``method`` sets how the cp
-    ranks, which share the sequence, attend.
+    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the number of heads. Otherwise they share
+    it by "batch" or by "sequence" (of the queries), and only x splits the heads. If the number of ranks that split the
+    query heads does not divide the number of key-value heads, these ranks gather the key-value heads and sum their
+    gradients. ``method`` sets how the cp ranks, which share the sequence, attend.
     """
 
     def __init__(
         self, core: AttentionCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int, kv_heads: int
     ) -> None:
-        super().__init__(core.config)
+        super().__init__(core.config, core.rotates)
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
         self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
         self.add_tile("sinks", core.sinks, NORMAL_BIAS[OVER_Y[split]], grid)
@@ -107,7 +107,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        """Attend with some of the queries, under a mask. With a cap or sinks, scores are not kept for the backward."""
+        """Attend with some of the queries, under a mask. With soft-capping or sinks, scores are not kept for the
+        backward pass."""
         if not self.softcap and self.sinks is None:
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
         q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))

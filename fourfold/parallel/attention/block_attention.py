@@ -1,9 +1,9 @@
-"""Compute attention of some queries to some keys, with the log-sum-exp for merging, and the backward from the merged
-result.
+"""Attend with some queries to some keys. The log-sum-exps let the caller merge the results of several blocks of keys,
+and the backward pass starts from the merged result.
 
-torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel caps
-scores, so capped attention runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S, D], and K
-divides N.
+torch's public attention does not return the log-sum-exp, so this module calls its kernels by name. No kernel soft-caps
+scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys and values [B, K, S,
+D], and K divides N.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ CUDNN = 91500
 """torch's public attention prefers cuDNN above this version (``check_prefer_cudnn_attention`` in sdp_utils.cpp)."""
 
 CAPPED_ROWS = 512
-"""Number of queries whose capped scores are computed at once, so that memory grows only with the number of keys."""
+"""Number of queries whose soft-capped scores are computed at once. The memory for scores therefore grows with the
+number of keys, but not with the number of queries."""
 
 
 class AttentionScores(NamedTuple):
@@ -174,7 +175,7 @@ def attend_block_backward(
 
 
 def kernel_for(q_BNQD: Tensor, k_BNSD: Tensor, is_masked: bool) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """Return torch's kernel for a block of attention without capped scores.
+    """Return torch's kernel for a block of attention without soft-capping.
 
     CUDA's flash kernel and cuDNN's kernel need half precision and, as called here, take no mask. cuDNN's kernel needs
     more than one key.

@@ -33,8 +33,8 @@ from fourfold.parallel.attention.block_attention import (
 Tensors = tuple[Tensor, ...]
 
 LEAST_QUERIES, MOST_QUERIES = 16, 512
-"""Smallest and largest number of queries in one piece. A piece is small, because each of its queries also computes
-scores for keys outside its own window."""
+"""Smallest and largest number of queries in one piece. Pieces are small, because in a larger piece, each query computes
+more scores for keys outside its own window."""
 
 
 class KeyLimits(NamedTuple):
@@ -55,14 +55,14 @@ def attend_documents(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward.
+    """Attend inside documents. Return outputs [B, S, N, D], and log-sum-exps [N, B·S] for the backward pass.
 
     Args:
         document_ends_BE: the end of each document of a sequence, ascending. The last end is S, repeated in rows with
             fewer documents. By default a sequence is one document.
         window: the number of tokens that a query sees, including itself. 0 means all tokens before it.
         scale: factor on the scores.
-        softcap: the cap of the scores (``AttentionScores``). 0 means no cap.
+        softcap: the soft-cap of the scores (``AttentionScores``). 0 means no soft-capping.
         sinks_N: the sink of each head (``join_sinks``), if there are sinks.
     """
     limits, scores = KeyLimits(document_ends_BE, window), AttentionScores(scale, softcap)
@@ -92,7 +92,8 @@ def attend_documents_backward(
 
 
 def _has_kernel(q: Tensor, softcap: float) -> bool:
-    """Return whether one kernel call can handle all documents. The kernel needs half precision and cannot cap scores.
+    """Return whether one kernel call can handle all documents. The kernel needs half precision and cannot soft-cap
+    scores.
 
     On AMD, the kernel pads its log-sum-exps to [documents, N, S], which can take more memory than a mask.
     """

@@ -78,13 +78,15 @@ def block_of_step(
     Args:
         source: The rank whose keys this rank has now.
         tokens: Number of queries of this rank, and of keys of ``source``.
-        documents_BS: Document of each token of the whole sequence. None without documents.
+        documents_BS: Index of the document that each token of the whole sequence belongs to. None if attention is not
+            limited to documents.
         cp: The context axis.
         window: Number of tokens that a query sees, including itself. 0 means all.
         device: Device of the mask.
 
     Returns:
-        The queries and the keys of ``source`` that they see, or None if all these keys come before the windows.
+        The slices of this rank's queries and of ``source``'s keys between which attention is possible, and their mask.
+        None if all these keys lie before the window of every query.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
@@ -186,7 +188,8 @@ class _Ring(Function):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into the result so far, in place. In the first block, every query sees a key."""
+    """Merge the result over more keys into the result so far, in place. The result so far includes the rank's own keys,
+    so every query has seen a key, and ``lse`` is finite."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

@@ -96,7 +96,7 @@ class DataParallel(ABC):
         complete."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a weight gradient that was computed separately after the backward."""
+        """Add a weight gradient that was computed separately after the backward pass."""
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.grad_dtype)
         else:
@@ -104,17 +104,17 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Finish the gradients after a step's last backward. The shards then have the sums over all micro-batches and
-        token ranks."""
+        """Finish the gradients after a step's last backward pass. The shards then have the sums over all micro-batches
+        and token ranks."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Make the next forward compute with the stored weights after they have changed."""
+        """Make the next forward pass compute with the stored weights after they have changed."""
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """Free gathered weights that are still in memory after a forward without a backward. Usually the backward frees
-        them."""
+        """Free gathered weights that are still in memory after a forward pass without a backward pass. Usually the
+        backward pass frees them."""
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:

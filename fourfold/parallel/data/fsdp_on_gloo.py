@@ -101,8 +101,8 @@ class SumInBackground(Allocation):
     """A reduce-scatter for ``set_custom_reduce_scatter`` that exchanges parts, and sums this rank's parts later.
 
     With two levels, nodes then exchange the sums over their ranks. A sum over replicas follows in the background
-    (``all_reduce``). A sum may complete after it is returned, because FSDP2 only makes views of it. This does
-    not hold if FSDP2 casts the sum or adds to it.
+    (``all_reduce``). A sum may be returned before it is complete, because FSDP2 usually only makes views of it. If
+    FSDP2 casts the sum or adds to it, the sum must be complete (``at_once``).
     """
 
     def __init__(self) -> None:

@@ -73,8 +73,8 @@ class FullySharded(DataParallel):
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
             )
 
-        # Keep the head's weights gathered after the forward, because the backward begins with the head. An embedding
-        # that is tied to the head shares its weights, so it belongs to the same unit.
+        # Keep the head's weights gathered after the forward pass, because the backward pass begins with the head. A
+        # tied embedding shares the head's weights, so it belongs to the same unit.
         last = list(units.last)
         of_last = {parameter for module in last for parameter in module.parameters()}
         for embedding in units.embeddings:
@@ -136,7 +136,7 @@ class FullySharded(DataParallel):
         if self.grid.sizes.zero == 0:
             model.set_requires_all_reduce(last)  # Sum over z in every backward, and over dp·cp only in the last one.
         elif self.waits_for_the_last:
-            model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward.
+            model.set_requires_gradient_sync(last)  # Keep unsharded gradients until the last backward pass.
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
@@ -152,7 +152,7 @@ class FullySharded(DataParallel):
     def finish_gradients(self) -> None:
         """Finish the gradients.
 
-        FSDP2 does this itself at the end of the last backward, unless weight gradients were computed after that.
+        FSDP2 does this itself at the end of the last backward pass, unless weight gradients were computed after that.
         """
         if not self._is_complete:
             self.begin_backward(last=True)
@@ -165,10 +165,11 @@ class FullySharded(DataParallel):
                 parameter.grad = parameter.grad.to(self.types.gradient)
 
     def _free_summed(self, *_: object) -> None:
-        """Free the gradients of a backward's last unit after they were sent, before the head computes the logits.
+        """Free the gradients of the last unit of a backward pass once they are sent, before the head computes the next
+        logits.
 
-        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward. An embedding's gradients are
-        large.
+        Otherwise FSDP2 keeps them until it sums again, in the next micro-batch's backward pass. This matters because an
+        embedding's gradients are large.
         """
         context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
         if hasattr(context, "reduce_scatter_states"):
@@ -222,8 +223,8 @@ class FullySharded(DataParallel):
         gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
             if self._on_gloo or grid.levels:
-                # torch has no public base class for custom collectives. It only calls the methods that these objects
-                # have.
+                # torch has no public base class for custom collectives. These objects have the methods that torch
+                # calls, which is enough.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
             # Losses are divided by the number of tokens in the whole step, so gradients are sums, not means. gloo has
@@ -296,9 +297,9 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
     """While a layer computes, gather the weights of its experts and of the next ``depth`` layers (OAG in AxoNN).
 
-    Every unit must name what to prefetch in the backward. Otherwise FSDP2 prefetches the unit that ran before it in the
-    forward, which may belong to another micro-batch. A unit that needs no prefetch names the root, which has no weights
-    of its own.
+    Every unit must name what to prefetch in the backward pass. Otherwise FSDP2 prefetches the unit that ran before it
+    in the forward pass, which may belong to another micro-batch. A unit that needs no prefetch names the root, which
+    has no weights of its own.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -1,5 +1,5 @@
 """Data parallelism with whole weights on every rank. Weights are not gathered, and gradients are summed during the
-backward."""
+backward pass."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Bucket:
             weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
-        """Prepare for a backward. If it is the ``last`` one of a step, its gradients complete the step's sums."""
+        """Prepare for a backward pass. If it is the ``last`` one of a step, its gradients complete the step's sums."""
         self._missing = set(self._weight_of) if last else None
 
     def _arrived(self, working: nn.Parameter) -> None:
@@ -191,10 +191,10 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """Return groups of parameters in the order of the backward: head, layers from last to first, embeddings, and any
-    that remain.
+    """Return groups of parameters in the order of the backward pass: head, layers from last to first, embeddings, and
+    any that remain.
 
-    A tied weight is in the group that the backward reaches last.
+    A tied weight is in the group that the backward pass reaches last.
     """
     groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
     parameters = [[p for module in group for p in module.parameters()] for group in groups]

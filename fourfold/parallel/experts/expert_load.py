@@ -61,7 +61,7 @@ class ExpertLoad:
         self._sums = torch.zeros(shape[0], self.experts + len(FIGURES), dtype=torch.float64, device=device)
 
     def watch(self, model: nn.Module) -> None:
-        """Start to count the experts that a model's routers choose."""
+        """Start to count how many rows the routers of a model send to each expert."""
         for router in model.modules():
             if isinstance(router, CountedRouter):
                 router.load = self
@@ -81,7 +81,7 @@ class ExpertLoad:
         return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
-        """Sum the counts over all ranks. The y ranks have counted the same rows."""
+        """Sum the counts over all ranks. The y ranks have all counted the same rows, so divide by y."""
         self.counting = False
         with purpose("load of experts"):
             dist.all_reduce(self._sums)
@@ -120,7 +120,7 @@ class ExpertLoad:
         return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the last counted step, over all ranks. The host waits for them.
+        """Return metrics of the last counted step, over all ranks. This makes the host wait for the device.
 
         - expert_load: rows of the busiest expert of any layer, relative to the mean.
         - dropped_share: fraction of rows that no expert took.
@@ -157,7 +157,7 @@ class ExpertLoad:
         }
 
     def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
-        """Return the router's logits. In the backward, their gradient includes the losses' gradients."""
+        """Return the router's logits. In the backward pass, their gradient includes the losses' gradients."""
         moe = self.run.moe
         if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
             return logits_TE

@@ -1,4 +1,5 @@
-"""A mixture of experts on the grid. Experts are split over ep, and their widths over x and y as in the dense MLP.
+"""A mixture-of-experts (MoE) layer on the grid. Experts are split over ep, and their widths over x and y as in the
+dense MLP.
 
 Shapes: T tokens of this rank, h = H/y channels, E experts, K experts per token, N rows of (token, choice), and F/x as
 this rank's share of an expert's width F.
@@ -23,8 +24,8 @@ from fourfold.parallel.tensor.sharding import Tile, Tiled
 
 
 class ParallelMixture(nn.Module):
-    """The mixture of one layer. It maps this rank's tokens [B, T, h] to outputs of the same shape. Padding goes to no
-    expert."""
+    """An MoE layer: router, experts, and shared expert. It maps this rank's tokens [B, T, h] to outputs of the same
+    shape. Padding goes to no expert."""
 
     def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class ParallelMixture(nn.Module):
         self.shared_expert_gate = None if gate is None else SharedExpertGate(gate, grid)
 
     def forward(self, x_BTh: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
-        """Run the mixture.
+        """Run the layer.
 
         Args:
             x_BTh: This rank's tokens.

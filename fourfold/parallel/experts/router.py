@@ -1,4 +1,4 @@
-"""The router of a mixture of experts. Each x rank has its own tokens, and each y rank has its own channels."""
+"""The router of an MoE layer. Each x rank has its own tokens, and each y rank has its own channels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All of fourfold's own collectives. Each call names its axis and purpose.
 
 The plain functions move data. ``gather``, ``scatter_sum``, and ``exchange`` also have a backward that moves gradients.
-The ``start_*`` functions return at once, so that computation can continue until ``wait``.
+The ``start_*`` functions return immediately, so that computation can continue until ``wait``.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
     """Exchange tensors with this rank's partner in a pair, which must call this too. Return the partner's tensor.
 
-    A swap sends the same bytes as an all-reduce of two ranks, and the trace counts it as one.
+    A swap sends the same bytes as an all-reduce of two ranks, so the trace counts it as an all-reduce.
     """
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
@@ -263,12 +263,12 @@ def _over_ranks(
 
 
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward. In the backward, sum and scatter the gradients of all ranks."""
+    """All-gather in the forward pass. In the backward pass, sum and scatter the gradients of all ranks."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Reduce-scatter in the forward, all-gather in the backward."""
+    """Reduce-scatter in the forward pass, all-gather in the backward pass."""
     return _over_ranks(
         axis, partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why)
     )
@@ -280,14 +280,14 @@ def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
-    """Run ``send_rows`` in the forward, and send the gradients back in the backward."""
+    """Run ``send_rows`` in the forward pass, and send the gradients back in the backward pass."""
     return _over_ranks(
         axis, rows, lambda t: send_rows(t, axis, sent, received, why), lambda g: send_rows(g, axis, received, sent, why)
     )
 
 
 def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
-    """Join ``sizes[i]`` rows of each rank i. In the backward, sum and scatter the gradients of all ranks."""
+    """Join ``sizes[i]`` rows of each rank i. In the backward pass, sum and scatter the gradients of all ranks."""
     return _over_ranks(
         axis, rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
     )
@@ -316,22 +316,24 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """Take this rank's part of a tensor that all ranks hold. All-gather in the backward."""
+    """Take this rank's part of a tensor that all ranks hold. All-gather in the backward pass."""
     return _over_ranks(axis, whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward, for work that every rank repeats. In the backward, keep this rank's gradient part."""
+    """All-gather in the forward pass, for work that every rank repeats. In the backward pass, keep this rank's gradient
+    part."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce in the forward. The backward does nothing, because all ranks already have the whole gradient."""
+    """All-reduce in the forward pass. The backward pass does nothing, because all ranks already have the whole
+    gradient."""
     return _over_ranks(axis, partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
-    """Return the tensor unchanged. In the backward, all-reduce the ranks' partial gradients."""
+    """Return the tensor unchanged. In the backward pass, all-reduce the ranks' partial gradients."""
     return _over_ranks(axis, tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))
 
 

@@ -106,7 +106,8 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
     if not on_gpu:
-        atexit.unregister(_let_gloo_release)  # Do this once per process, even if it starts several groups.
+        # Remove an earlier registration, so that the function runs only once even if the process starts several groups.
+        atexit.unregister(_let_gloo_release)
         atexit.register(_let_gloo_release)
 
 

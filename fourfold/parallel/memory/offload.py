@@ -23,7 +23,7 @@ OFFLOAD = "offload to the CPU"
 
 
 def offload_inputs(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Recompute every n-th block in the backward, from an input that waits in CPU memory.
+    """Recompute every n-th block in the backward pass, from an input that waits in CPU memory.
 
     Call this after compilation, so that the copies stay outside the compiled code.
     """
@@ -43,8 +43,8 @@ class OffloadedInputs:
         """Call a block's forward. In the backward, copy the first input back and call the forward again.
 
         Args:
-            is_first: whether the block is the first of its stage, so that no offloaded block follows it in the
-                backward.
+            is_first: whether the block is the first of its stage, so that no offloaded block follows it in the backward
+                pass.
         """
         if not torch.is_grad_enabled():
             return forward(x, *others)
@@ -67,7 +67,7 @@ class _OnCPU:
     """A copy of a tensor in CPU memory.
 
     Args:
-        before: the copy for the previous block, which the backward needs next.
+        before: the copy for the previous block, which the backward pass needs next.
     """
 
     def __init__(self, tensor: Tensor, copies: CopyStream, before: _OnCPU | None) -> None:
@@ -97,7 +97,7 @@ class _OnCPU:
 
 
 class CopyStream:
-    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run at once."""
+    """Copies between GPU and CPU memory, on a separate stream. On a CPU, they run immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

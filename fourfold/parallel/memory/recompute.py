@@ -1,4 +1,4 @@
-"""Choose which parts of a decoder are recomputed in the backward, and which parts are compiled."""
+"""Choose which parts of a decoder are recomputed in the backward pass, and which parts are compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SELECTIVE = {
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
 """For each name in the run file, the methods of a block that are recomputed. In ``mlp.down`` only the activation is
-recomputed, because the backward does not read the result of the following matmul."""
+recomputed, because the backward pass does not read the result of the following matmul."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:

@@ -24,6 +24,12 @@ SKIPS_OTHERS = "_is_expert_parallel"
 them."""
 
 
+def is_stack(module: nn.Module) -> bool:
+    """Return whether transformers' decorator ``use_experts_implementation`` made a module, so that it can be split."""
+    sizes = {tuple(weight.shape[:1]) for weight in module.parameters(recurse=False)}
+    return hasattr(module, STACK) and sizes == {(getattr(module, "num_experts", 0),)}
+
+
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
 
@@ -36,7 +42,7 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
     count: int = getattr(module, "num_experts", 0)
-    if not hasattr(module, STACK) or {len(weight) for weight in weights.values()} != {count}:
+    if not is_stack(module):
         raise UserError(
             f"{name} ({type(module).__name__}) is no stack of experts that transformers can divide; with 'replicate' "
             "every rank computes it whole"

@@ -1,22 +1,24 @@
 """Lay out any model on x and y, with a table (plan) that says how to split the modules that match a pattern.
 transformers' models publish such plans.
 
-If no pattern names a module with weights, an error names this module, unless every rank may compute it whole.
+Every rank computes a module whole if no pattern names it. If the published plan cannot split a module of a group of
+layers, every rank computes the whole group.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Axis, Grid
 from fourfold.parallel.other_models.conv1d import INPUT_FIRST, InputFirst, as_linear
-from fourfold.parallel.other_models.split_experts import split_experts
+from fourfold.parallel.other_models.split_experts import is_stack, split_experts
 from fourfold.parallel.other_models.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
 from fourfold.parallel.tensor.linear import OverY
 from fourfold.parallel.tensor.sharding import Tile
@@ -28,11 +30,13 @@ STYLES: dict[str, str] = {
     "rowwise": "a linear layer that reads each rank's share of the features, and writes to the residual",
     "rowwise_split_input": "as rowwise, but every rank has all features and takes its share",
     "embedding": "an embedding table",
-    "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
+    "experts": "the stacked experts of an MoE layer; every rank computes some of them for all tokens",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
 """The styles that a table may name. They have transformers' names if transformers has them."""
+
+log = logging.getLogger("fourfold.parallelize")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,12 +59,13 @@ PLANS = {
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
         "wpe": "embedding",
-    }
+    },
+    "gpt_oss": {"layers.*.mlp.experts": "experts"},
 }
-"""Plans by model_type, for transformers models that publish no plan."""
+"""Plans by model_type, for what the plans of transformers leave out."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""End of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
+"""Suffix of the class names of transformers' embeddings whose output is multiplied by their ``embed_scale``, such as
 Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
@@ -87,7 +92,8 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
-    of_config = getattr(config, "base_model_tp_plan", None) or PLANS.get(getattr(config, "model_type", ""), {})
+    of_config = getattr(config, "base_model_tp_plan", None) or {}
+    of_config = PLANS.get(getattr(config, "model_type", ""), {}) | of_config
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
     # Plans do not name routers. Each rank keeps the whole router, so all ranks send a token to the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
@@ -102,15 +108,27 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
     """Replace modules by their parts on this rank. Styles come from ``rules``, or otherwise from the published plan.
 
+    A warning names a matrix that every rank of x and y computes whole because it has no style.
+
     Returns:
         The layout of every module.
 
     Raises:
-        UserError: A module has weights but no style, a size does not divide evenly, a style is unknown, or a module is
-            random and would differ between ranks that must compute the same result.
+        UserError: Nothing can be split, a rule splits only some layers of a group or matches no module, a size does
+            not divide evenly, a style is unknown, or a module is random and would differ between ranks that must
+            compute the same result.
     """
-    published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
-    styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
+    with_weights = [name for name, module in model.named_modules() if _has_own_parameters(module)]
+    for pattern in rules:
+        if not fnmatch.filter(with_weights, pattern):
+            raise UserError(f"no module with weights matches the rule '{pattern}', such as {with_weights[0]}")
+    by_rule = {name: _style(name, rules) for name in with_weights}
+    for name, style in by_rule.items():
+        if style is not None and style not in STYLES:
+            raise UserError(f"{name}: the style '{style}' of its rule is not supported; {', '.join(STYLES)} are")
+    plan = published_plan(model)
+    published = {name: _splittable(model, name, _style(name, plan)) for name in with_weights}
+    styles = _completed(model, by_rule, published, grid)
     _check_nothing_random(model)
     split = {parent: _over_y(model, parent, styles, grid) for parent in sorted(_groups(styles))}
     entries: dict[str, Entrance] = {}
@@ -159,39 +177,87 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     if not matching:
         return None
     style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
-    style = SYNONYMS.get(style, style)
-    if style not in STYLES:
-        raise UserError(f"{name}: the style '{style}' of its plan is not supported; {', '.join(STYLES)} are")
-    return style
+    return SYNONYMS.get(style, style)
 
 
-def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
-    """Give vectors outside the groups of linear layers the style "replicate".
+def _splittable(model: nn.Module, name: str, style: str | None) -> str | None:
+    """Return a style of the published plan, or None if this module cannot be split that way."""
+    module = model.get_submodule(name)
+    if style == "experts":
+        return style if is_stack(module) else None
+    if style is not None and style.startswith(("colwise", "rowwise")):
+        return style if as_linear(module) is not None or type(module) is nn.Linear else None
+    return style if style in STYLES else None
 
-    Refuse any other module without a style.
-    """
+
+def _completed(
+    model: nn.Module, by_rule: Mapping[str, str | None], published: Mapping[str, str | None], grid: Grid
+) -> dict[str, str]:
+    """Give every module a style. A module without one is computed whole ("replicate"), and so is the group of layers
+    around it, because the gradient of a whole module inside a split group would be partial."""
+    styles = {name: style or published[name] for name, style in by_rule.items()}
     groups = _groups(styles)
-    if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
-        raise UserError(
-            f"{type(model).__name__} publishes no tensor-parallel plan; give parallelize a table of module patterns, "
-            "such as {'layers.*.attention.query': 'colwise', 'layers.*.attention.output': 'rowwise'}"
+    group_of = {name: group for name in styles if (group := _enclosing(name, groups)) is not None}
+    whole = {_parent(name) for name in saved_buffers(model)}
+    for name, group in group_of.items():
+        if _is_partial(model, styles, name, group):
+            if any(by_rule[each] for each in group_of if group_of[each] == group):
+                raise _unfinished_group(model, styles, name, group)
+            whole.add(group)
+    split_styles = (*IN_SHARES, "replicated_with_grad_allreduce")
+    complete = {
+        name: "replicate" if style is None or (group_of.get(name) in whole and style in split_styles) else style
+        for name, style in styles.items()
+    }
+    if grid.x.size * grid.y.size > 1:
+        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        split = [name for name, style in complete.items() if style.startswith(("colwise", "rowwise", "experts"))]
+        if not any(by_rule[name] or model.get_submodule(name) is not get_head() for name in split):
+            raise UserError(
+                f"{type(model).__name__} publishes no tensor-parallel plan; give parallelize a table of module "
+                "patterns, such as {'layers.*.attention.query': 'colwise', 'layers.*.attention.output': 'rowwise'}"
+            )
+        _warn_of_whole_matrices(model, [name for name in styles if complete[name] == "replicate" != by_rule[name]])
+    return complete
+
+
+def _is_partial(model: nn.Module, styles: Mapping[str, str | None], name: str, group: str) -> bool:
+    """Return whether a module of a split group would get only a part of its gradient."""
+    shapes = {key: list(p.shape) for key, p in model.get_submodule(name).named_parameters(recurse=False)}
+    is_whole = styles[name] == "replicate" and not is_of_residual(model, styles, group, shapes)
+    return styles[name] is None or is_whole
+
+
+def _unfinished_group(model: nn.Module, styles: Mapping[str, str | None], name: str, group: str) -> UserError:
+    module = model.get_submodule(name)
+    key, parameter = next(module.named_parameters(recurse=False))
+    problem = "has no style" if styles[name] is None else "cannot be 'replicate'"
+    return UserError(
+        f"{name} ({type(module).__name__}, {key} {list(parameter.shape)}), inside a group of sharded layers, "
+        f"{problem}: its gradient would cover only one rank's features; 'replicated_with_grad_allreduce' sums it, and "
+        f"'replicate' for all modules of {group} computes the whole group on every rank"
+    )
+
+
+def _warn_of_whole_matrices(model: nn.Module, names: list[str]) -> None:
+    matrices = [name for name in names if any(p.ndim > 1 for p in model.get_submodule(name).parameters(recurse=False))]
+    matrices = [name for name in matrices if not type(model.get_submodule(name)).__name__.endswith("Router")]
+    if matrices:
+        log.warning(
+            "no style splits %d modules with matrices, such as %s; every rank of x and y holds and computes them whole",
+            len(matrices),
+            matrices[0],
         )
-    for name, style in styles.items():
-        module, group = model.get_submodule(name), _enclosing(name, groups)
-        shapes = {key: list(p.shape) for key, p in module.named_parameters(recurse=False)}
-        key, shape = next(iter(shapes.items()))
-        what = f"{name} ({type(module).__name__}, {key} {shape})"
-        if style == "replicate" and group is not None and not is_of_residual(model, styles, group, shapes):
-            raise UserError(
-                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would "
-                "cover only one rank's features; 'replicated_with_grad_allreduce' sums it"
-            )
-        if style is None and (group is not None or any(len(shape) > 1 for shape in shapes.values())):
-            where = ", inside a group of sharded layers," if group is not None else ""
-            raise UserError(
-                f"{what}{where} has no style in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
-            )
-    return {name: style or "replicate" for name, style in styles.items()}
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are saved with the weights, by name."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def is_of_residual(
@@ -217,7 +283,7 @@ def _groups(styles: Mapping[str, str | None]) -> set[str]:
 
 
 def _enclosing(name: str, groups: Any) -> str | None:
-    return next((group for group in groups if name == group or name.startswith(f"{group}.")), None)
+    return min((group for group in groups if f"{name}.".startswith(f"{group}.")), key=len, default=None)
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:

@@ -22,7 +22,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Entrance:
-    """Takes this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y].
+    """Takes this rank's slice of the channels of the whole residual, [B, S, H] → [B, S, H/y]. Tokens [N, H] become one
+    sequence, [1, N, H/y].
 
     Consecutive layers that read the same tensor share one entrance, so one collective sums their input gradients over
     x.
@@ -33,19 +34,29 @@ class Entrance:
         self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def __call__(self, x_BSH: Tensor) -> Tensor:
-        if x_BSH.dim() != 3:
+        if x_BSH.dim() not in (2, 3):
             raise UserError(
-                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; only [batch, sequence, hidden] can be split"
+                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; only [batch, sequence, hidden] and [tokens, "
+                "hidden] can be split"
             )
         if self._last is not None:
             read, made = (reference() for reference in self._last)
             if read is x_BSH and made is not None:
                 return made
-        x_BSh = share(x_BSH, self.y, 2, f"{self.name}: channels")
+        x_BSh = share(_as_sequences(x_BSH), self.y, 2, f"{self.name}: channels")
         x_BSh = sum_gradient(x_BSh, self.x, f"{self.name}: input gradient")
         if x_BSh is not x_BSH:
             self._last = (weakref.ref(x_BSH), weakref.ref(x_BSh))
         return x_BSh
+
+
+def _as_sequences(x: Tensor) -> Tensor:
+    return x[None] if x.dim() == 2 else x
+
+
+def _as_before(out_BSD: Tensor, read: Tensor) -> Tensor:
+    """Return a layer's output with the dims of its input. It is no view, because FSDP2 cannot track those."""
+    return out_BSD[0].clone() if read.dim() == 2 else out_BSD
 
 
 def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
@@ -93,7 +104,8 @@ class ColumnLinear(WholeTokensLinear):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         out = super().forward(self.entry(x_BSH))
-        return whole(out, self.grid.x, 2, f"{self.name}: features") if self.gather_output else out
+        out = whole(out, self.grid.x, 2, f"{self.name}: features") if self.gather_output else out
+        return _as_before(out, x_BSH)
 
 
 class RowLinear(WholeTokensLinear):
@@ -112,10 +124,11 @@ class RowLinear(WholeTokensLinear):
         return Tile()
 
     def forward(self, a: Tensor) -> Tensor:
+        a_BSD = _as_sequences(a)
         if self.split_input:
-            a = share(a, self.grid.x, 2, f"{self.name}: features")
-        (out_BSh,) = linear_4d(a, [self])
-        return self.add_bias(leave(out_BSh, self.grid, self.name))
+            a_BSD = share(a_BSD, self.grid.x, 2, f"{self.name}: features")
+        (out_BSh,) = linear_4d(a_BSD, [self])
+        return _as_before(self.add_bias(leave(out_BSh, self.grid, self.name)), a)
 
 
 class WholeEmbedding(Embedding):

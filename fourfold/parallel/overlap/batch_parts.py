@@ -116,6 +116,7 @@ class BlockInParts(nn.Module):
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()
         self.parts, self.layer_type, self.parallel_residual = parts, block.layer_type, block.parallel_residual
+        self.residual_multiplier = block.residual_multiplier
         self.input_layernorm = block.input_layernorm
         self.self_attn = block.self_attn
         self.attention_output_layernorm = block.attention_output_layernorm
@@ -153,18 +154,19 @@ class BlockInParts(nn.Module):
             heads = joined.take(index)
         o_proj_schedule = Schedule(gather_follows=True, computes_weight_gradients_of=of_up)
         (out_BTh,) = yield from linear_steps(heads, [o_proj], o_proj_schedule)
-        attended_BTh = x_BTh + normed(out_BTh, self.attention_output_layernorm)
+        alpha = self.residual_multiplier
+        attended_BTh = torch.add(x_BTh, normed(out_BTh, self.attention_output_layernorm), alpha=alpha)
         mlp_input_BTh = normed(x_BTh if self.parallel_residual else attended_BTh, self.post_attention_layernorm)
         up_schedule = Schedule(leaves_weight_gradients_to=of_up)
         up_BSf = yield from linear_steps(mlp_input_BTh, up.layers(), up_schedule)
-        if is_recomputed(self.mlp, "down"):  # The backward recomputes this method as a whole.
-            return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
-        # If no norm follows the last matmul, the backward does not need the matmul's result, so a recomputation stops
-        # before it.
+        if is_recomputed(self.mlp, "down"):  # The backward pass recomputes this method as a whole.
+            return torch.add(attended_BTh, normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm), alpha=alpha)
+        # If no norm follows the last matmul, the backward pass does not need the matmul's result, so a recomputation
+        # stops before it.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
         down_schedule = Schedule(waits_before_matmul=ends_early, gather_follows=not is_last)
         (mlp_BTh,) = yield from linear_steps(self.mlp.activation(*up_BSf), [down_proj], down_schedule)
-        return attended_BTh + normed(mlp_BTh, self.mlp_output_layernorm)
+        return torch.add(attended_BTh, normed(mlp_BTh, self.mlp_output_layernorm), alpha=alpha)
 
 
 class JoinedAttention:

@@ -141,7 +141,7 @@ class _PipelineStep:
     def _differentiate(self, op: Op) -> None:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
-        # If the schedule computes weight gradients later, the gradients are not complete after the last backward.
+        # If the schedule computes weight gradients later, the gradients are not complete after the last backward pass.
         last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)

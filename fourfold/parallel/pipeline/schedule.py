@@ -43,7 +43,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """Return 1F1B's operations: forwards until the first backward can start, then alternating forwards and
+    """Return 1F1B's operations: forwards until the first backward pass can start, then alternating forwards and
     backwards."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]

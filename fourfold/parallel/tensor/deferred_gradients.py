@@ -16,7 +16,7 @@ from fourfold.parallel.tensor.linear import Linear4D
 
 
 class WeightGradients:
-    """The weight gradients that one backward has deferred."""
+    """The weight gradients that one backward pass has deferred."""
 
     def __init__(self) -> None:
         self.operands: list[tuple[Linear4D, Tensor, Tensor]] = []
@@ -32,7 +32,7 @@ class WeightGradients:
 
 @contextmanager
 def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Leave these layers' weight gradients out of the backwards in this block.
+    """Leave these layers' weight gradients out of the backward passes in this block.
 
     Yield an object that computes them later.
     """

@@ -50,10 +50,11 @@ def use_float8(model: Transformer, recipe: str) -> None:
 
 
 def require_float8(device: torch.device) -> None:
-    """Check that the device has float8 matmuls.
+    """Check that the device can have float8 matmuls: it must not be a CPU, or an NVIDIA GPU without them. AMD GPUs are
+    not checked.
 
     Raises:
-        UserError: The device has no float8 matmuls.
+        UserError: The device is a CPU, or an NVIDIA GPU without float8 matmuls.
     """
     if device.type == "cpu":
         raise UserError("training.float8 needs a GPU, and this run is on the CPU; set training.float8 = 'none'")

@@ -30,7 +30,7 @@ def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int,
     Args:
         first: the label of column 0. If a label is in another rank's columns, its logit is 0 here.
         real: the number of columns that are not padding.
-        softcap: the cap of the logits, or 0.
+        softcap: the soft-cap of the logits. 0 means no soft-capping.
     """
     from fourfold.parallel.tensor import loss_kernels
 

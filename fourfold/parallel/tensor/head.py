@@ -42,8 +42,8 @@ class ParallelHead(Tiled):
         whole logits.
 
         Args:
-            loss_scale: the factor that the caller multiplies the loss by before the backward. The forward computes the
-                gradients too, and multiplies them by this factor while they are float32.
+            loss_scale: the factor that the caller multiplies the loss by before the backward pass. The forward pass
+                computes the gradients too, and multiplies them by this factor while they are in float32.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
@@ -97,9 +97,9 @@ _loss = not_compiled(_Loss.apply)
 
 
 def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of inputs and weight that the forward has saved, multiplied by ``scale``.
+    """Return the gradients of inputs and weight that the forward pass has saved, multiplied by ``scale``.
 
-    The forward has multiplied them by the loss scale ``ctx.kept``. This function divides by it again.
+    The forward pass has multiplied them by the loss scale ``ctx.kept``. This function divides by it again.
     """
     dx, dw = ctx.saved_tensors
     scale = scale / ctx.kept

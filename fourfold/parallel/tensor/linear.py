@@ -99,7 +99,7 @@ class _Forward(FunctionOfMany):
 
 
 class _Backward(FunctionOfMany):
-    """Saves the tensors that the backward reads, and runs the backward.
+    """Saves the tensors that the backward pass reads, and runs the backward pass.
 
     Its outputs are placeholders that receive the outputs' gradients.
 
@@ -134,7 +134,7 @@ def output_matmuls(x: Tensor, layers: Layers, matrices: Sequence[Tensor]) -> lis
 
 
 def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
-    """Return the whole input for the backward, gathered again if only this rank's share was kept."""
+    """Return the whole input for the backward pass, gathered again if only this rank's share was kept."""
     return first.reads.start_gather(kept, f"{first.name}: {first.reads_what}") if first.gather_again else Pending(kept)
 
 
@@ -191,7 +191,7 @@ class Linear4D(Tiled):
     gradient."""
 
     gather_again = False
-    """Whether to keep only this rank's share of the input for the backward, and gather the input again there."""
+    """Whether to keep only this rank's share of the input for the backward pass, and gather the input again there."""
 
     lora_scale: float = 0.0
     """α/r of the layer's adapter. 0 if there is no adapter."""

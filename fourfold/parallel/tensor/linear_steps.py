@@ -1,13 +1,13 @@
 """Run a tensor-parallel linear layer as four steps, so that other work can run while its collectives are in flight.
 
     1. start the all-gather of the input
-    2. wait for it, and keep what the backward needs
+    2. wait for it, and keep what the backward pass needs
     3. multiply, and start the reduction of the outputs
     4. wait for the reduction
 
-``linear.linear_4d`` computes the same in one piece. Each step here is one autograd function, so the backward runs steps
-4 to 1: step 4 starts the all-gather of the output gradient, and step 1 waits for the reduction of the input gradient.
-Between two steps the caller runs steps of another batch part (``overlap.batch_parts``).
+``linear.linear_4d`` computes the same in one piece. Each step here is one autograd function, so the backward pass runs
+steps 4 to 1: step 4 starts the all-gather of the output gradient, and step 1 waits for the reduction of the input
+gradient. Between two steps the caller runs steps of another batch part (``overlap.batch_parts``).
 ``planning.cost.batch_part_events`` has the same steps for the planner.
 """
 
@@ -69,7 +69,7 @@ class Schedule:
     leaves_weight_gradients_to: PostponedGradients | None = None
     """Receives the weight gradients if the layer's own backward does not compute them."""
     computes_weight_gradients_of: PostponedGradients | None = None
-    """Weight gradients that the backward computes while the gradients of the outputs are gathered."""
+    """Weight gradients that the backward pass computes while the gradients of the outputs are gathered."""
 
 
 def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> Steps[list[Tensor]]:
@@ -93,7 +93,7 @@ def linear_steps(x: Tensor, layers: Sequence[Linear4D], schedule: Schedule) -> S
             yield Until.SUMMED
         yield Until.ALL_PARTS
     outputs = _Multiply.apply(gathered, state, *(matrix.detach() for matrix in matrices), *places)
-    del x, gathered  # Before the sum, free the tensors that the backward does not keep.
+    del x, gathered  # Before the sum, free the tensors that the backward pass does not keep.
     if writing is not None:
         yield Until.SUMMED_TO_GATHER if schedule.gather_follows else Until.SUMMED
         postponed = schedule.computes_weight_gradients_of
@@ -106,11 +106,11 @@ class _State(NamedTuple):
 
     layers: Sequence[Linear4D]
     reading: InFlight[Tensors] | None
-    """The collectives in flight over the input's axis: the all-gather of the input, and in the backward the sum of its
-    gradient. None if the axis has one rank."""
+    """The collectives in flight over the input's axis: the all-gather of the input, and in the backward pass the sum of
+    its gradient. None if the axis has one rank."""
     writing: InFlight[Tensors] | None
-    """The collectives in flight over the outputs' axis: the sum of the outputs, and in the backward the all-gather of
-    their gradient. None if the axis has one rank."""
+    """The collectives in flight over the outputs' axis: the sum of the outputs, and in the backward pass the all-gather
+    of their gradient. None if the axis has one rank."""
     schedule: Schedule
 
 

@@ -77,7 +77,7 @@ def _differentiate(
     logits, labels, normalizers, factors, of_row, columns, first, real, softcap,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the logits with (softmax − one-hot) · factor · slope of the cap, and with 0 for padding."""
+    """Overwrite the logits with (softmax − one-hot) · factor · derivative of the soft-cap, and with 0 for padding."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * of_row
     logits_c = tl.load(logits + c, c < real, 0.0).to(tl.float32)

@@ -55,7 +55,8 @@ class Norm(Tiled):
 class _Normalize(Function):
     """Computes x̂ = (x − mean)/σ (mean = 0 for RMSNorm) and out = x̂·w + b, with statistics in float32 or float64.
 
-    With zero-centered weights, 1 + w is computed and multiplied in float32. So is w if the norm rounds last.
+    With zero-centered weights, x̂ is multiplied by 1 + w in float32. If the norm rounds last (``rounds_last``), x̂ is
+    multiplied by w in float32.
     """
 
     @staticmethod

@@ -75,7 +75,7 @@ class MeasuredRow(BaseModel):
     model: str = ""
     """The model's name. Rows that differ only in layout (a sweep) have the same name."""
     architecture: Literal["dense", "moe", "hybrid"] = "dense"
-    """Kind of model: dense (`dense`), a mixture of experts (`moe`), or a model that the planner does not predict
+    """Kind of model: dense (`dense`), mixture-of-experts (`moe`), or a model that the planner does not predict
     (`hybrid`), because it has latent attention or blocks other than attention and MLP."""
     layers: Count | None = Field(None, le=MOST_LAYERS)
     """Number of blocks."""
@@ -91,9 +91,9 @@ class MeasuredRow(BaseModel):
     kv_heads: Count | None = None
     """Number of key and value heads. Default: heads."""
     head_dim: Count | None = None
-    """Channels of a head. Default: hidden / heads."""
+    """Number of channels of a head. Default: hidden / heads."""
     experts: Count | None = None
-    """Number of experts per block. Needed for a mixture of experts."""
+    """Number of experts per block. Needed for MoE models."""
     experts_per_token: Count | None = None
     """Number of experts per token."""
     expert_ffn_hidden: Count | None = None
@@ -101,7 +101,7 @@ class MeasuredRow(BaseModel):
     shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST)
     """Inner width of the shared expert, a gated MLP."""
     dense_layers: float = Field(0.0, ge=0, lt=LARGEST)
-    """Number of blocks of a mixture of experts that have an MLP instead of experts. This MLP is ffn_hidden wide."""
+    """Number of an MoE model's blocks that have a dense MLP instead of experts. This MLP is ffn_hidden wide."""
     capacity_factor: Size | None = None
     """Limit on the tokens of one expert, as a multiple of the tokens that it gets if all experts get equally many.
     Default: no limit."""
@@ -139,7 +139,7 @@ class MeasuredRow(BaseModel):
     ep_overlap: Flag = False
     """Whether matmuls of another micro-batch hide the exchange of tokens over ep."""
     cuda_graph: Literal["none", "blocks", "step"] = "none"
-    """What the host launches at once: one kernel (none), all kernels of a block except the experts' kernels (blocks),
+    """What the host launches together: one kernel (none), all kernels of a block except the experts' kernels (blocks),
     or all kernels of a step (step)."""
     seq_parallel: Flag | None = None
     """Whether the residual stream is sharded over tp. Default: as in the program."""
@@ -153,7 +153,7 @@ class MeasuredRow(BaseModel):
     shard_group: Count | None = None
     """Number of GPUs in a group of fsdp or hsdp. Default for fsdp: all."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Which activations the backward recomputes."""
+    """Which activations the backward pass recomputes."""
     recompute_what: Literal["attention", "ops", "layers"] = "attention"
     """What selective recompute repeats: the core of attention (attention), some layers (layers), or half of the matmuls
     and all other operations except the core of attention (ops, torchtitan's per-op mode)."""

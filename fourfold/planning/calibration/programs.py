@@ -30,7 +30,7 @@ class Traits(NamedTuple):
     half_sums: bool = False
     """Whether gradients are summed over ranks in 16 bits in every precision."""
     hides_sums: bool = False
-    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward."""
+    """Whether the gradient sum over sharded data-parallel ranks is hidden behind the backward pass."""
     tp_overlap: Overlap = "backward"
     """Which computation hides the tensor-parallel collectives."""
     seq_parallel: bool = False
@@ -40,12 +40,12 @@ class Traits(NamedTuple):
 
 
 TRANSFORMER_ENGINE = 300
-"""Host time of the Python code in a block of Transformer Engine's modules, in launches: blocks of GPT-2 from 1,536 to
-3,072 wide take 4.6 to 5.2 ms on H100s at any tensor-parallel size. NVIDIA's tuned recipes (NeMo) show no such bound:
-blocks with 128 experts take 4.9 ms."""
+"""Host time of the Python code in a block of Transformer Engine's modules, as a number of kernel launches that take
+equally long: blocks of GPT-2 from 1,536 to 3,072 wide take 4.6 to 5.2 ms on H100s at any tensor-parallel size. NVIDIA's
+tuned recipes (NeMo) show no such bound: blocks with 128 experts take 4.9 ms."""
 ZERO3_HOOKS = 530
-"""Host time of DeepSpeed's hooks around the modules of a block in ZeRO-3, in launches: a block of Qwen-1.8B takes 11 ms
-with full recompute, for 256 tokens and for 2,048."""
+"""Host time of DeepSpeed's hooks around the modules of a block in ZeRO-3, as a number of kernel launches: a block of
+Qwen-1.8B takes 11 ms with full recompute, for 256 tokens and for 2,048."""
 
 MEGATRON_LM = Traits(
     "NVIDIA/Megatron-LM: fused kernels (megatron/core/fusions), gradient_accumulation_fusion and the distributed "

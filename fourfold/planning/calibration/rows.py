@@ -48,7 +48,7 @@ class Row:
     doubt: str = ""
     """Why the measurement is doubtful."""
     mixture: bool = False
-    """Whether this is a mixture of experts. No constant is fitted to mixtures."""
+    """Whether this is an MoE model. No constant is fitted to MoE models."""
 
 
 class Skipped(ValueError):
@@ -112,7 +112,7 @@ def row_of(measured: MeasuredRow) -> Row:
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
     if (measured.architecture == "moe" or measured.ep > 1) and not all(map(partial(getattr, measured), OF_EXPERTS)):
-        raise Skipped("mixture of experts of unknown sizes")
+        raise Skipped("MoE model of unknown sizes")
     divided = measured.ep * (measured.pp or 1) * (measured.tp or 1 if measured.experts_over_tp else 1)
     if measured.ep > 1 and measured.gpus % divided:
         raise Skipped("ep does not divide the GPUs of a stage")
@@ -171,6 +171,7 @@ def _model(measured: MeasuredRow) -> Workload:
                    head_dim=head_dim, intermediate_size=inner, gate_up=inner * (2 if gated else 1),
                    padded_vocab_size=measured.vocab or GPT_VOCABULARY,
                    tie_word_embeddings=measured.mlp in ("gelu", "geglu"), rope=measured.mlp == "swiglu",
+                   rotated=measured.mlp == "swiglu",
                    num_experts=experts, num_experts_per_tok=measured.experts_per_token or 0,
                    moe_intermediate_size=measured.expert_ffn_hidden or 0,
                    shared_expert_intermediate_size=measured.shared_ffn_hidden,
@@ -265,7 +266,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
 
 
 def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the flags of kernels that the row names. All others are the program's."""
+    """Return the flags of kernels that the row names. All other flags are the program's."""
     chosen: dict[str, Any] = {}
     if measured.attention in ("flash2", "flash3", "cudnn"):
         chosen["flash2"] = measured.attention == "flash2"

@@ -23,7 +23,7 @@ KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "mach
 """Ways to group rows. Each group can be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
-"""Errors by name. They are None without rows."""
+"""Errors by name. They are None if there are no rows."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Score dense rows in 16 bits with a complete configuration, by source.
 
-    Doubtful measurements are grouped as "doubtful", mixtures of experts as "mixtures", and all remaining rows as
-    "others".
+    Doubtful measurements are grouped as "doubtful", MoE models as "mixtures", and all remaining rows as "others".
     """
     mixtures = [s for s in scored if s.row.mixture]
     scored = [s for s in scored if not s.row.mixture]
@@ -136,7 +135,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score the step times of mixtures of experts by source, without doubtful rows, and the memory of all mixtures."""
+    """Score the step times of MoE models by source, without doubtful rows, and the memory of all MoE models."""
     timed = [s for s in scored if s.error is not None and not s.row.doubt]
     by_source = {source: errors_of([s for s in timed if s.row.source == source])
                  for source in sorted({s.row.source for s in timed})}  # fmt: skip
@@ -190,7 +189,7 @@ def sweeps_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks, counted from 0. Ties get the mean of their ranks."""
+    """Return ranks, starting at 0. Ties get the mean of their ranks."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 

@@ -1,4 +1,4 @@
-"""Compute the activations that blocks keep on one rank for their backward, and the rank's peak memory."""
+"""Compute the activations that blocks keep on one rank for the backward pass, and the rank's peak memory."""
 
 from __future__ import annotations
 
@@ -46,13 +46,11 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # In float32, our attention repeats key-value heads for all query heads that share them, as it does under a mask.
     repeated = np.asarray(work.program.is_fourfold, bool) & (step.item_bytes == 4) & (model.keys != model.queries)
     gathered = repeated | (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward. If v is neither gathered
-    # nor copied, v is a view of the buffer, so the whole buffer stays in memory.
+    # The sum over y writes q, k, and v into one buffer. Attention keeps v for the backward pass. If v is neither
+    # gathered nor copied, v is a view of the buffer, so the whole buffer stays in memory.
     one_buffer = (layout.y > 1) & ~np.asarray(model.attention_bias, bool) & ~gathered & ~copies_heads(work)
     read = np.where(split == "sequence", p.whole_queries, np.where(repeated, p.queries, p.keys))
-    rotated = np.where(model.rope, p.queries + read, 0)
-    plain = np.where(model.rope, read, p.queries + 2 * read)
-    qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
+    qkv = p.queries + np.where(one_buffer, 2 * p.keys + model.rotated * (p.queries + read), 2 * read)
     # If queries and keys are normalized, autograd keeps a float32 copy of them. It keeps a second copy if the norm
     # multiplies by 1 + weight. A norm over several ranks keeps neither copy, because it is our own.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
@@ -71,9 +69,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 def kept_by_block(work: Workload, selective: bool) -> Number:
     """Return the bytes that one block keeps for a micro-batch, either without recompute or with selective recompute.
 
-    As in ``parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k, and v and for up, the
-    inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their product (for GELU, its
-    input and output).
+    As with the layers of ``fourfold.parallel``, autograd keeps the inputs of both norms, the gathered tokens for q, k,
+    and v and for up, the inputs and outputs of the attention kernel, and the MLP's gate, up, silu(gate), and their
+    product (for GELU, its input and output).
     """
     model, layout, program = work.model, work.layout, work.program
     p = tensor_bytes(work)
@@ -121,7 +119,7 @@ def mlp_made_again(work: Workload) -> Number:
 
 
 def mlp_backward(work: Workload) -> tuple[Number, Number]:
-    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward has kept.
+    """Return the peak bytes of the MLP's backward, not counting the tensors that the forward pass has kept.
 
     The first number is for weights that are sharded over data-parallel ranks. The second number is for whole weights,
     whose gradients are in fp32 from the start.
@@ -136,7 +134,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 def attention_backward(work: Workload) -> Number:
-    """Return the peak bytes of attention's backward, not counting the tensors that the forward has kept.
+    """Return the peak bytes of attention's backward, not counting the tensors that the forward pass has kept.
 
     The tensors that the block has kept for its MLP have been freed by then, so they are subtracted.
     """
@@ -153,11 +151,11 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the additional peak bytes in the backward of capped scores.
+    """Return the additional peak bytes in the backward pass of attention with soft-capped scores.
 
-    At the peak, there are five 32-bit numbers for each score: the weight, the slope, the capped value, the gradient of
-    the weight, and a result computed from that gradient. Each query head has its own keys, values, and their gradients.
-    The gradients of queries, keys, and values are summed in 32 bits.
+    At the peak, there are five 32-bit numbers for each score: the softmax weight, the derivative of the soft-cap, the
+    soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Each query head has
+    its own keys, values, and their gradients. The gradients of queries, keys, and values are summed in 32 bits.
     """
     item, p, scores = work.step.item_bytes, tensor_bytes(work), capped_scores(work)
     of_heads = scores.heads * scores.keys * work.model.head_dim * (2 * item + 2 * 4)
@@ -192,7 +190,7 @@ class BlockBytes(ArrayFields):
     - mlp_again, core_again: tensors that selective recompute creates again, in the MLP (``mlp_made_again``) and inside
       attention.
     - head, head_kept: peak of head and loss, and the tensors that they keep until their backward.
-    - dense: the bytes of blocks with a dense MLP, if some blocks of a mixture have one.
+    - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
     """
 
     whole: Number
@@ -226,10 +224,10 @@ class BlockBytes(ArrayFields):
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)
         backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
         backward = np.maximum(backward, self.attention_backward + core_again)
-        # The next block's input for the backward is already being copied back from host memory.
+        # The next block's input for the backward pass is already being copied back from host memory.
         several = np.ceil(layers / layout.recompute_every) > 1
         again = again + np.where(full & layout.offload & several, self.full, 0)
-        # When the backward reaches the last recomputed block, it has freed all blocks after that block.
+        # When the backward pass reaches the last recomputed block, it has freed all blocks after that block.
         freed = (layers - 1) % layout.recompute_every * self.whole
         return backward + np.maximum(again - freed, 0)
 
@@ -285,7 +283,7 @@ def peak_bytes(
 ) -> Number:
     """Return the peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches.
 
-    In a mixture of experts, the shares in ``work`` tell how many of these blocks have a dense MLP.
+    In an MoE model, the shares in ``work`` tell how many of these blocks have a dense MLP.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
@@ -318,6 +316,6 @@ def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_
     of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
     kept_by_others = (1 - share) * block.kept(work, layers)
     in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
-    # The dense blocks come first. When the backward reaches them, it has already finished with all sparse blocks.
+    # The dense blocks come first. When the backward pass reaches them, it has already finished with all sparse blocks.
     in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
     return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

@@ -75,19 +75,19 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """The recorded events of some blocks: all events of the forward, and the backward's events for each autograd
+    """The recorded events of some blocks: all events of the forward pass, and the backward's events for each autograd
     node."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
         """Start a recording.
 
-        With ``again``, record a recomputation. It ends once all tensors exist that the backward reads.
+        With ``again``, record a recomputation. It ends once all tensors exist that the backward pass reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
         self.backward: list[list[Event]] = []
         self.first_read = 0
-        """The first node of the backward that reads a saved tensor."""
+        """The first node of the backward pass that reads a saved tensor."""
         run_batch_parts((self._through(part, blocks) for part in range(kind.batch_parts)), runs_ahead=not kind.y)
 
     def _through(self, part: int, blocks: int) -> Steps[None]:
@@ -188,7 +188,8 @@ class Recording:
         self._node(computed, backward, reads_saved=True)
 
     def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
-        """Record a norm's sum over y in the forward and in the backward. The step waits for each sum immediately."""
+        """Record a norm's sum over y in the forward and in the backward pass. The step waits for each sum
+        immediately."""
         if not is_there:
             return
         forward, backward = list[Event](), list[Event]()

@@ -14,7 +14,7 @@ from fourfold.planning.workload import Workload
 
 
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
-    """Return the seconds for each case of ``work``, by the names that events have. For dense blocks only.
+    """Return the seconds for each case of ``work``, by the names of the events. All blocks must be dense.
 
     The names are layers for their matmuls (``up``), layers with ``_input_gradient`` or ``_weight_gradient``, and layers
     with the axis of a collective (``up_x``). ``half_up`` is the matmul of either up or gate alone, and ``up_y`` the sum

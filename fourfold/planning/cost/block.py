@@ -29,7 +29,7 @@ class BlockTime(ArrayFields):
     - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts that selective recompute
       can repeat.
     - last_matmul, last_sum: the matmul and the sum at the end of the block, which full recompute skips.
-    - hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``.
+    - hideable_x, hideable_y: collectives of the backward pass that can run during ``weight_gradients``.
     - gate_sum: the sum of gate over y.
     - up_matmul: the matmul that can hide gate_sum.
     - launch_forward, launch_backward: seconds of the host, without the experts.
@@ -141,7 +141,7 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds that the host needs to launch the forward and the backward."""
+    """Return the seconds that the host needs to launch the forward and the backward pass."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     plain = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, third = work.program.fused, work.program.host_operations / 3
@@ -155,7 +155,7 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward, the input gradients, and the weight gradients of the four linear layers
+    """Return the seconds of the forward pass, the input gradients, and the weight gradients of the four linear layers
     (with q, k, v joined, and gate and up joined)."""
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. A block without an MLP counts as 0.
@@ -181,7 +181,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
-    turned = np.where(model.rope, both * model.rotary_share, 0)
+    turned = both * model.rotary_share * model.rotated
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
     fused = np.asarray(program.fused, bool)
     own = pointwise.own_bytes(
@@ -225,8 +225,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x: the forward, the backward, and the part of the backward that can
-    overlap with weight gradients."""
+    """Return the seconds of communication over x: the forward pass, the backward pass, and the part of the backward
+    pass that can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)

@@ -1,4 +1,4 @@
-"""Compute the sizes of a mixture's experts on one rank: the number of rows, the grid that holds the weights, and the
+"""Compute the sizes of an MoE layer's experts on one rank: the number of rows, the grid that holds the weights, and the
 bytes of activations."""
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ inverse, in 64 bits."""
 
 
 def fuses_gate(work: Workload) -> Flag:
-    """Return whether the activation of the gate is not kept for the backward."""
+    """Return whether the activation of the gate is not kept for the backward pass."""
     fused: Flag = np.asarray(work.program.fused_gate, bool) | np.asarray(work.model.clamps_gate, bool)
     return fused
 
 
 def has_experts(work: Workload) -> bool:
-    """Return whether at least one case is a mixture of experts."""
+    """Return whether at least one case is an MoE model."""
     return bool(np.any(work.model.num_experts))
 
 
 def has_dense_first(work: Workload) -> bool:
-    """Return whether at least one case is a mixture whose first blocks have a dense MLP."""
+    """Return whether at least one case is an MoE model whose first blocks have a dense MLP."""
     return bool(np.any(work.model.dense_first))
 
 
 def dense_share(work: Workload) -> Number:
-    """Return the fraction of a mixture's blocks that have a dense MLP."""
+    """Return the fraction of an MoE model's blocks that have a dense MLP."""
     return np.where(np.asarray(work.model.num_experts) > 0, 1 - np.asarray(work.model.sparse), 0.0)
 
 

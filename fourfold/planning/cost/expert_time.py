@@ -22,8 +22,8 @@ from fourfold.planning.workload import Workload
 class ExpertTime(ArrayFields):
     """Seconds of forward and backward for computation, communication over x, y, and ep, and launches.
 
-    Two more fields are the weight gradients of the backward, and the activation of the forward, which selective
-    recompute repeats.
+    Two more fields are the weight gradients of the backward pass, and the activation of the forward pass, which
+    selective recompute repeats.
     """
 
     forward: Number = 0.0
@@ -83,8 +83,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
 
 
 def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward, the input gradients, and the weight gradients, for the router in fp32 and the
-    experts as grouped matmuls."""
+    """Return the seconds of the forward pass, the input gradients, and the weight gradients, for the router in fp32 and
+    the experts as grouped matmuls."""
     model, layout, step = work.model, work.layout, work.step
     hidden = model.hidden_size / layout.y
     router = linear_seconds(work.tokens / layout.x, hidden, model.num_experts, 4.0, rates, rates.router)
@@ -98,7 +98,7 @@ def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, 
 
 def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     """Return the bytes that operations between the matmuls move through memory, in forward and backward. The third
-    number is the activation's part of the forward."""
+    number is the activation's part of the forward pass."""
     model, step, program = work.model, work.step, work.program
     item, hidden = step.item_bytes, model.hidden_size / work.layout.y
     scores = 4 * work.tokens / work.layout.x * model.num_experts
@@ -114,8 +114,8 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
     """Return the seconds of the sums over y.
 
-    The forward sums the router's scores, gate, and up. The backward sums the gradients of scores, of the rows' weights,
-    and of the down projection's input.
+    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of scores, of the
+    rows' weights, and of the down projection's input.
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.on_rank * rows.inner

@@ -70,7 +70,7 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # If only the attention core is recomputed, its output is not sent back, because the backward does not need it.
+    # If only the attention core is recomputed, its output is not sent back, because the backward pass does not need it.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)
@@ -105,7 +105,7 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
 
     Args:
         sending: Seconds of the sum.
-        last_backward: Seconds of the last backward, which can hide the sum.
+        last_backward: Seconds of the last backward pass, which can hide the sum.
     """
     # Deferred weight gradients come last, and their sums start only after all of them are computed.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward

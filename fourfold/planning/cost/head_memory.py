@@ -24,11 +24,11 @@ def head_bytes(work: Workload) -> Number:
     is_ours = np.logical_and(program.is_fourfold, program.fused_loss)
     apart = np.where(program.eager_loss, step.item_bytes + 12 / layout.y, 2 * step.item_bytes + sums)
     first = rows * columns * np.where(is_ours, in_place, apart)
-    # In fp32, our matmul adds directly to the weight's gradient. The backward later creates a second gradient, but then
-    # no logits are in memory.
+    # In fp32, our matmul adds directly to the weight's gradient. The backward pass later creates a second gradient, but
+    # then no logits are in memory.
     adds, result = program.is_fourfold & (step.item_bytes == 4), step.item_bytes * weights
     first = np.where(adds, np.maximum(first, result), first + result)
-    # Capped logits need two fp32 numbers each: the sum, and the slope of the cap.
+    # Soft-capped logits need two fp32 numbers each: the sum, and the derivative of the soft-cap.
     capped = np.where(model.caps_logits, 8 / layout.y, 0)
     # The next chunk's sums are allocated while Python variables still hold the previous chunk's sums.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))

@@ -23,7 +23,7 @@ from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """Categories of memory, at the moment when the most memory is in use.
 
-- gradients: 0 if that moment is the start of a step's only backward.
+- gradients: 0 if that moment is the start of a step's only backward pass.
 - weights: gathered weights, or 16-bit copies.
 - logits: memory of head and loss in addition to the activations.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
@@ -33,8 +33,8 @@ UNUSABLE = 0.06
 """Overhead, as a fraction of a step's allocations. PyTorch's caching allocator rounds blocks up and fragments
 memory, and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.14
-"""``UNUSABLE``, plus the blocks that the allocator caches while there is room and returns before memory runs out. This
-value is fitted to the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
+"""``UNUSABLE``, plus the blocks that the allocator caches until memory runs low. This value is fitted to the memory
+rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.py).
 """
 COMMUNICATOR = 0.5e9
 """Bytes of one process group: NCCL's channels, 4 to 8 MB for each of a few protocols and peers, in both directions."""
@@ -44,8 +44,8 @@ exactly. For other programs, the ratios of measured to predicted bytes vary more
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at once. Each counts as 1 if it has
-    activations in all layers of the rank.
+    """Return for how many micro-batches a pipeline rank (0, 1, …) holds activations at the same time. A micro-batch
+    counts as 1 if it has activations in all layers of the rank.
 
     - 1F1B: one for each later stage, and one for its own stage.
     - Interleaved, with rounds of r micro-batches (r = p if p divides the number of micro-batches): (v − 1)·r + 2(p −
@@ -68,7 +68,7 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. Ranks are counted from 0."""
+    """Return the bytes by ``CATEGORIES`` on one device of a pipeline rank. The first rank is 0."""
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
@@ -141,14 +141,14 @@ def _at_the_peak(
 ) -> tuple[Flag, Number]:
     """Return whether all gradients exist at the moment of peak memory, and the bytes of activations at that moment.
 
-    In a step of one micro-batch, the backward adds gradients while it frees activations and gathered weights. The peak
-    is at the start or at the end of the backward, unless gradients have buffers of their own.
+    In a step of one micro-batch, the backward pass adds gradients while it frees activations and gathered weights. The
+    peak is at the start or at the end of the backward pass, unless gradients have buffers of their own.
 
     Args:
         gradients: Number of bytes of all gradients.
-        activations: Number of bytes of activations when a backward begins.
+        activations: Number of bytes of activations when a backward pass begins.
         copied: Number of bytes that the optimizer copies.
-        freed: Number of bytes of gathered weights that the backward has freed by its end.
+        freed: Number of bytes of gathered weights that the backward pass has freed by its end.
     """
     gradual = _is_gradual(work)
     if not np.any(gradual):
@@ -161,7 +161,7 @@ def _at_the_peak(
 
 
 def _is_gradual(work: Workload) -> Flag:
-    """Return whether gradients are allocated one by one during the backward."""
+    """Return whether gradients are allocated one by one during the backward pass."""
     gradual: Flag = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
     return gradual
 
@@ -255,8 +255,8 @@ def _gathered(
 def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
     """Return the bytes of gathered weights: ``gathered`` entries of blocks, and the tables.
 
-    An embedding is not gathered in the backward, because its gradient does not read the table. If weights are gathered
-    once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
+    An embedding is not gathered for the backward pass, because its gradient does not read the table. If weights are
+    gathered once per step, the head's own weights come last, and FSDP2 keeps their buffer until its next gather.
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
@@ -280,7 +280,7 @@ def _summed_entries(work: Workload, entries: Number) -> Number:
 
 
 def _is_resharded(work: Workload) -> Flag:
-    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward."""
+    """Return whether a unit's gathered weights are freed after its forward, and gathered again in the backward pass."""
     return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
@@ -327,7 +327,7 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the probability that a step does not fit into memory, if its ``peak_memory`` is ``predicted``.
 
-    The bytes that it really needs are assumed to be log-normal.
+    The bytes that the step really needs are assumed to be log-normal.
     """
     return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
 
@@ -335,7 +335,7 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the bytes that a step really needs, if its ``peak_memory`` is ``predicted``.
 
-    It needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
+    The step needs fewer bytes than the peak, because PyTorch frees cached blocks before memory runs out.
     """
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)

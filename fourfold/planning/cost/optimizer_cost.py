@@ -96,8 +96,8 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
     """Return the seconds that a rank needs to orthogonalize its share of a stage's matrices, and to send and receive
     them.
 
-    The time is 0 without Muon. It is at least the time of the largest matrix, because one rank orthogonalizes the whole
-    matrix.
+    The time is 0 if the optimizer is not Muon. It is at least the time of the largest matrix, because one rank
+    orthogonalizes the whole matrix.
     """
     if not np.any(is_named(work, "muon")):
         return 0.0
@@ -155,8 +155,8 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the number of units of each shape on a rank. A unit is the matrices that a rank transforms at once. It has
-    at most as many entries as the largest matrix."""
+    """Return the number of units of each shape on a rank. A unit is the matrices that a rank transforms together. A
+    unit has at most as many entries as the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]

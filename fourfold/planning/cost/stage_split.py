@@ -1,4 +1,4 @@
-"""Compute the number of blocks on each pipeline rank for many layouts at once, with the same split as
+"""Compute the number of blocks on each pipeline rank for many layouts together, with the same split as
 ``config.stages``."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fourfold.planning.workload import Workload
 class Blocks(NamedTuple):
     """The number of blocks on one rank.
 
-    In a mixture, the first blocks of the model have a dense MLP, and these are counted separately too.
+    In an MoE model, the first blocks may have a dense MLP. These blocks are also counted separately.
     """
 
     number: Number

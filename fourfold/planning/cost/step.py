@@ -49,8 +49,8 @@ class _Layer(NamedTuple):
     launch: Number
     z: Number
     z_first: Number
-    """Additional seconds for a rank's outermost block, which has no previous block in the forward and no next block
-    in the backward."""
+    """Additional seconds for a rank's outermost block, which has no previous block in the forward pass and no next
+    block in the backward pass."""
 
     @property
     def total(self) -> Number:

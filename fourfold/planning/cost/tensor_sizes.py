@@ -88,10 +88,10 @@ def log_sum_exp_bytes(work: Workload) -> Number:
 
 
 class CappedScores(NamedTuple):
-    """Sizes of one block's attention with capped scores, which runs as separate operations.
+    """Sizes of one block's attention with soft-capped scores, which runs as separate operations.
 
     The fields are the number of heads (of all sequences) on the rank, the numbers of queries and keys whose scores
-    exist at once, the mean number of scores per query and head, and the number of pieces.
+    exist at the same time, the mean number of scores per query and head, and the number of pieces.
     """
 
     heads: Number
@@ -102,14 +102,14 @@ class CappedScores(NamedTuple):
 
 
 def caps_scores(work: Workload) -> Flag:
-    """Return whether fourfold's attention caps the scores. If it does, it has no fused kernel."""
+    """Return whether fourfold's attention soft-caps the scores. If it does, no fused kernel can compute it."""
     caps: Flag = np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
     return caps
 
 
 def capped_scores(work: Workload) -> CappedScores:
-    """Return the sizes and the number of the pieces into which ``parallel.attention.document_attention``,
-    ``block_attention``, and the ring cut the attention."""
+    """Return the sizes and the number of pieces of attention with soft-capped scores.
+    ``parallel.attention.document_attention``, ``block_attention``, and the ring cut the attention into these pieces."""
     model, layout, seq = work.model, work.layout, work.step.seq_length
     shares_queries = attention_over_y(work) == "sequence"
     ring = is_ring(work)
@@ -136,7 +136,7 @@ def flash_workspace(work: Workload) -> Number:
     split = attention_over_y(work)
     ring = is_ring(work)
     tokens = seq / np.where(ring, layout.cp, 1)
-    # Number of heads, over all sequences that the rank reads at once.
+    # Total number of heads: heads per sequence times the sequences of one batch part.
     heads = work.sequences_per_part * heads_on_rank(work) / np.where(ring, 1, layout.cp)
     width = np.ceil(model.head_dim / 8) * 8
     multiple = np.where(width <= 128, 32, 64)

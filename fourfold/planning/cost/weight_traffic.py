@@ -23,13 +23,16 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class WeightTraffic(ArrayFields):
-    """Seconds of traffic per micro-batch, or for ``gradients`` per step. They depend only on the grid and on zero.
+    """Seconds of weight and gradient traffic if nothing is hidden: per step for ``gradients``, and per micro-batch for
+    all other times. Within one search, they depend only on the grid and on ``zero``.
 
     - block: a block's weights gathered for forward and backward, and its gradients scattered.
     - table: the weights of a table (embedding or head) gathered once, and its gradients scattered.
     - outermost: a block's weights gathered once, and its gradients scattered.
-    - of_z, table_of_z: the fraction of block and table that would remain if dp and cp had one rank.
-    - gradients: the gradients summed over the ranks that hold copies.
+    - of_z, table_of_z: fractions, not seconds: the part of ``block`` and of ``table`` that would remain if dp and cp
+      were both 1.
+    - gradients: traffic once per step: gradients summed over the ranks that hold copies (zero 0) or scattered to the
+      shards (zero 1), and the weights gathered if they are gathered once per step (zero 1 and 2). 0 with zero 3.
     """
 
     block: Number
@@ -66,8 +69,8 @@ def _share(part: Number, whole: Number) -> Number:
 def weight_traffic_seconds(
     work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
 ) -> Number:
-    """Return the seconds to gather ``weights`` for the forward (and again for the backward if ``gathers`` is 2), and to
-    scatter their gradients, if no communication is hidden."""
+    """Return the seconds to gather ``weights`` for the forward pass (and again for the backward pass if ``gathers`` is
+    2), and to scatter their gradients, if no communication is hidden."""
     layout, step = work.layout, work.step
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
@@ -102,7 +105,7 @@ def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants
     """Return the seconds of summing all gradients except those for experts, if no communication is hidden.
 
     With a distributed optimizer (zero 1 with weights that are kept), gradients are scattered, and weights are gathered
-    during the next forward.
+    during the next forward pass.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     weights = (model.num_hidden_layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)

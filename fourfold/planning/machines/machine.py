@@ -1,6 +1,7 @@
 """Describe a machine for the planner: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``). Every constant in them names its source.
+Machines are TOML files (``fourfold/planning/machines``). Comments in them give the source of the constants, or say that
+a value is an assumption.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Machine(ArrayFields):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     - peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates. ``peak`` is the advertised bf16 rate, and the
-      achieved rates are those of the best shape.
+      achieved rates are the rates of the best shape.
     - units: number of processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.

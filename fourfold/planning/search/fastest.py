@@ -56,9 +56,9 @@ time that can be left without the copies."""
 
 
 class SearchScores(NamedTuple):
-    """Scores of the points of a search. Each is an array [n]: the seconds of a step (infinite if illegal), the minimum
-    seconds with any number of batch parts, the peak bytes on any rank, P(OOM), and the index of the reason for a
-    refusal."""
+    """Scores of the points of a search. Each is an array [n]: the seconds of a step (infinite if illegal), a lower
+    bound on the seconds for every possible number of batch parts, the peak bytes of the rank that needs the most
+    memory, P(OOM), and the index of the reason for a refusal."""
 
     seconds: np.ndarray
     least: np.ndarray
@@ -198,12 +198,13 @@ def score(
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return every point's peak bytes on any rank, seconds of a step, and minimum seconds with any number of batch
-    parts.
+    """Return three arrays over the points: the peak bytes of the rank that needs the most memory, the seconds of a
+    step, and a lower bound on the seconds for every possible number of batch parts.
 
-    The times of blocks and the traffic of weights are shared by many points and computed only once.
+    Many points have the same block times and weight traffic, so each distinct one is computed only once.
 
-    For the minimum, batch parts are assumed to hide all communication over x and y, and to save copies of tokens.
+    For the lower bound, batch parts are assumed to hide all communication over x and y, and to avoid copies of tokens
+    (``COPIES``).
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
@@ -219,9 +220,9 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
-    """Return the indices of points that may be among the fastest ``RANKED`` points with more batch parts.
+    """Return the indices of points that, with more batch parts, may be among the ``RANKED`` fastest points.
 
-    With more batch parts, a point may also need less memory.
+    These include points that do not fit so far, because they may need less memory with more batch parts.
     """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf

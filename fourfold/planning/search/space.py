@@ -118,7 +118,7 @@ def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays [n]. For each grid, the first has the index of the reason why the grid is illegal with every
-    choice (0 if it may be legal). The second has its number of layouts."""
+    choice (0 if it may be legal). The second has the grid's number of layouts."""
     # If a grid is illegal with these choices, it is illegal with all choices. One of them is zero = 3, because only
     # zero = 3 allows an ep that neither divides z nor is a multiple of z.
     simplest = base.but(**grids, schedule=0, stages_per_rank=1, zero=3, recompute=0, offload=False, cp_method=0,

@@ -9,18 +9,18 @@ import numpy as np
 from fourfold.planning.array_fields import Number
 
 BACKWARD = 2.5
-"""Ratio of the number of matmuls in a fused kernel's backward to the number in its forward. It is five to two,
-because the backward computes the scores again."""
+"""Ratio of the number of matmuls in a fused kernel's backward to the number in its forward. It is five to two, because
+the backward pass computes the scores again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """Bytes moved per score in 16 bits by separate kernels for scaled masked softmax and for dropout: scores written and
-read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward moves the same bytes, and also
-the gradient of the scores."""
+read (4), probabilities (2 + 2), dropout's output and mask (2 + 1). The backward pass moves the same bytes, and also the
+gradient of the scores."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
 """Bytes moved per score if Megatron-LM's fused softmax does not apply. Scaling, masking, conversion to 32 bits,
-softmax, and conversion back are then separate operations: 4 + 4 + 6 + 8 + 6 bytes, and dropout 5. The backward moves
-the same bytes except the mask."""
+softmax, and conversion back are then separate operations: 4 + 4 + 6 + 8 + 6 bytes, and dropout 5. The backward pass
+moves the same bytes except the mask."""
 FUSED_HEADS = 4
 """The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
 PLAIN_KERNELS = 6.0
@@ -30,11 +30,11 @@ PLAIN_KERNELS = 6.0
 NARROW, NARROW_FLASH2 = 0.8, 0.9
 """Rate with a head_dim of 64 relative to the rate with a head_dim of 128, for forward and backward together. The first
 number is for cuDNN and FlashAttention-3, and the second for FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608,
-figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward the
-rates are closer)."""
+figures 5 and 6: 388, 473, and 299 of 539, 616, and 335 TFLOP/s in a causal forward of 16k tokens. In the backward pass
+the rates are closer)."""
 
 CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
-"""Bytes moved per score in 16 bits by capped attention, which runs as separate operations
+"""Bytes moved per score in 16 bits by attention with soft-capping, which runs as separate operations
 (parallel.attention.block_attention). Each operation reads its operands from memory and writes its result to memory.
 
 - Forward: the matmul (2), conversion to 32 bits (6), scale, divide, tanh, multiply, and mask (8 each), log-sum-exp (24:
@@ -60,7 +60,7 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
     """Return the seconds of a fused kernel's forward.
 
     Args:
-        flops: Number of FLOPs in the forward.
+        flops: Number of FLOPs in the forward pass.
         seq: Number of tokens in a sequence.
         head_dim: Size of a head.
         rate: FLOP/s of the machine's fastest kernel for long sequences.
@@ -89,7 +89,7 @@ def unfused_seconds(
 
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
-    """Return the seconds of forward and backward with capped scores, which run as separate operations."""
+    """Return the seconds of forward and backward with soft-capped scores, which run as separate operations."""
     forward, backward = (
         unfused_seconds(matmuls * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / matmuls)
         for moved, matmuls in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))

@@ -22,7 +22,7 @@ def bubble_seconds(
     """Return the seconds per step that a rank waits for the pipeline to fill and drain.
 
     forward, inputs, and weights are the seconds that one micro-batch takes in all layers of the rank, for the forward
-    (F), the input gradients (I), and the weight gradients (W).
+    pass (F), the input gradients (I), and the weight gradients (W).
 
     With p = ``pp``, 1F1B and GPipe wait (p − 1)(F + I + W). Interleaved 1F1B, with v = ``stages_per_rank``, waits 1/v
     of that time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). If there are fewer than p micro-batches, each
@@ -71,8 +71,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
     """Return the bubble of the V-shaped zero-bubble schedule.
 
     With 2·pp or more micro-batches, there are p − 1 gaps, each over half of a rank's layers. The longest of F, I, and
-    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the part
-    of the first micro-batch's way down the V and up again that no later micro-batch fills.
+    W, or the differences between them, determine the length of a gap. With fewer micro-batches, the bubble is the time
+    that no later micro-batch fills while the first micro-batch travels down the V and up again.
     """
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)

@@ -11,8 +11,8 @@ import numpy as np
 
 from fourfold.planning.array_fields import Flag, Number
 
-# The following numbers are for programs other than fourfold, in the forward. They are counted from the operations of a
-# block.
+# The following numbers, except BACKWARD, describe the forward pass of programs other than fourfold. They are the result
+# of counting the operations of a block.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
 each), and one copy of the two outputs."""
@@ -28,8 +28,8 @@ GELU_PASSES, GATED_PASSES = 4.0, 5.0
 their product, and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
-"""Number of passes in the backward divided by the number in the forward: 3 / 2. The backward of a norm reads the
-gradient and the input and writes one tensor. The backward of a sum moves nothing."""
+"""Number of passes in the backward pass divided by the number in the forward pass: 3 / 2. The backward of a norm reads
+the gradient and the input and writes one tensor. The backward of a sum moves nothing."""
 
 # The numbers below are for fourfold's own operations in 16 bits, in forward and backward.
 # tests/planning/test_traffic.py counts them, except fused operations and the kernels of norms, which exist only on a
@@ -38,7 +38,7 @@ OWN_SUMS = 6.0, 6.0
 """Passes over the residual stream: two residual sums, and the sums of their gradients (two reads and one write
 each)."""
 OWN_NORMS = 4.0, 10.0
-"""Passes over the residual stream by two norms of one kernel each. The forward reads and writes the stream. The
+"""Passes over the residual stream by two norms of one kernel each. The forward pass reads and writes the stream. The
 gradients of inputs and of weights each read the input and the output's gradient."""
 OWN_CHAINS = 10.0, 48.0
 """Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
@@ -54,17 +54,19 @@ OWN_TURNS = 11.5, 11.5
 OWN_FUSED_TURNS = 2.0, 2.0
 """Passes over the same channels if one kernel computes rotary embeddings and head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
-"""Passes over the inner width for silu(gate) · up. Gate and up each have a gradient."""
+"""Passes over the inner width for silu(gate) · up. The backward pass writes two gradients, one for gate and one for
+up."""
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over outputs to which a bias is added. The gradient of the bias is a sum."""
+"""Passes over outputs to which a bias is added. The backward pass only reads, because the gradient of the bias is a
+sum."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
 """Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
 ROW_PASSES = 4.0
-"""Passes over the rows of a rank's tokens. The forward gathers the rows before it sends them, and sums them with
-weights when they return. The backward does the reverse."""
+"""Passes over the rows of a rank's tokens. The forward pass gathers the rows before it sends them, and sums them with
+weights when they return. The backward pass does the reverse."""
 SORT_PASSES = 4.0
 """Passes over the rows of a rank's experts if it has several experts: sort the rows by expert, and restore their
 order."""
@@ -76,8 +78,8 @@ PADDING_PASSES = 4.0
 ROUNDING_PASSES = 2.0
 """Passes, in 16 bits, that round an operand of a matmul to 8 bits by rows and by columns."""
 EXPERT_GATE_PASSES = 3.0, 6.0
-"""Passes of programs other than fourfold over the experts' width. The forward reads gate and up, and writes their
-product times the router's weights. The backward reads the product's gradient, gate, and up, writes their
+"""Passes of programs other than fourfold over the experts' width. The forward pass reads gate and up, and writes their
+product times the router's weights. The backward pass reads the product's gradient, gate, and up, writes their
 gradients, and computes the product again for the gradients of the router's weights."""
 
 

@@ -1,0 +1,331 @@
+"""Try every type of causal language model in transformers, and write docs/model-types.md: python docs/model_types.py
+
+Builds a tiny random model of each type, imports it, exports it, trains and generates, parallelizes it, plans it, and
+attends with Loki. Each result is compared with the library's own. With names of types, prints only their rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "tests")]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from pool import Pool  # noqa: E402 (the tests' folder is on the path from here on)
+from safetensors.torch import load_file  # noqa: E402
+from tiny_huggingface import ours_of, perturb  # noqa: E402
+from tuned_products import parity_on_cpu  # noqa: E402
+
+import fourfold  # noqa: E402
+from fourfold.config.run import ParallelConfig, RunConfig  # noqa: E402
+from fourfold.data.tokenizer import train_bpe  # noqa: E402
+from fourfold.errors import UserError, first_line  # noqa: E402
+from fourfold.huggingface.architectures.config_json import model_of, read_config  # noqa: E402
+from fourfold.huggingface.export_model import export_huggingface  # noqa: E402
+from fourfold.huggingface.import_model import import_huggingface  # noqa: E402
+from fourfold.inference.loki import LokiConfig, calibrate, enable_loki  # noqa: E402
+from fourfold.parallel.grid.grid import Grid  # noqa: E402
+from fourfold.parallel.state import gather_full  # noqa: E402
+from fourfold.planning.calibration.machine_constants import constants_for  # noqa: E402
+from fourfold.planning.machines.machine import load_machine  # noqa: E402
+from fourfold.planning.run_workload import workload_of_model  # noqa: E402
+from fourfold.planning.search.plan import make_plan  # noqa: E402
+from fourfold.run_file.load import make_run  # noqa: E402
+from fourfold.verification.parity_report import ParityReport  # noqa: E402
+
+PAGE = HERE / "model-types.md"
+SIZES: dict[str, Any] = {
+    "vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 64, "head_dim": 8, "initializer_range": 0.2,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "num_mtp_layers": 0, "rotary_dim": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+"""Sizes of a tiny model. Classes ignore the keys that they do not have."""
+LATENT = {"num_key_value_heads": 8}
+"""Latent attention has as many key-value heads as query heads."""
+LEFT_OUT: tuple[set[str], ...] = (set(), {"head_dim"}, {"num_key_value_heads"}, {"num_hidden_layers"}, {"v_head_dim"})
+"""Keys to leave out in turn, until a class accepts the sizes."""
+MOST_PARAMETERS = 30_000_000
+LIMIT = 2e-5
+"""Largest allowed difference from the library, relative to the largest value of a tensor."""
+OK, ERROR = "ok", "ERROR"
+COLUMNS = ("import", "export", "train and generate", "plan", "parallelize", "packed documents", "Loki")
+
+
+@dataclass
+class Row:
+    """The results for one type: ``ok``, or a sentence that says why not."""
+
+    kind: str
+    cells: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        shown = [self.cells.get(column, "–") for column in COLUMNS]
+        return f"| `{self.kind}` | " + " | ".join(each if each in (OK, "–") else "no" for each in shown) + " |"
+
+    def reasons(self) -> list[tuple[str, str]]:
+        """Return (column, message) for each refusal. Names of this type and lists of other types are left out."""
+        return [
+            (column, re.sub(r"; (there are|supported are) .*", "", text).replace(f"'{self.kind}'", "…"))
+            for column, text in self.cells.items()
+            if text != OK
+        ]
+
+
+def config_of(kind: str) -> Any:
+    """Return a tiny configuration of a type.
+
+    Raises:
+        ValueError: The class accepts none of the sizes, or needs a model of several parts.
+    """
+    made = transformers.CONFIG_MAPPING[kind]()
+    if "text_config" in made.sub_configs or getattr(made, "is_encoder_decoder", False):
+        raise ValueError("it has an encoder or reads images or sound; only its text part could be trained")
+    sizes = SIZES | (LATENT if hasattr(made, "kv_lora_rank") else {})
+    problem: Exception | None = None
+    for left_out in LEFT_OUT:
+        try:
+            config = transformers.CONFIG_MAPPING[kind](**{key: sizes[key] for key in sizes if key not in left_out})
+            for key, value in list(vars(config).items()):
+                if ("drop" in key or "jitter" in key) and isinstance(value, float):
+                    setattr(config, key, 0.0)
+            if hasattr(config, "is_decoder"):
+                config.is_decoder = True
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            if sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS:
+                return config
+            problem = ValueError("it has no sizes that make it small")
+        except Exception as error:  # Classes check their sizes in all kinds of ways.
+            problem = error
+    raise ValueError(first_line(problem))
+
+
+def make(kind: str) -> Any:
+    """Return the same random model in every process."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind))
+    perturb(model)
+    return model
+
+
+def called(model: Any, **given: Any) -> Any:
+    """Call a model without a cache, if it has one."""
+    taken = inspect.signature(model.forward).parameters
+    takes_cache = "use_cache" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    return model(**given, **({"use_cache": False} if takes_cache else {}))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [4, 16], and labels that are masked unevenly."""
+    tokens = torch.randint(4, 200, (4, 16), generator=torch.Generator().manual_seed(6))
+    labels = tokens.clone()
+    for row in range(4):
+        labels[row, : row + 2] = -100
+    return tokens, labels
+
+
+def parallelized(rank: int, world_size: int, kind: str) -> tuple[float, dict[str, torch.Tensor] | None, str]:
+    """Return the loss and gradients on x 2 and z 2, and what the model says to packed documents."""
+    model = fourfold.parallelize(make(kind).train(), Grid(ParallelConfig(x=2, z=2), "cpu"))
+    tokens, labels = batch()
+    loss = model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss
+    model.backward(loss)
+    with_gradient = [shard for shard in model.shards if shard.grad is not None]
+    gradients = gather_full(with_gradient, [shard.grad for shard in with_gradient])
+    positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(4, 16)
+    try:
+        with torch.no_grad():
+            model(input_ids=model.rows(tokens), position_ids=model.rows(positions), labels=model.rows(labels))
+    except UserError as error:
+        return float(loss), gradients, str(error)
+    except TypeError:
+        return float(loss), gradients, "the model takes no position_ids"
+    return float(loss), gradients, OK
+
+
+def check_parallelized(row: Row, pool: Pool, kind: str) -> None:
+    model, (tokens, labels) = make(kind).train(), batch()
+    expected = called(model, input_ids=tokens, labels=labels).loss
+    expected.backward()
+    loss, gradients, packed = pool.run(4, parallelized, kind)[0]
+    assert gradients is not None
+    check(torch.tensor(loss), expected.detach(), "the loss")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            check(gradients[name].view_as(parameter), parameter.grad, f"the gradient of {name}")
+    row.cells |= {"parallelize": OK, "packed documents": packed}
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert error < LIMIT, f"{what} is {error:.1e} off"
+
+
+def check_import(row: Row, folder: Path, kind: str) -> None:
+    """Import, compare the logits, and export again, bit for bit."""
+    model, (tokens, _) = make(kind).eval(), batch()
+    with torch.no_grad():
+        check(ours_of(folder)(tokens).float(), called(model, input_ids=tokens).logits, "a logit")
+    import_huggingface(str(folder), folder.parent / "imported")
+    row.cells["import"] = OK
+    export_huggingface(folder.parent / "imported", folder.parent / "exported")
+    files = [{n: t for f in sorted(each.glob("*.safetensors")) for n, t in load_file(f).items()}
+             for each in (folder, folder.parent / "exported")]  # fmt: skip
+    assert files[0].keys() == files[1].keys(), "the export has other names"
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]), "the export has other values"
+    row.cells["export"] = OK
+
+
+def run_of(folder: Path) -> RunConfig:
+    """Return a run on x 2 that trains the model of a folder."""
+    train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
+    training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "device": "cpu"}
+    return make_run({
+        "name": "run", "output_dir": str(folder.parent), "data": {"train": [{"path": "nowhere"}]},
+        "training": training, "parallel": {"x": 2}, "model": {"from_hf": str(folder)},
+    })  # fmt: skip
+
+
+def trained(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    return parity_on_cpu(run, steps=1, against="transformers")
+
+
+def check_training(row: Row, pool: Pool, folder: Path) -> None:
+    """Compare a step on x 2, and generated tokens, with the library's model."""
+    report = pool.run(2, trained, run_of(folder))[0]
+    assert report.ok, "parity fails"
+    assert report.deviations["imported"][-1].tensor == "tokens", "no tokens were generated"
+    row.cells["train and generate"] = OK
+
+
+def check_plan(row: Row, folder: Path) -> None:
+    machine = load_machine("dgx-h100")
+    work = workload_of_model(model_of(read_config(folder), str(folder)))
+    plan = make_plan(work.but(global_batch_size=64, seq_length=32), machine, constants_for(machine), 8)
+    assert plan.best.seconds > 0
+    row.cells["plan"] = OK
+
+
+def check_loki(row: Row, kind: str) -> None:
+    """Compare a step that attends to all keys with dense attention."""
+    model, (tokens, _) = make(kind).eval(), batch()
+    with torch.no_grad():
+        expected = called(model, input_ids=tokens).logits
+        basis = calibrate(model, [tokens[row] for row in range(4)])
+        enable_loki(model, basis, LokiConfig(d_f=1.0, k_f=1.0, min_k=1, min_seq=0))
+        past = model(tokens[:, :-1], use_cache=True).past_key_values
+        check(model(tokens[:, -1:], past_key_values=past).logits[:, -1], expected[:, -1], "a logit with Loki")
+    row.cells["Loki"] = OK
+
+
+def row_of(kind: str, pool: Pool) -> Row:
+    """Try everything with one type. An exception that is no ``UserError`` is an error of fourfold."""
+    row = Row(kind)
+
+    def attempt(column: str, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except UserError as error:
+            row.cells[column] = str(error)
+        except Exception as error:  # To find them is the script's purpose.
+            row.cells[column] = f"{ERROR} {type(error).__name__}: {first_line(error)}"
+        return row.cells.get(column) == OK
+
+    try:
+        called(make(kind).train(), input_ids=batch()[0], labels=batch()[1]).loss.backward()
+    except Exception as error:  # Classes and models of the library raise all kinds of errors.
+        row.cells["parallelize"] = f"the script found no tiny model of this type that runs: {first_line(error)}"
+        return row
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / kind
+        make(kind).save_pretrained(folder)
+        if attempt("import", lambda: check_import(row, folder, kind)):
+            attempt("train and generate", lambda: check_training(row, pool, folder))
+            attempt("plan", lambda: check_plan(row, folder))
+        else:
+            row.cells["import"] = row.cells["import"].split(f"{folder}: ")[-1].split(f"{folder}/config.json: ")[-1]
+    attempt("parallelize", lambda: check_parallelized(row, pool, kind))
+    attempt("Loki", lambda: check_loki(row, kind))
+    return row
+
+
+def page_of(rows: list[Row]) -> str:
+    counts = {column: sum(row.cells.get(column) == OK for row in rows) for column in COLUMNS}
+    head = f"| type | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}"
+    totals = "| " + " | ".join(["**ok**", *(str(counts[column]) for column in COLUMNS)]) + " |"
+    types: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for reason in row.reasons():
+            types.setdefault(reason, []).append(f"`{row.kind}`")
+    reasons = [f"| {column} | {text} | {', '.join(types[column, text])} |" for column, text in sorted(types)]
+    return re.sub(
+        r"\n{3,}",
+        "\n\n",
+        f"""# Every model type of transformers
+
+Look up what you can do with a model type of transformers. [Supported Hugging Face
+models](huggingface-models.md) lists the types that `fourfold train` imports, with their conditions. `python
+docs/model_types.py` makes this page, and `python docs/model_types.py llama mamba2` prints rows for two types.
+
+For each of the {len(rows)} causal language models of transformers {transformers.__version__}, the script builds a tiny
+random model and compares it with the library's own results:
+
+- *import*: `fourfold checkpoint import-hf` reads the model, and its logits are equal.
+- *export*: `fourfold checkpoint export-hf` writes the same files, bit for bit.
+- *train and generate*: a step of `fourfold train` on x 2, and generated tokens, are equal.
+- *plan*: `fourfold plan` finds a layout.
+- *parallelize*: `fourfold.parallelize` on x 2 and z 2 has the same loss and gradients.
+- *packed documents*: the parallelized model computes a packed document as if it were alone.
+- *Loki*: a step with Loki that attends to all keys has the logits of dense attention.
+
+"no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did
+not get that far. Differences may be at most {LIMIT:g} of a tensor's norm.
+
+{head}
+{chr(10).join(row.line() for row in rows)}
+{totals}
+
+## Messages
+
+| column | message | types |
+|---|---|---|
+{chr(10).join(reasons)}
+""",
+    )
+
+
+def main(kinds: list[str]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = []
+    with closing(Pool()) as pool:
+        for kind in kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            rows.append(row_of(kind, pool))
+            print(rows[-1].line(), *map(": ".join, rows[-1].reasons()), sep="\n  ", flush=True)
+    errors = [row.kind for row in rows if any(text.startswith(ERROR) for text in row.cells.values())]
+    if errors:
+        sys.exit(f"errors: {', '.join(errors)}")
+    if not kinds:
+        PAGE.write_text(page_of(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,14 @@
+"""Shorten lists with one entry per layer."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def pattern_of(entries: list[T], layers: int) -> list[T]:
+    """Return the shortest list that, repeated over all layers, gives the same entries as ``entries``."""
+    of_layers = [entries[layer % len(entries)] for layer in range(layers)]
+    period = next(n for n in range(1, layers + 1) if of_layers[n:] == of_layers[:-n])
+    return of_layers[:period]
