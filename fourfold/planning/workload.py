@@ -315,7 +315,7 @@ class Workload(ArrayFields):
         return 4.0 * self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * self.model.queries
 
     def model_flops(self) -> Number:
-        """Return the model FLOPs of one step: three forward passes, without recompute. MFU in plans and logs uses them."""
+        """Return the model FLOPs of a step: three forward passes without recompute. MFU in plans and logs uses them."""
         return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:
