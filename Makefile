@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 		'  $(VENV)/bin/fourfold parity examples/parity.toml' \
 		'      every gradient of a grid against one process in float64' \
 		'  $(VENV)/bin/fourfold plan --model llama3-8b --machine dgx-h100 --gpus 64 --global-batch 256 --tokens 1e12' \
-		'      the fastest layouts of Llama 3 8B on 64 GPUs, and how long the training takes'
+		'      fast layouts of Llama 3 8B on 64 GPUs, and how long the training takes'
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

@@ -89,7 +89,7 @@ def check_model_folder(folder: Path) -> None:
             if file.name.endswith(".index.json"):
                 _check_index(file)
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+        raise UserError(f"cannot read {file}: {error.strerror}; make it readable, or give another folder") from None
 
 
 def _check_index(index: Path) -> None:

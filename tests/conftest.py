@@ -32,18 +32,21 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of ``sampling`` and of ``results_file``."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the options of ``sampling`` and of ``results_file``. Hide GPUs from all tests unless ``-m gpu`` is given.
+
+    pytest calls this before it imports the conftest.py of subfolders, some of which import Triton.
+    """
+    if not wants_gpus(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU. Worker processes inherit it.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     add_options(parser)
     parser.addoption("--results", type=Path, metavar="FILE", help="Write a JSON line for every test, as it ends.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample tests and write results if the options ask for it. Hide GPUs from all tests unless ``-m gpu`` is given."""
-    if not wants_gpus(config.getoption("markexpr")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU. Worker processes inherit it.
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    """Sample tests and write results if the options ask for it."""
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
     if seed is not None or minutes is not None:
         config.pluginmanager.register(Sampling(seed, minutes))

@@ -67,6 +67,7 @@ PRIVATE_TORCH = {
     },
     "parallel/grid/checksums.py": {"torch.utils._python_dispatch", "_overloadpacket"},
     "parallel/grid/process_group.py": {"_get_backend", "_set_default_timeout"},
+    "parallel/other_models/plan_styles.py": {"_non_persistent_buffers_set"},
     "parallel/other_models/tensor_plan.py": {"_DropoutNd"},
     "parallel/overlap/batch_parts.py": {
         "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",

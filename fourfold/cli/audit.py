@@ -79,22 +79,11 @@ def audit(
     from fourfold.reports.terminal import audit_tables
 
     request = AuditRequest(
-        model=model,
-        documents=documents,
-        control=control,
-        reference=reference,
-        run=run,
-        tokenizer=tokenizer,
-        suffix=suffix,
-        prefix=prefix,
-        offset=offset,
-        sampling=AttackSampling(temperature, top_k, top_p),
-        generate=generate,
-        micro_batch_size=micro_batch_size,
-        text_key=text_key,
-        count_key=counts,
+        model=model, documents=documents, control=control, reference=reference, run=run, tokenizer=tokenizer,
+        suffix=suffix, prefix=prefix, offset=offset, sampling=AttackSampling(temperature, top_k, top_p),
+        generate=generate, micro_batch_size=micro_batch_size, text_key=text_key, count_key=counts,
         overrides=tuple(overrides),
-    )
+    )  # fmt: skip
     with working("Scoring the documents"):
         record = jobs.audit(request)
     show(record, as_json, audit_tables)

@@ -52,7 +52,7 @@ def calibrate(
     if source:
         from fourfold.planning.calibration.machine_fit import fit_machine
 
-        with working("Fitting the constants"):
+        with working("Fitting the constants"), given_as("--from"):
             fitted = fit_machine(source, base, out.stem)
         text = machine_toml(fitted.machine, f"{base.name}, calibrated on {fitted.rows} rows", base)
         record = {"rows": fitted.rows, "skipped": fitted.skipped, "before": fitted.before, "held_out": fitted.held_out}

@@ -60,19 +60,9 @@ def slurm(
     from fourfold.launch.job_scripts.slurm_site import load_site
     from fourfold.run_file.load import load_run
 
-    job = SlurmJob(
-        nodes,
-        time,
-        account,
-        partition,
-        sbatch,
-        srun,
-        None if setup is None else str(setup),
-        wrapper,
-        save_seconds,
-        max_crashes,
-        overrides,
-    )
+    setup_file = None if setup is None else str(setup)
+    limits = (save_seconds, max_crashes)
+    job = SlurmJob(nodes, time, account, partition, sbatch, srun, setup_file, wrapper, *limits, overrides)
     run = load_run(run_file, overrides)
     _write(render_slurm_script(str(run_file), run, load_site(site), job), run, output)
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,12 @@ class HFTokenizer:
         self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
         self._digest = hashlib.sha256(content)
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
+
+    def as_usual(self) -> Self:
+        """Begin documents with the tokenizer's own token if its texts usually begin so. Return the tokenizer."""
+        self.begins_documents = self.usually_begins
+        self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
+        return self
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Uses all cores unless TOKENIZERS_PARALLELISM=false."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parallel.other_models.tensor_plan import saved_buffers
+from fourfold.parallel.other_models.plan_styles import saved_buffers
 
 Rows = dict[str, range]
 """Maps each tensor in files to the rows of a parameter that it holds. Row numbers run through all stacked experts."""

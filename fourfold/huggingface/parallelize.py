@@ -16,7 +16,8 @@ from fourfold.models.dtypes import DTYPES, SAFETENSORS_NAMES
 from fourfold.parallel.data.data_parallel import StepTypes, Units
 from fourfold.parallel.grid.grid import Grid
 from fourfold.parallel.grid_model import GridModel, replicate_or_shard
-from fourfold.parallel.other_models.tensor_plan import lay_out, saved_buffers
+from fourfold.parallel.other_models.plan_styles import saved_buffers
+from fourfold.parallel.other_models.tensor_plan import lay_out
 from fourfold.parallel.other_models.whole_residual import WholeEmbedding
 from fourfold.parallel.tensor.sharding import tie_again, tied_names
 
@@ -38,7 +39,7 @@ def parallelize(
         model: A model of transformers, or any ``nn.Module`` with ``rules``. Its weights must be the same on every
             process. On the meta device it needs ``weights``.
         grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
-        rules: Styles (``tensor_plan.STYLES``) by pattern of module names. They take precedence over the model's own
+        rules: Styles (``plan_styles.STYLES``) by pattern of module names. They take precedence over the model's own
             plan.
         weights: A folder of safetensors. Each process reads only its own slices.
         precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
@@ -126,7 +127,7 @@ def _check_saved_buffers(model: nn.Module) -> None:
     """Refuse saved buffers that the forward changes, and that are no floating-point numbers."""
     for name, buffer in saved_buffers(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, nn.modules.batchnorm._NormBase):
+        if isinstance(parent, (nn.BatchNorm1d, nn.SyncBatchNorm)):
             raise UserError(f"{name} is a statistic of the sequences, and every process would compute its own")
         if buffer.dtype not in SAFETENSORS_NAMES:
             raise UserError(

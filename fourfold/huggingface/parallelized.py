@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.errors import UserError
+from fourfold.huggingface.packed_documents import separates_documents
 from fourfold.huggingface.parallelized_files import (
     ParallelizedTensors,
     read_checkpoint,
@@ -26,7 +27,8 @@ from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid.communicate import all_reduce
 from fourfold.parallel.grid.shared_failure import failing_together
 from fourfold.parallel.grid_model import GridModel
-from fourfold.parallel.other_models.tensor_plan import Placed, saved_buffers
+from fourfold.parallel.other_models.plan_styles import saved_buffers
+from fourfold.parallel.other_models.tensor_plan import Placed
 from fourfold.parallel.state import LocalShard
 from fourfold.parallel.tensor.sharding import Tile
 
@@ -111,7 +113,7 @@ class Parallelized(nn.Module):
         if positions is None:
             return
         if self._separates_documents is None:
-            self._separates_documents = self._finds_documents(positions.device)
+            self._separates_documents = separates_documents(self.module, positions.device)
         # In most models, only a mask or a cache lets documents see each other. Without either, skip the check, because
         # it would wait for the GPU every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
@@ -138,19 +140,6 @@ class Parallelized(nn.Module):
                 "leave the mask out, and set the labels of padding to -100"
             )
         kwargs["use_cache"] = False
-
-    @torch.no_grad()
-    def _finds_documents(self, device: torch.device) -> bool:
-        """Return whether the model computes a document as if no other document came before it in the row.
-
-        Every process calls this. Two rows differ in their first document. If positions start again, that must not
-        change the second document, at least not as much as it changes the text if positions do not start again.
-        """
-        tokens_4S = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]] * 2, device=device)
-        positions_4S = torch.tensor([[0, 1, 0, 1]] * 2 + [[0, 1, 2, 3]] * 2, device=device)
-        logits_42V = self.module(input_ids=tokens_4S, position_ids=positions_4S, use_cache=False).logits[:, 2:].float()
-        packed, continued = ((logits_42V[row] - logits_42V[row + 1]).abs().max() for row in (0, 2))
-        return not packed > 0.1 * continued
 
     def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
         """Refuse an auxiliary loss of routers, because transformers would compute it from each process's own sequences

@@ -70,8 +70,8 @@ class _SquaredReLU(Function):
 
     @staticmethod
     def backward(ctx: Context[None], grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return x.relu().mul_(2).mul_(grad)
+        slope: Tensor = ctx.saved_tensors[0].relu()
+        return slope.mul_(2).mul_(grad)
 
 
 SLOPE = 1.702

@@ -272,7 +272,9 @@ def opened_tensors(file: Path) -> Iterator[Any]:
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or not a safetensors file: {error}") from None
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot read {file}: {error.strerror or error}; give a file that exists and is readable"
+        ) from None
 
 
 def _nothing_in(folder: Path) -> str:

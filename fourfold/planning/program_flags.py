@@ -101,6 +101,8 @@ class Program(ArrayFields):
     each node (DeepEP). Otherwise it is sent once for each of its experts."""
     fused_experts: Flag = False
     """Whether the expert matmuls also compute the activation and round their inputs and outputs to 8 bits."""
+    adds_expert_bias: Flag = False
+    """Whether separate operations add biases to the experts' outputs (GPT-OSS in Megatron-LM)."""
     overlap_ep: Flag = False
     """Whether the exchange of tokens over ep overlaps with another micro-batch's computation."""
     captured: Flag = False

@@ -23,8 +23,7 @@ OPTIMIZERS = ("adamw", "muon", "lion")
 """Values of ``Step.optimizer``."""
 
 CP_METHODS = ("gathered", "ring", "ulysses")
-"""Values of ``Layout.cp_method``. Keys and values are all-gathered (programs other than fourfold) or passed around a
-ring, or heads are exchanged for tokens."""
+"""Values of ``Layout.cp_method``: all-gather keys and values (other programs), a ring, or exchange heads for tokens."""
 
 
 @dataclass(frozen=True)
@@ -316,10 +315,7 @@ class Workload(ArrayFields):
         return 4.0 * self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * self.model.queries
 
     def model_flops(self) -> Number:
-        """Return the model FLOPs of one step. They equal the FLOPs of three forwards, without recompute.
-
-        MFU uses these FLOPs, in plans and in the logs of runs (``training.flops``).
-        """
+        """Return the model FLOPs of a step: three forward passes without recompute. MFU in plans and logs uses them."""
         return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:

@@ -70,15 +70,8 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
     """Return the log-probability of each document of a corpus of pairs. Documents that are left out have NaN."""
     training, batch = job.run.training, job.grid.batch
-    loader = Loader(
-        source,
-        training.seq_length,
-        training.global_batch_size,
-        training.micro_batch_size,
-        batch.rank,
-        batch.size,
-        masks,
-    )
+    sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
+    loader = Loader(source, *sizes, batch.rank, batch.size, masks)
     documents = source.corpus.documents
     sums, counts = (torch.zeros(documents, dtype=torch.float64, device=job.device) for _ in range(2))
     for step in range(-(-len(source) // training.global_batch_size)):

@@ -26,14 +26,10 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     everyone = from_all_ranks(mine, "positions in the data")
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
-    tokenizer = stream.tokenizer.fingerprint
     return StreamPosition(
-        source=stream.name,
-        text_key=stream.text_key,
-        tokenizer=tokenizer,
-        shuffle_buffer=stream.shuffle_buffer,
-        positions=positions,
-    )
+        source=stream.name, text_key=stream.text_key, tokenizer=stream.tokenizer.fingerprint,
+        shuffle_buffer=stream.shuffle_buffer, positions=positions,
+    )  # fmt: skip
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:

@@ -260,14 +260,9 @@ class Trainer:
         if saved is not None and saved.parent.resolve() != (self.run_dir / CHECKPOINTS).resolve():
             saved = None  # The run resumed from another folder and saved nothing.
         outcome = Outcome(
-            run_dir=str(self.run_dir),
-            steps=self.steps,
-            loss=self.last_loss,
-            checkpoint=None if saved is None else str(saved),
-            sample=sample,
-            stopped=self.stopped,
-            is_first_process=self.record is not None,
-        )
+            run_dir=str(self.run_dir), steps=self.steps, loss=self.last_loss, sample=sample, stopped=self.stopped,
+            checkpoint=None if saved is None else str(saved), is_first_process=self.record is not None,
+        )  # fmt: skip
         with failing_together():
             if self.record is not None:
                 self.record.end(outcome)

@@ -103,7 +103,15 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "--prompt-file no.txt cannot be read: No such file or directory; give a text file, or --prompt",
         ),
         ("generate --model x", "give --prompt or --prompt-file, such as --prompt Once, and not both"),
-        ("loki evaluate --model x --basis no --text t", "--basis: cannot read no: No such file or directory"),
+        (
+            "loki evaluate --model x --basis no --text t",
+            "--basis: cannot read no: No such file or directory: no; give a file that exists and is readable",
+        ),
+        (
+            "machine calibrate --out x.toml --from no.csv",
+            "--from: no.csv cannot be read: No such file or directory; give",
+        ),
+        ("machine calibrate --out x.toml --from no", "--from: no does not exist; give the metrics.jsonl of a run"),
         ("loki evaluate --model x --basis no --text t --loki k=a", "--loki k=a: 'a' must be a number, such as 8"),
         ("loki evaluate --model x --basis no --text t --loki kk=1", "--loki kk=1: there is no key kk; use k"),
         ("loki evaluate --model x --basis no", "--text and --tasks are missing; give one, such as --text held_out.txt"),

@@ -121,6 +121,18 @@ def test_hash_depends_only_on_the_preceding_tokens_and_their_order(text: np.ndar
     assert not (drops(text, k=2, h=h, seed=1) == dropped).all()
 
 
+def test_the_token_after_a_phrase_of_h_tokens_is_dropped_in_all_copies_or_in_none(text: np.ndarray) -> None:
+    """One in k phrases loses it. With a larger h, copies in other contexts are decided one by one."""
+    phrases = np.random.default_rng(1).integers(0, 32_000, (200, 4))
+    found = {h: [] for h in (3, 20)}
+    for h, phrase in ((h, phrase) for h in found for phrase in phrases):
+        copies = np.concatenate([text[:, :30], np.tile(phrase, (len(text), 1))], axis=1)
+        found[h].append(drops(copies, k=4, h=h)[:, -1].mean())
+    assert set(found[3]) == {0, 1}
+    assert np.mean(found[3]) == pytest.approx(1 / 4, abs=0.1)
+    assert not set(found[20]) <= {0, 1}
+
+
 def test_token_zero_and_powers_of_two_do_not_collapse_the_hash() -> None:
     """A product of 50 English bytes is nearly always 0 modulo 2^64, so the published mask does not work there."""
     letters = np.frombuffer(b"the cat sat on the mat and saw that it was a good mat. ", dtype=np.uint8)

@@ -46,5 +46,9 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     found = gradients_by_their_names(ours, theirs)
     for key, parameter in theirs.named_parameters():
         assert parameter.grad is not None and parameter.grad.norm() > 0, key
+        if key.endswith("k_proj.bias") and parameter.grad.norm() < 1e-7:
+            # In a layer without positions, this bias adds the same number to all scores of a query.
+            assert found[key].norm() < 1e-7, key
+            continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
         assert difference < 1e-5, (key, difference)

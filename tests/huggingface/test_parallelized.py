@@ -15,7 +15,7 @@ import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.other_models.tensor_plan import saved_buffers
+from fourfold.parallel.other_models.plan_styles import saved_buffers
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import fourfold
 from fourfold.config.run import ParallelConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid.grid import Grid
-from fourfold.parallel.other_models import tensor_plan
+from fourfold.parallel.other_models import plan_styles
 
 
 def own_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:
@@ -176,7 +176,7 @@ def unnamed_norm_body(rank: int, world_size: int) -> tuple[dict[str, Tensor] | N
     model.config.base_model_tp_plan = {}
     warnings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_plan.log, "warning", lambda text, *parts: warnings.append(text % parts))
+        patch.setattr(plan_styles.log, "warning", lambda text, *parts: warnings.append(text % parts))
         parallel = fourfold.parallelize(model, Grid(ParallelConfig(x=2, y=2), "cpu"))
     tokens, labels = make_batch()
     parallel.backward(parallel(input_ids=tokens, labels=labels).loss)
@@ -185,7 +185,7 @@ def unnamed_norm_body(rank: int, world_size: int) -> tuple[dict[str, Tensor] | N
 
 def wrong_rule_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_plan, "is_of_residual", lambda *_: True)
+        patch.setattr(plan_styles, "is_of_residual", lambda *_: True)
         model = fourfold.parallelize(make("qwen3"), Grid(ParallelConfig(x=2, y=2, z=2), "cpu"), rules=rules)
     tokens, labels = make_batch()
     model.backward(model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss)

@@ -194,6 +194,25 @@ def test_a_model_generates_by_kernels(kernels: str, monkeypatch: pytest.MonkeyPa
             enable_loki(model, basis, LokiConfig(kernels="triton"))
 
 
+COLLECT = """
+import pytest, sys
+pytest.main(["--collect-only", "-q", sys.argv[1]])
+import triton.language
+sys.exit(type(triton.language.zeros).__name__)
+"""
+
+
+def test_triton_interprets_its_own_functions_whatever_tests_come_first() -> None:
+    """Their conftest.py imports Triton before most hooks run. Kernels cannot call functions that are not
+    interpreted."""
+    pytest.importorskip("triton")
+    tests = Path(__file__).parent.parent
+    hidden = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "CUDA_", "PYTEST_"))}
+    command = [sys.executable, "-c", COLLECT, str(tests / "training" / "test_flops.py")]
+    result = subprocess.run(command, cwd=tests.parent, env=hidden, capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == "InterpretedFunction", result.stdout + result.stderr
+
+
 def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
     """Keys and values that are not chosen may be NaN. A NaN that is chosen must show in the output."""
     config = LokiConfig(k=20, min_seq=0, kernels=kernels)

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.data.tokenizer import HFTokenizer
 from fourfold.data.transformers_tokenizer import TransformersTokenizer
 from fourfold.huggingface.import_model import import_huggingface
 from fourfold.jobs import audit
 from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.documents import read_documents, with_others_before
+from fourfold.memorization.scored_model import find_model, find_tokenizer
 from fourfold.memorization.scorers import HuggingFaceScorer
 from fourfold.memorization.scores import AttackSampling
 
@@ -83,6 +86,12 @@ def test_an_imported_model_has_the_scores_of_its_folder(tmp_path: Path) -> None:
     small_model(folder, vocab_size=len(fast), bos_token_id=0, eos_token_id=1)
     documents.write_text("".join(line(text=f"the {n} quick brown foxes and {n * n} lazy dogs") for n in range(3)))
     import_huggingface(str(folder), tmp_path / "imported")
+    request = AuditRequest(model=str(tmp_path / "imported"), documents=documents)
+    with patch.object(HFTokenizer, "__init__", autospec=True, side_effect=HFTokenizer.__init__) as opened:
+        usual = find_tokenizer(request, find_model(request.model, request))
+    assert opened.call_count == 1
+    assert isinstance(usual, HFTokenizer) and usual.begins_documents
+    assert usual.fingerprint == HFTokenizer(folder, bos="auto").fingerprint
     of_folder, imported = (
         audit(AuditRequest(model=str(tmp_path / name), documents=documents, suffix=8, prefix=8))
         for name in ("model", "imported")

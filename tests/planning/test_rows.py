@@ -19,6 +19,7 @@ from fourfold.planning.calibration.score import Scored, errors_of, memory_of, pr
 from fourfold.planning.cost.activations import kept_by_block
 from fourfold.planning.cost.head_memory import head_bytes
 from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
+from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.program_flags import Program
 from fourfold.planning.workload import Workload
@@ -167,6 +168,24 @@ def test_a_row_can_name_its_kernels() -> None:
     # 16-bit logits and their gradient, and 32-bit logits. An eager loss frees the 16-bit logits, and has the softmax
     # and its gradient too.
     assert compiled - fused == pytest.approx(4) and eager - compiled == pytest.approx(6)
+
+
+def test_separate_operations_add_the_biases_of_experts() -> None:
+    """In Megatron-LM they make 14 passes over the rows, and one over the gradients of gate and up. Fused kernels add
+    biases for free."""
+    sizes = {"layers": 4, "experts": 8, "experts_per_token": 2, "expert_ffn_hidden": 512, "recompute": "none"}
+    run = {"architecture": "moe", "program": "nemo", "gpus": 1, "tp": 1, "pp": 1, "cuda_graph": "step", **sizes}
+
+    def added(**cells: object) -> float:
+        rows = [row(**run, **cells, expert_bias=bias) for bias in ("no", "yes")]
+        assert not rows[0].work.program.adds_expert_bias
+        plain, biased = (float(each.seconds) for each in predict_rows(rows, Calibration()))
+        return (biased - plain) * prior_constants().memory * A100.memory_bandwidth
+
+    work = row(**run).work
+    bytes_of_rows = 2 * 2 * work.tokens * (14 * work.model.hidden_size + 2 * 512)
+    assert added() == pytest.approx(float(bytes_of_rows * 4 * work.micro_batches), rel=1e-3)
+    assert added(fused_experts="yes") == 0
 
 
 def test_the_host_bounds_small_blocks() -> None:

@@ -245,8 +245,8 @@ ACTIVATIONS = [
     Mutant(
         "the gradient of the squared ReLU is half of what it is",
         "models.mlp:_SquaredReLU.backward",
-        "x.relu().mul_(2).mul_(grad)",
-        "x.relu().mul_(grad)",
+        "slope.mul_(2).mul_(grad)",
+        "slope.mul_(grad)",
         ARCEE,
         X2,
     ),

@@ -42,14 +42,14 @@ MOST_LAYERS = 10_000
 NEVER_NULL = ("swiglu_limit", "num_experts_per_tok")
 """Keys that transformers refuses to read as null."""
 
-NEVER_0 = {
+NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys for which config.json uses null to mean none, and [model] uses 0."""
+
+NEVER_0 = dict.fromkeys(NONE_IS_0, "divides by zero; null is no cap") | {
     "swiglu_limit": "cuts every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }
-"""Keys that have another meaning in [model] if they are 0, with their effect in config.json."""
-
-NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys for which config.json uses null to mean none, and [model] uses 0."""
+"""Keys of config.json that must not be 0, with the reason. In [model], 0 has another meaning."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -122,18 +122,10 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if ours not in keys and family.keys[ours] != "n_inner":  # In GPT-2's files, the default is 4 × n_embd.
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     _check_head_dim(keys, family, given.get("head_dim"), where)
-    for theirs in NONE_IS_0:
-        if theirs in family.keys and given.get(theirs) == 0:
-            raise UserError(f"{where}: {theirs} = {given[theirs]} divides by zero; null is no cap")
-    for key, effect in NEVER_0.items():
-        if key in keys and not keys[key]:
-            raise UserError(f"{where}: {key} = {keys[key]!r} {effect}")
+    _check_zeros(given, keys, family, where)
     # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
         keys["attention_output_bias"] = keys.get("attention_bias", False)
-    if "num_experts" in family.keys and not keys.get("num_experts"):
-        count = given[family.keys["num_experts"]]
-        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
     if family.lists_dense_layers:
         keys["first_k_dense_replace"] = _first_dense(given, family, where)
     if family.counts_shared_experts:
@@ -156,6 +148,15 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:
         raise UserError(f"{where}: {mistake(error.errors()[0], ModelConfig)}") from None
+
+
+def _check_zeros(given: Mapping[str, Any], keys: Mapping[str, Any], family: Family, where: str) -> None:
+    for key, effect in NEVER_0.items():
+        if key in family.keys and given.get(key) == 0:
+            raise UserError(f"{where}: {key} = {given[key]!r} {effect}")
+    if "num_experts" in family.keys and not keys.get("num_experts"):
+        count = given[family.keys["num_experts"]]
+        raise UserError(f"{where}: {family.keys['num_experts']} = {count}; this is a family of MoE models")
 
 
 def _check_quantization(settings: Any, family: Family, where: str) -> None:

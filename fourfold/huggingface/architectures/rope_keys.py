@@ -33,8 +33,8 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
     part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
     part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
-    _check_number("rope_theta", theta, where)
-    _check_number("partial_rotary_factor", part, where)
+    _check_number(f"{where}: rope_theta", theta)
+    _check_number(f"{where}: partial_rotary_factor", part)
     if part != 1.0 and family.partial_rotary_factor is None:
         raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
     always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
@@ -47,16 +47,21 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         raise UserError(
             f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
         )
+    return always | {"rope_scaling": {"rope_type": kind, **_scaling(rope, kind, given, family, f"{where}: {name}")}}
+
+
+def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the factors that stretch rotary embeddings of a type, from their table in config.json."""
     if "truncate" in rope and rope["truncate"] is None:  # To transformers, null is false, and a missing key is true.
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None}
     if "factor" not in rope:
-        raise UserError(f"{where}: {name} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
+        raise UserError(f"{where} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
     if kind != "yarn":
         rope.pop("truncate", None)
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
-        raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
+        raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not computed here")
     if kind != "linear":
         beyond = given.get("original_max_position_embeddings") if family.rope_local_theta is None else None
         inside = rope.get("original_max_position_embeddings")
@@ -64,11 +69,11 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
     scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
     for key, value in scaling.items():
         if key == "truncate" and not isinstance(value, bool):
-            raise UserError(f"{where}: truncate = {value!r} is neither true nor false")
+            raise UserError(f"{where}.truncate = {value!r} is neither true nor false")
         if key != "truncate":
-            _check_number(f"{name}.{key}", value, where, positive=True)
+            _check_number(f"{where}.{key}", value, positive=True)
             scaling[key] = value if key == "original_max_position_embeddings" else float(value)
-    return always | {"rope_scaling": {"rope_type": kind, **scaling}}
+    return scaling
 
 
 def _local_rope(
@@ -89,15 +94,15 @@ def _local_rope(
     if not family.reads_local_theta and "rope_theta" in full:
         base = given["rope_theta"]
     base = _first(own.get("rope_theta"), base, family.rope_local_theta)
-    _check_number("the rope_theta of sliding layers", base, where)
+    _check_number(f"{where}: the rope_theta of sliding layers", base)
     if base <= 1:
         raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
     return {"rope_local_base_freq": float(base)}, {**full, **scaling}
 
 
-def _check_number(name: str, value: Any, where: str, positive: bool = False) -> None:
+def _check_number(key: str, value: Any, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
-        raise UserError(f"{where}: {name} = {value!r} is not a {'positive ' * positive}number")
+        raise UserError(f"{key} = {value!r} is not a {'positive ' * positive}number")
 
 
 def _first(*values: Any) -> Any:

@@ -196,6 +196,9 @@ class MeasuredRow(BaseModel):
     """How the loss reads 16-bit logits: directly (fused), with one 32-bit copy (compiled), or with a 32-bit tensor for
     the copy, for the softmax, and for its gradient (eager). Default: as in the program."""
 
+    expert_bias: Flag = False
+    """Whether the experts have biases (GPT-OSS)."""
+
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         """Refuse a combination that no program can have run."""

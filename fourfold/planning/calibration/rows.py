@@ -236,6 +236,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "experts_over_x": measured.experts_over_tp,
         "sends_once": measured.dispatcher == "deepep",
         "fused_experts": measured.fused_experts,
+        "adds_expert_bias": measured.expert_bias,
         "overlap_ep": measured.ep_overlap,
         "captured": measured.cuda_graph != "none",
         "captured_experts": measured.cuda_graph == "step",

@@ -106,7 +106,7 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     inner = item * rows.on_rank * rows.inner
     how = pointwise.ExpertFlags(
         is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
-        several=rows.experts > 1,
+        several=rows.experts > 1, biased=program.adds_expert_bias,
     )  # fmt: skip
     return pointwise.expert_bytes(scores, sent, here, inner, how)
 

@@ -77,6 +77,12 @@ PADDING_PASSES = 4.0
 """Passes over the rows of a rank's experts in 8 bits: pad each expert's rows to a multiple, and remove the padding."""
 ROUNDING_PASSES = 2.0
 """Passes, in 16 bits, that round an operand of a matmul to 8 bits by rows and by columns."""
+EXPERT_BIAS_PASSES = 6.0, 8.0
+"""Passes over the rows of a rank's experts that add biases to the experts' outputs, one expert at a time, in
+Megatron-LM (_apply_bias in megatron/core/transformer/moe/experts.py). The forward writes the bias times the router's
+weights, adds it (two reads and one write), and concatenates the experts (one read and one write). The backward
+concatenates the gradients. For the gradients of biases and of weights, it also writes a product (one read and one
+write) and sums it."""
 EXPERT_GATE_PASSES = 3.0, 6.0
 """Passes of programs other than fourfold over the experts' width. The forward pass reads gate and up, and writes their
 product times the router's weights. The backward pass reads the product's gradient, gate, and up, writes their
@@ -135,7 +141,7 @@ class ExpertFlags(NamedTuple):
 
     The flags tell whether the program uses fourfold's own operations, fused operations, and matmuls in 8 bits. With
     ``in_place``, exchanges put rows into order, and matmuls compute the activation and round. ``several`` tells whether
-    a rank has several experts.
+    a rank has several experts, and ``biased`` whether separate operations add biases to their outputs.
     """
 
     is_own: Flag
@@ -143,6 +149,7 @@ class ExpertFlags(NamedTuple):
     in_8: Flag
     in_place: Flag
     several: Flag
+    biased: Flag
 
 
 def expert_bytes(
@@ -168,5 +175,9 @@ def expert_bytes(
     sorting = np.where(how.several, SORT_PASSES, 0.0) + np.where(how.in_8, PADDING_PASSES, 0.0)
     moved = passes * scores + np.where(in_place, PLACING_PASSES * here, ROW_PASSES * sent + sorting * here)
     rounding = np.where(how.in_8 & ~in_place, ROUNDING_PASSES, 0.0)
-    forward = moved + gates[0] * inner + rounding * (here + inner)
-    return forward, moved + gates[1] * inner + rounding * (here + 2 * inner), gates[0] * inner
+    biased = np.where(in_place, 0.0, how.biased)
+    forward = moved + gates[0] * inner + rounding * (here + inner) + biased * EXPERT_BIAS_PASSES[0] * here
+    backward = moved + gates[1] * inner + rounding * (here + 2 * inner)
+    # The gradient of the biases before the activation is a sum over the gradients of gate and up.
+    backward = backward + biased * (EXPERT_BIAS_PASSES[1] * here + 2 * inner)
+    return forward, backward, gates[0] * inner

@@ -1,0 +1,24 @@
+"""Find out whether a model computes packed documents separately."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def separates_documents(model: nn.Module, device: torch.device) -> bool:
+    """Return whether a model computes a document as if no other document came before it in the row.
+
+    Two rows differ in their first document. If positions start again, that must not change the second document, at
+    least not as much as it changes the text if positions do not start again.
+
+    Args:
+        model: A model that takes ``position_ids``. All processes that hold parts of it call this together.
+        device: Where the model is.
+    """
+    tokens_4S = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]] * 2, device=device)
+    positions_4S = torch.tensor([[0, 1, 0, 1]] * 2 + [[0, 1, 2, 3]] * 2, device=device)
+    logits_42V = model(input_ids=tokens_4S, position_ids=positions_4S, use_cache=False).logits[:, 2:].float()
+    packed, continued = ((logits_42V[row] - logits_42V[row + 1]).abs().max() for row in (0, 2))
+    return not packed > 0.1 * continued
