@@ -105,7 +105,7 @@ class CheckpointState(Strict):
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None in older checkpoints and for imported models."""
     first_samples: dict[str, str] | str | None = None
-    """Digests of the data on disk (`Corpora.first_samples`). Older checkpoints have only the one of the training
+    """Digests of the data on disk (`Corpora.first_samples`). Older checkpoints have only the digest of the training
     tokens."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""

@@ -46,12 +46,12 @@ class RopeScaling(Strict):
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
-    """Say that the rotated channels of a head are no pairs.
+    """Return a message that the number of a head's rotated channels is odd, so that they cannot be paired.
 
     Args:
         is_derived: whether head_dim follows from hidden_size and num_attention_heads.
         share: the fraction of the head's channels that are rotated.
-        channels: their number.
+        channels: the number of rotated channels.
     """
     of = " (hidden_size / num_attention_heads)" if is_derived else ""
     return (

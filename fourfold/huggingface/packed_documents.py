@@ -10,8 +10,9 @@ from torch import nn
 def separates_documents(model: nn.Module, device: torch.device) -> bool:
     """Return whether a model computes a document as if no other document came before it in the row.
 
-    Two rows differ in their first document. If positions start again, that must not change the second document, at
-    least not as much as it changes the text if positions do not start again.
+    Two rows have different first documents and the same second document. If positions start again at the second
+    document, its logits must be nearly equal in both rows. They are compared with their difference if positions do not
+    start again, which makes the row one document.
 
     Args:
         model: A model that takes ``position_ids``. All processes that hold parts of it call this together.

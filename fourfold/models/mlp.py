@@ -58,7 +58,7 @@ class Activation(nn.Module):
 
 
 class _SquaredReLU(Function):
-    """Computes relu(x)². Autograd would need two more tensors in the backward."""
+    """Computes relu(x)². Autograd would need two more tensors in the backward pass."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

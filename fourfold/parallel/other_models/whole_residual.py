@@ -55,7 +55,7 @@ def _as_sequences(x: Tensor) -> Tensor:
 
 
 def _as_before(out_BSD: Tensor, read: Tensor) -> Tensor:
-    """Return a layer's output with the dims of its input. It is no view, because FSDP2 cannot track those."""
+    """Return a layer's output with the dims of its input. It is not a view, because FSDP2 cannot track views."""
     return out_BSD[0].clone() if read.dim() == 2 else out_BSD
 
 
