@@ -7,6 +7,7 @@ attends with Loki. Each result is compared with the library's own. With names of
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import sys
@@ -197,6 +198,8 @@ def check_import(row: Row, folder: Path, kind: str) -> None:
 def run_of(folder: Path) -> RunConfig:
     """Return a run on x 2 that trains the model of a folder."""
     train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "device": "cpu"}
     return make_run({
         "name": "run", "output_dir": str(folder.parent), "data": {"train": [{"path": "nowhere"}]},
