@@ -219,8 +219,8 @@ def test_the_network_of_a_row(gbits: object, node: float) -> None:
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"ep": 8}, "mixture of experts"),
-        ({"architecture": "moe"}, "mixture of experts"),
+        ({"ep": 8}, "MoE model"),
+        ({"architecture": "moe"}, "MoE model"),
         ({"architecture": "hybrid"}, "hybrid model"),
         ({"machine": ""}, "no machine"),
         ({"layers": ""}, "no layers"),
