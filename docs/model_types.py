@@ -252,14 +252,14 @@ def row_of(kind: str, pool: Pool) -> Row:
             row.cells[column] = f"{ERROR} {type(error).__name__}: {first_line(error)}"
         return row.cells.get(column) == OK
 
-    try:
-        called(make(kind).train(), input_ids=batch()[0], labels=batch()[1]).loss.backward()
-    except Exception as error:  # Classes and models of the library raise all kinds of errors.
-        row.cells["parallelize"] = f"the script found no tiny model of this type that runs: {first_line(error)}"
-        return row
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / kind
-        make(kind).save_pretrained(folder)
+        try:
+            called(make(kind).train(), input_ids=batch()[0], labels=batch()[1]).loss.backward()
+            make(kind).save_pretrained(folder)
+        except Exception as error:  # Classes and models of the library raise all kinds of errors.
+            row.cells["parallelize"] = f"the script found no tiny model of this type that runs: {first_line(error)}"
+            return row
         if attempt("import", lambda: check_import(row, folder, kind)):
             attempt("train and generate", lambda: check_training(row, pool, folder))
             attempt("plan", lambda: check_plan(row, folder))
