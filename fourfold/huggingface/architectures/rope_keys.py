@@ -49,11 +49,9 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
         )
     if "truncate" in rope and rope["truncate"] is None:  # transformers takes null as false, and no key as true.
         rope["truncate"] = False
-    rope = {key: value for key, value in rope.items() if value is not None}
+    rope = {key: value for key, value in rope.items() if value is not None and (key != "truncate" or kind == "yarn")}
     if "factor" not in rope:
         raise UserError(f"{where}: {name} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
-    if kind != "yarn":
-        rope.pop("truncate", None)
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
