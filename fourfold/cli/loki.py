@@ -97,9 +97,8 @@ def evaluate(
 ) -> None:
     """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, and perplexity.
 
-    Compares Loki with full attention, with the keys of the highest exact scores (which Loki approximates), and with
-    random directions (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding
-    kernels.
+    Compares Loki with full attention, with the exact best keys (which Loki approximates), and with random directions
+    (the control). --tasks also runs lm-eval tasks. Only tasks that generate text run the decoding kernels.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """

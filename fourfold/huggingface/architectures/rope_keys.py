@@ -54,11 +54,9 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
     """Return the factors that stretch rotary embeddings of a type, from their table in config.json."""
     if "truncate" in rope and rope["truncate"] is None:  # To transformers, null is false, and a missing key is true.
         rope["truncate"] = False
-    rope = {key: value for key, value in rope.items() if value is not None}
+    rope = {key: value for key, value in rope.items() if value is not None and (key != "truncate" or kind == "yarn")}
     if "factor" not in rope:
         raise UserError(f"{where} has no factor, but rope_type '{kind}' needs one; 2.0 doubles the context")
-    if kind != "yarn":
-        rope.pop("truncate", None)
     # With linear scaling, some files also have original_max_position_embeddings, which then has no effect.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of rotary embeddings of type '{kind}' is not computed here")
