@@ -200,6 +200,8 @@ def run_of(folder: Path) -> RunConfig:
     train_bpe(["def main():\n    return 0\n" * 9, "zwei Äpfel 東京"], 280, folder / "tokenizer.json")
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    # Some types replace the tokenizer's rules. Files on the Hub have the rules that the library uses.
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     training = {"micro_batch_size": 2, "global_batch_size": 4, "seq_length": 16, "train_steps": 4, "device": "cpu"}
     return make_run({
         "name": "run", "output_dir": str(folder.parent), "data": {"train": [{"path": "nowhere"}]},
