@@ -62,8 +62,9 @@ LATENT = {"num_key_value_heads": 8}
 LEFT_OUT: tuple[set[str], ...] = (set(), {"head_dim"}, {"num_key_value_heads"}, {"num_hidden_layers"}, {"v_head_dim"})
 """Keys to leave out in turn, until a class accepts the sizes."""
 MOST_PARAMETERS = 30_000_000
-LIMIT = 2e-5
-"""Largest allowed difference from the library, relative to the largest value of a tensor."""
+LIMIT = 2e-4
+"""Largest allowed difference from the library, relative to the norm of a tensor. In a deep recurrent model (hrm_text),
+the library's own float32 gradients are 6e-5 from its float64 gradients."""
 OK, ERROR = "ok", "ERROR"
 COLUMNS = ("import", "export", "train and generate", "plan", "parallelize", "packed documents", "Loki")
 
