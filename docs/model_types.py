@@ -82,11 +82,13 @@ class Row:
 
     def reasons(self) -> list[tuple[str, str]]:
         """Return (column, message) for each refusal. Names of this type and lists of other types are left out."""
-        return [
-            (column, re.sub(r"; (there are|supported are) .*", "", text).replace(f"'{self.kind}'", "…"))
-            for column, text in self.cells.items()
-            if text != OK
-        ]
+        return [(column, shortened(text, self.kind)) for column, text in self.cells.items() if text != OK]
+
+
+def shortened(text: str, kind: str) -> str:
+    """Return a message without its end, and without the names of the type and its class."""
+    text = re.sub(r"; (there are|supported are|give parallelize a table) .*", "", text)
+    return re.sub(r"^\w+(?= publishes no)", "…", text.replace(f"'{kind}'", "…"))
 
 
 def config_of(kind: str) -> Any:

@@ -176,7 +176,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox tied": ("GPTNeoXConfig", {"attention_bias": False, "tie_word_embeddings": True}),
     "gpt2": ("GPT2Config", {}),
-    "gpt2 untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 100, "layer_norm_epsilon": 1e-4}),
+    "gpt2 untied": (
+        "GPT2Config",  # transformers ignores intermediate_size.
+        {"tie_word_embeddings": False, "n_inner": 100, "intermediate_size": 70, "layer_norm_epsilon": 1e-4},
+    ),
     "mixtral": ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": None}),
     "mixtral tied": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
@@ -201,10 +204,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save a random model in several files, and return its folder. Every parameter matters to the results."""
+    """Save a model in several files, and return its folder. It is random, but the same at every call. Every parameter
+    matters to the results."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(1)
     kind, keys = MODELS[name]
     sizes = GPT2 if kind == "GPT2Config" else SIZES
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(sizes | keys | changes)))

@@ -238,7 +238,7 @@ def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
     record = json.loads(cli(*SMALL, "--top", 2, "--json")[1])["indistinct"]
     text = " ".join(out.split())
     assert record["count"] > 1 and record["ranked"] == 2
-    assert f"{record['count']:,} layouts cannot be told apart" in text and "runs of other programs" in text
+    assert f"{record['count']:,} layouts cannot be told apart" in text and "errors on published runs" in text
     assert f"fourfold tune RUN.toml --nproc 16 --space {record['space'][0]}" in text
 
 

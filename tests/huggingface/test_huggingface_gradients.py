@@ -51,4 +51,5 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert found[key].norm() < 1e-7, key
             continue
         difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
-        assert difference < 1e-5, (key, difference)
+        # The gradient of keys' biases is a small difference of large numbers, so rounding matters more.
+        assert difference < (1e-4 if key.endswith("k_proj.bias") else 1e-5), (key, difference)

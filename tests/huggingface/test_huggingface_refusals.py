@@ -79,7 +79,7 @@ def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names:
         ("qwen3_moe", {"num_local_experts": 8}, "has the shape [6, 64], and the model's is [8, 64]"),
         ("qwen3_moe", {"moe_intermediate_size": 32}, "has the shape [24, 64], and the model's is [32, 64]"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
-        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers = [0, 1] with num_hidden_layers = 2; a mixture"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers = [0, 1] with num_hidden_layers = 2; an MoE model"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts = None; this is a family of MoE models"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0; this is a family of MoE models"),
         ("glm4_moe", {"n_routed_experts": None}, "n_routed_experts = None; this is a family of MoE models"),

@@ -189,8 +189,10 @@ FAMILIES: dict[str, Family] = {
         "activation_function",
         {"scale_attn_weights": (True,)}
         | dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,)),
-        other_names={
-            ours: theirs for ours, theirs in _GPT2_KEYS.items() if theirs.startswith("n_") and ours in _SAME_NAMES
+        other_names={  # transformers ignores intermediate_size here.
+            ours: theirs
+            for ours, theirs in _GPT2_KEYS.items()
+            if theirs.startswith("n_") and ours in _SAME_NAMES and theirs != "n_inner"
         },
     ),
     "mixtral": Family(
