@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
@@ -175,7 +176,7 @@ def _unfinished_group(model: nn.Module, styles: Mapping[str, str | None], name: 
 def _warn_of_whole_matrices(model: nn.Module, names: list[str]) -> None:
     matrices = [name for name in names if any(p.ndim > 1 for p in model.get_submodule(name).parameters(recurse=False))]
     matrices = [name for name in matrices if not type(model.get_submodule(name)).__name__.endswith("Router")]
-    if matrices:
+    if matrices and dist.get_rank() == 0:
         log.warning(
             "no style splits %d modules with matrices, such as %s; every rank of x and y holds and computes them whole",
             len(matrices),
