@@ -27,6 +27,7 @@ from benchmarks.one_gpu import device_of, free_memory, memory_gib, process_group
 from benchmarks.options import add_tiny, failure_in
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.training.flops import flops_per_token
 
@@ -80,7 +81,7 @@ def _compare(sequence: int, device: torch.device, arguments: argparse.Namespace,
     model = {**(TINY if arguments.tiny else LLAMA3_8B), "num_hidden_layers": layers}
     options = {"precision": "bf16", "device": device.type}
     eager = one_micro_batch_run({}, 1, sequence, model, **options)
-    print(f"\nsequence {sequence}, {layers} layers, {eager.model.num_parameters / 1e9:.2f} B parameters", flush=True)
+    print(f"\nsequence {sequence}, {layers} layers, {num_parameters(eager.model) / 1e9:.2f} B parameters", flush=True)
     print(f"{'':26}{'ms/step':>9}{'tokens/s':>10}{'TFLOP/s':>10}{'of ceiling':>12}{'peak GiB':>10}{'× HF':>8}")
     theirs: dict[str, float] = {}
     for name, maker in _contenders(eager, sequence, model, options, device, arguments).items():
@@ -182,12 +183,12 @@ def layers_that_fit(sequence: int, device: torch.device) -> int:
     """Return how many blocks fit into the free memory, in addition to the embedding, the head, and another contender's
     logits."""
     one, two = (one_micro_batch_run({}, 1, sequence, {**LLAMA3_8B, "num_hidden_layers": n}).model for n in (1, 2))
-    block = two.num_parameters - one.num_parameters
+    block = num_parameters(two) - num_parameters(one)
     # For its backward, an eager block stores about 16 bf16 tensors of the hidden width and 6 of the inner width.
     activations = 2 * sequence * (16 * one.hidden_size + 6 * one.intermediate_size)
     logits = 12 * sequence * one.vocab_size  # These are bf16, float32, and the gradients of both.
     free, _ = torch.cuda.mem_get_info(device)
-    left = MEMORY_SHARE * free - STATE_BYTES * (one.num_parameters - block) - logits
+    left = MEMORY_SHARE * free - STATE_BYTES * (num_parameters(one) - block) - logits
     return max(1, min(32, int(left / (STATE_BYTES * block + activations))))
 
 

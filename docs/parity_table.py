@@ -29,6 +29,7 @@ from mutants_of_dtypes import DTYPES  # noqa: E402
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_families import FAMILIES  # noqa: E402
 from mutants_of_gpt_oss import GPT_OSS_FAULTS  # noqa: E402
+from mutants_of_latents import LATENTS  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
 from mutants_of_optimizers import OPTIMIZERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
@@ -119,6 +120,7 @@ FAULTS = [
     *OPTIMIZERS,
     *FAMILIES,
     *GPT_OSS_FAULTS,
+    *LATENTS,
     *PREFERENCES,
     *RUNS,
     *DTYPES,

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fourfold.config.expected_values import section_of, type_name
 from fourfold.config.model import UNSET, ModelConfig
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
 from fourfold.run_file.load import NAMES_ELSEWHERE
@@ -112,7 +113,7 @@ def _presets() -> str:
             model.intermediate_size,
             model.vocab_size,
         )
-        rows.append(" | ".join([f"| `{name}`", format_count(model.num_parameters), *map(str, numbers)]) + " |")
+        rows.append(" | ".join([f"| `{name}`", format_count(num_parameters(model)), *map(str, numbers)]) + " |")
     return "\n".join(rows) + "\n"
 
 

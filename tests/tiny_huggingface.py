@@ -52,6 +52,14 @@ QWEN_WINDOW = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_wi
 GEMMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 GEMMA_LINEAR = {"rope_theta": 1e5, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENTS = {
+    "num_key_value_heads": 8, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}  # fmt: skip
+GROUPED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 GPT_OSS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -196,6 +204,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         GPT_OSS | {"attention_bias": False, "layer_types": [F, S], "rope_parameters": {"rope_type": "default"}},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        LATENTS | GROUPED | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek_v3 no query latents": (
+        "DeepseekV3Config",
+        LATENTS | GROUPED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v2": ("DeepseekV2Config", LATENTS | GROUPED | {"topk_method": "group_limited_greedy", "mlp_bias": False}),
+    "deepseek_v2 greedy": (
+        "DeepseekV2Config",
+        LATENTS | GROUPED | {"q_lora_rank": None, "n_group": None, "topk_group": None},
+    ),
+    "youtu": ("YoutuConfig", LATENTS | {"initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 1}),
     "glm4_moe norms": (
         "Glm4MoeConfig",
         GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2, "num_mtp_layers": 0},

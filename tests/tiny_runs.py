@@ -174,6 +174,28 @@ GPT_OSS = MIXTURE | {
 """Sinks, biases everywhere, and windows in every second layer. Half of the experts' activations are clamped. YaRN's
 bounds lie between channels."""
 
+_LATENTS = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+DEEPSEEK_V3 = DEEPSEEK | _LATENTS | {"n_group": 4, "topk_group": 2, "shared_expert_intermediate_size": 64}
+"""Latent attention, and experts that are chosen by groups."""
+
+DEEPSEEK_V2 = (
+    {key: value for key, value in DEEPSEEK.items() if not key.startswith("router_")}
+    | _LATENTS
+    | {"q_lora_rank": 0, "norm_topk_prob": False, "shared_expert_intermediate_size": 32}
+)
+"""Latent attention without latents of the queries, and softmax scores."""
+
+YOUTU = {"preset": "llama-tiny", "tie_word_embeddings": True} | _LATENTS
+"""Latent attention in a dense model, tied."""
+
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
     """Return a run of 8 sequences of 32 tokens per step, with ``training`` and further sections merged over it."""

@@ -14,6 +14,7 @@ from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_s
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import Rule
+from fourfold.config.parameter_counts import check_countable
 from fourfold.config.run import RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
@@ -123,7 +124,7 @@ class CheckpointState(Strict):
         if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):
             raise ValueError(f"loss_scale = {self.loss_scale} is negative")
         model = ModelConfig(**self.model)
-        model.check_countable()
+        check_countable(model)
         rows = self.expert_rows
         if rows is not None and [len(row) for row in rows] != [model.num_experts] * model.num_hidden_layers:
             raise ValueError("expert_rows do not fit the model")

@@ -49,13 +49,14 @@ def check_layout(run: RunConfig) -> None:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
     training, grid = run.training, run.parallel
-    if run.model.num_experts:
-        for key, off in (("compile", False), ("tuned_products", "off")):
-            if getattr(training, key) != off:
-                raise UserError(
-                    f"training.{key} = {repr(getattr(training, key)).lower()} is for dense models, and "
-                    f"model.num_experts = {run.model.num_experts}; training.{key} = {repr(off).lower()} works"
-                )
+    for key, off, needed in (("compile", False, 0), ("tuned_products", "off", run.model.kv_lora_rank)):
+        if (run.model.num_experts or needed) and getattr(training, key) != off:
+            without = f" without latent attention, and model.kv_lora_rank = {needed}" if needed else ""
+            raise UserError(
+                f"training.{key} = {repr(getattr(training, key)).lower()} is for dense models"
+                f"{without or f', and model.num_experts = {run.model.num_experts}'}; training.{key} = "
+                f"{repr(off).lower()} works"
+            )
     if training.tuned_products != "off":
         if training.float8 != "none":
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -56,6 +57,8 @@ class Sizes:
     """Number of experts. 0 for dense MLPs."""
     expert_inner: int = 0
     """Width of one expert."""
+    latents: int = 0
+    """Largest number that divides the widths of all latents. 0 if there are none."""
     shared_inner: int = 0
     """Width of the shared expert. 0 if there is none."""
     ep: Number = 1
@@ -88,6 +91,7 @@ class Sizes:
             vocab_multiple=model.pad_vocab_size_to_multiple_of,
             experts=model.num_experts,
             expert_inner=model.moe_intermediate_size if model.num_experts else 0,
+            latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
         )

@@ -101,6 +101,7 @@ KEYS = "the features of keys and values"
 KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
 EXPERTS = "layers.*.mlp.experts"
+LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
 RULES: tuple[Divides | Rule, ...] = (
     Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
@@ -117,6 +118,9 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
     Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
+    Divides(
+        ("y",), "the widths of the latents", "latents", "layers.*.self_attn.down", "model.qk_rope_head_dim", LATENTS
+    ),
     Rule(
         "2 · cp does not divide the sequence",
         lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
@@ -257,14 +261,19 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
-        "batch parts do not work with experts",
-        lambda s: s.experts > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
-        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; batch_parts = 1 works",
+        "batch parts work with neither experts nor latent attention",
+        lambda s: s.experts + s.latents > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda run, s: (
+            f"overlap.batch_parts = {s.batch_parts} is for dense models without latent attention; batch_parts = 1 works"
+        ),
     ),
     Rule(
-        "float8 does not compute experts",
-        lambda s: (s.experts > 0) & s.float8,
-        lambda run, s: f"training.float8 = '{run.training.float8}' is for dense models; float8 = 'none' works",
+        "float8 computes neither experts nor latent attention",
+        lambda s: (s.experts + s.latents > 0) & s.float8,
+        lambda run, s: (
+            f"training.float8 = '{run.training.float8}' is for dense models without latent attention; "
+            "float8 = 'none' works"
+        ),
     ),
     Rule(
         f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",

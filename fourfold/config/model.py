@@ -9,18 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.expected_values import round_to_multiple, shown
 from fourfold.config.layer_pattern import pattern_of
-from fourfold.config.no_meaning import NO_MEANING
+from fourfold.config.no_meaning import NO_MEANING, NOT_WITH_LATENTS
 from fourfold.config.rope_scaling import RopeScaling, no_pairs
 from fourfold.config.strict import PathText, Size, Strict
-from fourfold.errors import UserError
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out. The data writes it, and the model reads it."""
 
 MOST_LAYERS = 100_000
-
-MOST_PARAMETERS = 2**58
-"""Largest number of parameters. With more, sizes in bytes overflow 64 bits."""
 
 UNSET = 0
 """Default of a size, which means that ``ModelConfig`` derives it from other sizes."""
@@ -99,7 +95,8 @@ class ModelConfig(Strict):
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attention_multiplier: float = Field(UNSET, ge=0)
-    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar."""
+    """Factor on attention scores, instead of query_pre_attn_scalar (Granite). Default: 1 / √query_pre_attn_scalar, with
+    latent attention times the factor of rope_scaling.mscale_all_dim."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
     """If c > 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels off."""
     final_logit_softcapping: float = Field(0.0, ge=0)
@@ -117,6 +114,19 @@ class ModelConfig(Strict):
     """RMSNorms of queries and keys (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
     """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
+    kv_lora_rank: int = Field(0, ge=0)
+    """Width of the latents from which keys and values are computed (multi-head latent attention, DeepSeek-V3). 0
+    computes them from the hidden states."""
+    q_lora_rank: int = Field(0, ge=0)
+    """With kv_lora_rank, width of the latents from which queries are computed. 0 computes them from the hidden
+    states."""
+    qk_nope_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
+    qk_rope_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, number of a head's query and key channels with rotary embeddings. These channels of the keys
+    are the same for all heads."""
+    v_head_dim: int = Field(0, ge=0)
+    """With kv_lora_rank, width of one value head."""
     tie_word_embeddings: bool = False
     """The LM head shares the embedding's weights."""
     scale_embeddings: bool = False
@@ -143,6 +153,12 @@ class ModelConfig(Strict):
     router_bias: bool = False
     """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
     moe.bias_update_rate, it balances the load (DeepSeek-V3)."""
+    n_group: Size = 1
+    """Number of groups that the experts are divided into. A token is routed only to experts of its best topk_group
+    groups (DeepSeek-V3). A group's score is the sum of its two best experts' scores with router_score = 'sigmoid', and
+    its best expert's score with 'softmax'."""
+    topk_group: Size = 1
+    """With n_group, number of groups that a token is routed to."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)
@@ -172,6 +188,9 @@ class ModelConfig(Strict):
     def _fill_and_check(self) -> ModelConfig:
         if self.num_key_value_heads == UNSET:
             self.num_key_value_heads = self.num_attention_heads
+        if self.kv_lora_rank:
+            self._check_latents()
+            self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.head_dim == UNSET:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -184,6 +203,8 @@ class ModelConfig(Strict):
             self.query_pre_attn_scalar = self.head_dim
         if self.attention_multiplier == UNSET:
             self.attention_multiplier = self.query_pre_attn_scalar**-0.5
+            if self.kv_lora_rank and self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
+                self.attention_multiplier *= self.rope_scaling.yarn_scale(self.rope_scaling.mscale_all_dim) ** 2
         if self.intermediate_size == UNSET:
             self.intermediate_size = 4 * self.hidden_size
         if self.num_experts and self.moe_intermediate_size == UNSET:
@@ -228,6 +249,25 @@ class ModelConfig(Strict):
         if not self.sliding_layers:
             self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
 
+    def _check_latents(self) -> None:
+        """Check the sizes of latent attention, and that no key changes what it does not have."""
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, key) == 0:
+                raise ValueError(f"kv_lora_rank = {self.kv_lora_rank} needs {key}; {key} = 64 works")
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.v_head_dim > width:
+            raise ValueError(
+                f"v_head_dim = {self.v_head_dim} is more than qk_nope_head_dim + qk_rope_head_dim = {width}; "
+                f"v_head_dim = {width} works"
+            )
+        only = {"head_dim": width, "num_key_value_heads": self.num_attention_heads, "position_embedding": "rope"}
+        for key, value in (NOT_WITH_LATENTS | only).items():
+            if getattr(self, key) not in (UNSET, value):
+                raise ValueError(
+                    f"{key} = {shown(getattr(self, key))} does not go with kv_lora_rank = {self.kv_lora_rank}; "
+                    f"{key} = {shown(value)} works"
+                )
+
     def _check_experts(self) -> None:
         if not self.num_experts:
             return
@@ -245,18 +285,21 @@ class ModelConfig(Strict):
                 f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of num_hidden_layers = "
                 f"{self.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
             )
+        if self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group = {self.n_group} does not divide num_experts = {self.num_experts}; n_group = "
+                f"{math.gcd(self.n_group, self.num_experts)} works"
+            )
+        fewest = math.ceil(self.num_experts_per_tok * self.n_group / self.num_experts)
+        if not fewest <= self.topk_group <= self.n_group:
+            raise ValueError(
+                f"topk_group = {self.topk_group} must be at most n_group = {self.n_group}, and at least {fewest} to "
+                f"hold num_experts_per_tok = {self.num_experts_per_tok} experts; topk_group = {self.n_group} works"
+            )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError(
                 "shared_expert_gate = true gates a shared expert, and shared_expert_intermediate_size = 0 makes none; "
                 f"shared_expert_intermediate_size = {self.moe_intermediate_size} works"
-            )
-
-    def check_countable(self) -> None:
-        """Raise ``UserError`` if the model has so many parameters that their bytes overflow 64 bits."""
-        if self.num_parameters > MOST_PARAMETERS:
-            raise UserError(
-                f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make model.hidden_size = "
-                f"{self.hidden_size} or model.num_hidden_layers = {self.num_hidden_layers} smaller"
             )
 
     def is_sliding(self, layer: int) -> bool:
@@ -286,25 +329,13 @@ class ModelConfig(Strict):
     @property
     def rotary_dim(self) -> int:
         """Return the number of a head's channels that rotary embeddings rotate."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def padded_vocab_size(self) -> int:
         """Return the number of rows of embedding and head. It is the same on every grid, so checkpoints are too."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the number of parameters, including vocabulary padding. Tied weights count once."""
-        hidden = self.hidden_size
-        embeddings = self.padded_vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        if self.position_embedding == "learned":
-            embeddings += self.max_position_embeddings * hidden
-        norm = hidden * (2 if self.norm == "layernorm" else 1)
-        dense = self.num_hidden_layers - self.sparse_layers
-        layers = dense * (self._attention_and_norms + self._mlp) + self.sparse_layers * self.parameters_per_layer
-        return embeddings + norm + layers
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -314,37 +345,3 @@ class ModelConfig(Strict):
     def sparse_layers(self) -> int:
         """Return the number of layers that have experts."""
         return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
-
-    @property
-    def parameters_per_layer(self) -> int:
-        """Return the number of parameters of a layer, or of a layer with experts if there are any."""
-        return self._attention_and_norms + (self._mixture(self.num_experts) if self.num_experts else self._mlp)
-
-    @property
-    def active_parameters_per_layer(self) -> int:
-        """Return the number of a layer's parameters that one token is multiplied by."""
-        return self._attention_and_norms + (self._mixture(self.num_experts_per_tok) if self.num_experts else self._mlp)
-
-    @property
-    def _attention_and_norms(self) -> int:
-        hidden = self.hidden_size
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm = hidden * (2 if self.norm == "layernorm" else 1)
-        attention = hidden * (queries + 2 * keys) + queries * hidden
-        attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
-        attention += self.num_attention_heads * self.attention_sinks
-        normed = queries + keys if self.qk_norm_over == "all_heads" else 2 * self.head_dim
-        return attention + normed * self.qk_norm + (4 if self.norm_placement == "around" else 2) * norm
-
-    @property
-    def _mlp(self) -> int:
-        hidden, inner, ups = self.hidden_size, self.intermediate_size, 2 if self.gated_mlp else 1
-        return (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
-
-    def _mixture(self, experts: int) -> int:
-        """Return the number of parameters of a router, of ``experts`` experts, and of the shared expert."""
-        hidden, shared = self.hidden_size, self.shared_expert_intermediate_size
-        width = experts * self.moe_intermediate_size + shared
-        router = self.num_experts * (hidden + self.router_bias + self.mlp_bias)
-        biases = (2 * width + hidden * (experts + (shared > 0))) * self.mlp_bias
-        return router + 3 * hidden * width + biases + hidden * self.shared_expert_gate

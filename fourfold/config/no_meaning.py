@@ -12,8 +12,18 @@ _OF_EXPERTS = {
     "shared_expert_intermediate_size": 0,
     "shared_expert_gate": False,
     "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
 }
 """Keys that need experts, with their default values."""
+
+_OF_LATENTS = dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+"""Keys that need latent attention, with their default values."""
+
+NOT_WITH_LATENTS: dict[str, Any] = dict.fromkeys(
+    ("attention_bias", "attention_output_bias", "qk_norm", "attention_sinks"), False
+) | {"partial_rotary_factor": 1.0, "sliding_window": 0}
+"""Keys that must have their default values with latent attention."""
 
 NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
     ("rope_scaling", None, "position_embedding", "learned"),
@@ -32,6 +42,7 @@ NO_MEANING: tuple[tuple[str, Any, str, Any], ...] = (
     ("qk_norm_over", "head", "qk_norm", False),
     ("norm_placement", "before", "parallel_residual", True),
     *((key, unset, "num_experts", 0) for key, unset in _OF_EXPERTS.items()),
+    *((key, unset, "kv_lora_rank", 0) for key, unset in _OF_LATENTS.items()),
 )
 """A key, its default value, another key, and a value of the other key. With this value, the first key must have its
 default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -31,18 +32,28 @@ class RopeScaling(Strict):
     """yarn: round the bounds between unchanged and stretched channels to whole channels. GPT-OSS does not."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."""
+    mscale: float | None = Field(None, gt=0)
+    """yarn: with mscale_all_dim, the default of attention_factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
+    ln(factor) + 1) (DeepSeek-V2)."""
+    mscale_all_dim: float | None = Field(None, gt=0)
+    """yarn: see mscale. With latent attention, scores are also multiplied by (0.1 mscale_all_dim ln(factor) + 1)²."""
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings, for example 8192")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, low) >= getattr(self, high):
+            is_step = low == "beta_slow" and self.beta_slow == self.beta_fast  # YaRN without a ramp (Kimi K2).
+            if getattr(self, low) >= getattr(self, high) and not is_step:
                 raise ValueError(
                     f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}; "
                     f"{low} = {getattr(self, high) / 2} works"
                 )
         return self
+
+    def yarn_scale(self, mscale: float) -> float:
+        """Return YaRN's factor 0.1 · mscale · ln(factor) + 1, or 1 if the context does not become longer."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:

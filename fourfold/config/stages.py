@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fourfold.config.model import ModelConfig
+from fourfold.config.parameter_counts import active_parameters_per_layer
 from fourfold.config.run import ParallelConfig
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -52,7 +53,7 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
     """
     counts = grid.layers_per_stage
     if counts is None:
-        embedding = model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer
+        embedding = model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)
         counts = balanced(model.num_hidden_layers, grid.pp * stages_per_rank(grid), embedding, embedding)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -143,6 +143,26 @@ _GPT_OSS = (
         for kind in ("", "_bias")
     }
 )
+_LATENT = (
+    {
+        theirs: ours
+        for theirs, ours in _QWEN_MOE.items()
+        if not any(f"self_attn.{part}_proj" in theirs for part in "qkv")
+    }
+    | _shared_expert("shared_experts")
+    | {
+        f"model.layers.{{i}}.self_attn.{theirs}.weight": tuple(f"layers.{{i}}.self_attn.{name}.weight" for name in ours)
+        for theirs, ours in {
+            "q_a_proj": ("down.q_a_proj",),
+            "q_a_layernorm": ("q_a_layernorm",),
+            "q_b_proj": ("q.q_nope_proj", "q.q_rope_proj"),
+            "q_proj": ("q.q_nope_proj", "q.q_rope_proj"),
+            "kv_a_proj_with_mqa": ("down.kv_a_proj", "down.k_rope_proj"),
+            "kv_a_layernorm": ("kv_a_layernorm",),
+            "kv_b_proj": ("kv.k_nope_proj", "kv.v_proj"),
+        }.items()
+    }
+)
 _SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
 
 
@@ -162,7 +182,8 @@ class Format:
     stacked: tuple[str, ...] = ()
     """Tensors that stack all experts along the first dim, as our parameters do."""
     rotated_in_pairs: tuple[str, ...] = ()
-    """Tensors whose rotary embeddings rotate the rows 2i and 2i + 1 of a head. Our decoder rotates i and i + d."""
+    """Parameters of ours whose rows 2i and 2i + 1 of a head are rotated together in these files. Our decoder rotates i
+    and i + d."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers, which predict tokens further ahead and are not imported."""
 
@@ -196,6 +217,15 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "starcoder2": Format(_renamed(_LLAMA, up_proj="c_fc", down_proj="c_proj")),
     "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
     "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+        Format(
+            _LATENT,
+            by_head=(".q_proj.", ".q_b_proj.", ".kv_b_proj."),
+            rotated_in_pairs=("_rope_proj.",),
+            layers_beyond="num_nextn_predict_layers",
+        ),
+    ),
     "glm": Format(_GLM, rotated_in_pairs=_PAIRS),
     "glm4": Format(_GLM4, rotated_in_pairs=_PAIRS),
 }

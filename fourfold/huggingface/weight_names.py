@@ -98,8 +98,9 @@ def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
     """Return the tensors of a Hugging Face model of the family ``kind``, layer by layer."""
     shapes = parameter_shapes(model)
     found: list[TheirTensor] = []
+    other = ".q_proj." if model.q_lora_rank else ".q_b_proj."  # The two names of the projection to queries.
     for theirs, ours, expert in _rows(FORMATS[kind].table, model):
-        if ours[0] in shapes:
+        if ours[0] in shapes and other not in theirs:
             found.append(_their_tensor(FORMATS[kind], theirs, ours, expert, shapes, model))
     placed = [(piece.name, piece.expert) for tensor in found for piece in tensor.pieces]
     assert len(placed) == len(set(placed)), f"two places in {kind} for one parameter"
@@ -133,16 +134,17 @@ def _their_tensor(
     is_stacked = any(part in theirs for part in files.stacked)
     dims = [shapes[name][1:] if is_stacked or expert is not None else shapes[name] for name in ours]
     rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
-    pairs = model.rotary_dim if any(part in theirs for part in files.rotated_in_pairs) else 0
-    is_by_head = pairs or any(part in theirs for part in files.by_head)
-    groups = min(rows) // model.head_dim if is_by_head else 1
+    pairs = [model.rotary_dim * any(part in name for part in files.rotated_in_pairs) for name in ours]
+    groups = max(1, min(rows) // model.head_dim) if any(pairs) else 1
+    if any(part in theirs for part in files.by_head):
+        groups = model.num_key_value_heads
     if any(part in theirs for part in files.by_row):
         groups = min(rows)
     stride = sum(rows) // groups
     firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
     pieces = [
-        TensorPiece(name, first, n, groups, stride, expert, pairs)
-        for name, first, n in zip(ours, firsts, rows, strict=True)
+        TensorPiece(name, first, n, groups, stride, expert, paired)
+        for name, first, n, paired in zip(ours, firsts, rows, pairs, strict=True)
     ]
     shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)

@@ -117,6 +117,7 @@ class Choice:
     def __init__(self, config: ModelConfig) -> None:
         self.chosen, self.sigmoid = config.num_experts_per_tok, config.router_score == "sigmoid"
         self.normalize, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+        self.groups, self.chosen_groups = config.n_group, config.topk_group
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the experts' scores. Softmax scores sum to one, and sigmoid scores do not."""
@@ -124,8 +125,15 @@ class Choice:
 
     def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """Return the experts with the largest scores, [T, K]. The bias affects only this choice (arXiv 2408.15664,
-        eq. 3)."""
+        eq. 3). With groups, only experts of the best groups are chosen (arXiv 2412.19437, section 2.1.2)."""
         choosing_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+        if self.groups > 1:
+            by_group_TGe = choosing_TE.unflatten(-1, (self.groups, -1))
+            # DeepSeek-V3 rates a group by its two best experts, and DeepSeek-V2 by its best expert.
+            group_scores_TG = by_group_TGe.topk(2 if self.sigmoid else 1, dim=-1).values.sum(-1)
+            best_TG = group_scores_TG.topk(self.chosen_groups, dim=-1).indices
+            is_left_out_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, False)
+            choosing_TE = by_group_TGe.masked_fill(is_left_out_TG[..., None], -torch.inf).flatten(1)
         return choosing_TE.topk(self.chosen, dim=-1).indices
 
     def weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ def rope_frequencies(
     if scaling.rope_type == "llama3":
         return _llama3(frequencies, scaling), 1.0
     attention_factor = scaling.attention_factor
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    if attention_factor is None and scaling.mscale and scaling.mscale_all_dim:
+        attention_factor = scaling.yarn_scale(scaling.mscale) / scaling.yarn_scale(scaling.mscale_all_dim)
+    elif attention_factor is None:
+        attention_factor = scaling.yarn_scale(1.0)
     return _yarn(frequencies, scaling, config), attention_factor
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fourfold.config.model import IGNORE_INDEX, LayerType, ModelConfig
 from fourfold.models.causal_attention import AttentionContext, AttentionCore, AttentionTables
+from fourfold.models.latent_attention import LatentAttention
 from fourfold.models.mixture import Mixture
 from fourfold.models.mlp import MLP, Linears
 from fourfold.models.norms import norm_of
@@ -127,7 +128,8 @@ class Block(nn.Module):
         self.layer_type: LayerType = "sliding_attention" if config.is_sliding(number) else "full_attention"
         before, after = (config.norm_placement in (place, "around") for place in ("before", "after"))
         self.input_layernorm = norm_of(config) if before else None
-        self.self_attn = Attention(config, config.rotates(number))
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.self_attn = attention(config, config.rotates(number))
         self.attention_output_layernorm = norm_of(config) if after else None
         self.post_attention_layernorm = norm_of(config) if before else None
         self.mlp = Mixture(config) if config.is_sparse(number) else MLP(config)

@@ -13,6 +13,7 @@ from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.attention.context import DocumentTables
+from fourfold.parallel.attention.latent_core import SharedLatentCore, latent_projections
 from fourfold.parallel.data.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.experts.experts import ParallelMixture
 from fourfold.parallel.grid.grid import Grid
@@ -84,8 +85,18 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
         "norm": lambda name, m: Norm(m, grid, "norm"),
         "lm_head": lambda name, m: PreferenceHead(m, grid, beta) if beta else ParallelHead(m, grid),
     }
+    if model.kv_lora_rank:
+        inputs_and_head |= {
+            "layers.*.self_attn.down": lambda name, m: latent_projections(m, grid, overlap),
+            "layers.*.self_attn.q": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "queries", overlap),
+            "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
+        }
     attention: Rules = {
-        "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
+        "layers.*.self_attn.core": lambda name, m: (
+            SharedLatentCore(m, grid, split, method, heads)
+            if model.kv_lora_rank
+            else SharedAttentionCore(m, grid, split, method, heads, kv_heads)
+        )
     }
     if split != "sequence":  # If y splits the queries, attention needs a mask instead of these tables.
         attention["attention_tables"] = lambda name, m: DocumentTables(m)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.errors import UserError
 from fourfold.planning.budget import Costs, costs
 from fourfold.planning.calibration.machine_constants import (
@@ -132,7 +133,7 @@ def plan_request(
     curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
     doubled = next((point.best for point in curve if point.gpus == 2 * request.gpus), None)
     factor = shipped_order_factor()
-    saved = float(saved_bytes(request.base, request.model.num_parameters))
+    saved = float(saved_bytes(request.base, num_parameters(request.model)))
     return PlanRecord(
         request=request,
         plan=plan,

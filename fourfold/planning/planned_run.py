@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config.optimizer_rules import OptimizerConfig
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_output
 from fourfold.planning.budget import checkpoint_seconds
@@ -77,7 +78,7 @@ def write_run(path: Path, request: Request, layout: Prediction) -> None:
     if request.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
     run = planned_run(request, layout)
-    saved = float(saved_bytes(request.base, request.model.num_parameters))
+    saved = float(saved_bytes(request.base, num_parameters(request.model)))
     _, between = checkpoint_seconds(saved, layout.gpus, layout.machine)
     if between is not None and not run.checkpoint.interval:
         run.checkpoint.interval = max(1, round(between / layout.seconds))

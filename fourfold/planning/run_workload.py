@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
+from fourfold.config.parameter_counts import active_parameters_per_layer
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
+from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import Program
-from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Step, Workload
+from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, Step, Workload
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -48,6 +50,10 @@ def model_shape(model: ModelConfig) -> ModelShape:
         shared_expert_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,
         clamps_gate=model.swiglu_limit > 0,
+        q_latent=model.q_lora_rank,
+        kv_latent=model.kv_lora_rank,
+        shared_key=model.qk_rope_head_dim,
+        latent_values=model.num_attention_heads * model.v_head_dim if model.kv_lora_rank else 0,
     )
 
 
@@ -113,4 +119,4 @@ def workload_of(run: RunConfig) -> Workload:
 
 def _end_layers(model: ModelConfig) -> float:
     """Return the work of the head as a number of layers. The embedding counts as the same number of layers."""
-    return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer
+    return model.padded_vocab_size * model.hidden_size / active_parameters_per_layer(model)

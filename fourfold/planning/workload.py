@@ -9,6 +9,7 @@ import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.array_fields import ArrayFields, Flag, Number
+from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
@@ -24,116 +25,6 @@ OPTIMIZERS = ("adamw", "muon", "lion")
 
 CP_METHODS = ("gathered", "ring", "ulysses")
 """Values of ``Layout.cp_method``: all-gather keys and values (other programs), a ring, or exchange heads for tokens."""
-
-
-@dataclass(frozen=True)
-class ModelShape(ArrayFields):
-    """The sizes of a decoder."""
-
-    num_hidden_layers: Number
-    hidden_size: Number
-    queries: Number
-    """Number of features of all query heads."""
-    keys: Number
-    """Number of features of all key heads. The value heads have the same number."""
-    head_dim: Number
-    intermediate_size: Number
-    """Width of a dense MLP. 0 if there is none."""
-    gate_up: Number
-    """Number of outputs of the MLP's first matmul: 2 · intermediate_size with a gate, or intermediate_size without."""
-    padded_vocab_size: Number
-    """Number of rows of the vocabulary, including padding."""
-    tie_word_embeddings: Flag
-    """Whether embedding and head share one table."""
-    rope: Number = 1
-    """Number of rotary tables. Sliding-window layers can have their own table. 0 for learned positions."""
-    rotary_share: Number = 1.0
-    """Fraction of a head's channels that rotary embeddings rotate."""
-    rotated: Number = 1
-    """Fraction of the blocks that rotate queries and keys. 0 for learned positions."""
-    positions: Number = 0
-    """Number of rows of a learned position table. 0 if there is none."""
-    attention_bias: Flag = False
-    """Whether q, k, and v have biases."""
-    qk_norm: Flag = False
-    """Whether queries and keys are normalized."""
-    joint_head_norms: Flag = False
-    """Whether queries and keys are normalized over all heads together."""
-    layer_norm: Flag = False
-    """Whether norms are LayerNorm instead of RMSNorm."""
-    zero_centered_norm: Flag = False
-    """Whether norms multiply by 1 + weight."""
-    parallel_residual: Flag = False
-    """Whether attention and MLP read the same input."""
-    norms: Number = 2
-    """Number of norms in a block, without the norms of queries and keys."""
-    output_norms: Flag = False
-    """Whether some norms apply to the outputs of attention and MLP."""
-    sliding_window: Number = 0
-    """Number of tokens that a query in a sliding-window layer sees."""
-    sliding: Number = 0
-    """Fraction of the blocks with a sliding window."""
-    caps_scores: Flag = False
-    """Whether the attention's scores are soft-capped."""
-    caps_logits: Flag = False
-    """Whether the head's logits are soft-capped."""
-    num_experts: Number = 0
-    """Number of experts per block. 0 if there are none."""
-    num_experts_per_tok: Number = 0
-    """Number of experts per token."""
-    moe_intermediate_size: Number = 0
-    """Width of an expert, which has a gate."""
-    shared_expert_intermediate_size: Number = 0
-    """Width of the shared expert, a gated MLP that processes every token. 0 if there is none."""
-    shared_expert_gate: Flag = False
-    """Whether a per-token gate multiplies the shared expert's output."""
-    sparse: Number = 0
-    """Fraction of the blocks that have experts."""
-    clamps_gate: Flag = False
-    """Whether the gate is clamped (GPT-OSS). The backward pass then computes the activation of the gate again."""
-
-    @property
-    def dense_first(self) -> Number:
-        """Return the number of an MoE model's blocks that have a dense MLP. These are the first blocks."""
-        return np.where(np.greater(self.sparse, 0), np.rint(self.num_hidden_layers * (1 - self.sparse)), 0)
-
-    def keys_seen(self, seq: Number) -> Number:
-        """Return the mean number of keys that a query sees, over queries and blocks (half of them, or a window)."""
-        window = np.minimum(self.sliding_window, seq)
-        return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
-
-    @property
-    def mean_inner(self) -> Number:
-        """Return the mean width, over all blocks, of the MLP that processes every token (dense or shared expert)."""
-        return (1 - self.sparse) * self.intermediate_size + self.sparse * self.shared_expert_intermediate_size
-
-    @property
-    def mean_gate_up(self) -> Number:
-        """Return the mean number of outputs of the first matmul of ``mean_inner``'s MLP."""
-        return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_expert_intermediate_size
-
-    @property
-    def mlps(self) -> Number:
-        """Return the fraction of the blocks that have an MLP for every token."""
-        shared = self.shared_expert_intermediate_size > 0
-        return (1 - self.sparse) * (self.intermediate_size > 0) + self.sparse * shared
-
-    @property
-    def block_weights(self) -> Number:
-        """Return the mean number of matrix entries of a block, without its experts."""
-        router = self.sparse * self.num_experts
-        return self.hidden_size * (2 * self.queries + 2 * self.keys + self.mean_gate_up + self.mean_inner + router)
-
-    @property
-    def expert_weights(self) -> Number:
-        """Return the mean number of matrix entries of a block's experts."""
-        return self.num_experts * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
-
-    @property
-    def active_weights(self) -> Number:
-        """Return the mean number of entries in a block's matrices that a token is multiplied by."""
-        chosen = self.num_experts_per_tok
-        return self.block_weights + chosen * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
 
 
 @dataclass(frozen=True)
@@ -293,6 +184,14 @@ class Workload(ArrayFields):
         return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property
+    def block_weights(self) -> Number:
+        """Return x·y times the mean number of matrix entries of a block on a rank, without experts.
+
+        The ranks of x hold copies of the projections to latents.
+        """
+        return self.model.block_weights + (self.layout.x - 1) * self.model.hidden_size * self.model.latents
+
+    @property
     def table_weights(self) -> Number:
         """Return the entries of embedding and head on a rank that has them: one table if tied, or in a pipeline."""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tie_word_embeddings, bool)
@@ -312,7 +211,8 @@ class Workload(ArrayFields):
     @property
     def token_attention(self) -> Number:
         """Return the FLOPs of one token's attention over the keys that it sees, in the forward of all blocks."""
-        return 4.0 * self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * self.model.queries
+        features = 2.0 * (self.model.queries + self.model.values)
+        return self.model.num_hidden_layers * self.model.keys_seen(self.step.seq_length) * features
 
     def model_flops(self) -> Number:
         """Return the model FLOPs of a step: three forward passes without recompute. MFU in plans and logs uses them."""

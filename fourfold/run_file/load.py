@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from fourfold.config.expected_values import key_at, mistake, section_of
 from fourfold.config.layout import check_layout
+from fourfold.config.parameter_counts import check_countable
 from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
@@ -99,7 +100,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
         source = next((f"--set {given}" for given in reversed(overrides) if _sets(given, place, unknown)), where)
         raise UserError(f"{source}: {text}") from None
     check_layout(run)
-    run.model.check_countable()
+    check_countable(run.model)
     if run.model.from_hf is not None:
         check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
     return run

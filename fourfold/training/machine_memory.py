@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 from fourfold.config.optimizer_rules import STATES
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
@@ -25,7 +26,7 @@ def check_machine_memory(run: RunConfig) -> None:
     """
     if run.training.device == "cuda" or (run.training.device == "auto" and any(Path(file).exists() for file in GPUS)):
         return
-    needed = run.model.num_parameters * _bytes_per_parameter(run)
+    needed = num_parameters(run.model) * _bytes_per_parameter(run)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
@@ -175,10 +176,10 @@ class RunRecord:
 
     def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
         run, model = self.run, self.run.model
-        facts: dict[str, Fact] = {"run": run.name, "parameters": model.num_parameters}
+        facts: dict[str, Fact] = {"run": run.name, "parameters": num_parameters(model)}
         if run.lora.rank:
             trained = sum(math.prod(shape) for shape in trained_shapes(model, run.lora).values())
-            share = trained / model.num_parameters
+            share = trained / num_parameters(model)
             facts["LoRA"] = f"rank {run.lora.rank}, {trained:,} parameters trained ({share:.2%})"
         facts |= {
             "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {self.device_name})",

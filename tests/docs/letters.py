@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 
 
@@ -25,7 +26,7 @@ def letters_of(run: RunConfig) -> dict[str, float]:
         "f": 4 if rms else 16,
         "b": 4 if rms else 8,
         "A": run.gradient_accumulation_steps,
-        "P": model.num_parameters,
+        "P": num_parameters(model),
         "W": model.hidden_size * (2 * queries + 2 * keys + ups + inner) / (grid.x * grid.y),
         "x": grid.x,
         "y": grid.y,

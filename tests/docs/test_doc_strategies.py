@@ -14,6 +14,7 @@ from tiny_runs import GPT, LLAMA, tiny_run
 
 from benchmarks.pipeline_times import bubble, timeline
 from fourfold.config.model import ModelConfig
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import stage_layers
@@ -192,7 +193,7 @@ def test_the_bytes_of_a_weight(row: list[str]) -> None:
     text = " ".join(re.findall(r"`([^`]+)`", file))
     training = {"precision": "bf16", "master_weights": "bf16"} if rounding else tomllib.loads(text.replace('" ', '"\n'))
     run = tiny_run(LLAMA, training=training, optimizer={"stochastic_rounding": rounding})
-    memory, weights = trace(run, whole=True).memory, run.model.num_parameters
+    memory, weights = trace(run, whole=True).memory, num_parameters(run.model)
     counted = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered_weights_peak)
     assert [formula_in(number) * weights for number in numbers] == list(counted)
 

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from one_device import CPU, PACKED, distance, long_sequences, losses_apart, run_on, steps_on, wide
-from tiny_runs import DEEPSEEK, DENSE, GPT_OSS, LLAMA, MIXTURE, QWEN_MOE
+from tiny_runs import DEEPSEEK, DEEPSEEK_V3, DENSE, GPT_OSS, LLAMA, MIXTURE, QWEN_MOE, YOUTU
 
 FAMILIES = DENSE | {
     "mixture": MIXTURE,
     "qwen_moe": QWEN_MOE,
     "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS,
+    "deepseek_v3": DEEPSEEK_V3,
+    "youtu": YOUTU,
     "wide": None,
 }
 

@@ -111,6 +111,9 @@ OF_PRESETS = {
     "olmoe-1b-7b": "olmoe",
     "gpt-oss-20b": "gpt_oss",
     "gpt-oss-120b": "gpt_oss",
+    "deepseek-v2-lite": "deepseek_v2",
+    "deepseek-v3": "deepseek_v3",
+    "kimi-k2": "deepseek_v3",
 }
 
 

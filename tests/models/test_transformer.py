@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.config.model import ModelConfig
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.presets import PRESETS
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
@@ -130,11 +131,11 @@ def test_tied_weights_are_one_parameter_and_learn_from_both_uses() -> None:
 )
 def test_parameters_are_counted_right(changes: dict[str, Any]) -> None:
     model = make({**LLAMA, **changes})
-    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_of_presets_are_counted_right(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(ModelConfig(**PRESETS[name]))
-    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)

@@ -94,12 +94,12 @@ def _line(grid: ParallelConfig, axis: str, op: str, purpose: str, size: int, cou
 def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, item, tokens, residual = grid.x, sizes.item, sizes.tokens, sizes.residual
-    features, queries = sizes.queries + 2 * sizes.keys, sizes.queries
+    queries = model.num_attention_heads * (model.v_head_dim or model.head_dim)
     inner, ups = model.intermediate_size, 2 if model.gated_mlp else 1
     once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
     gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
     line = partial(_line, grid)
-    yield from line("x", "all_gather", "qkv: tokens", residual, gathers)
+    yield from _head_lines_of(run, once, forward, gathers)
     yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
     if model.num_experts:
         yield from _expert_lines(run, once, forward)
@@ -116,14 +116,37 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
         yield from line("y", "all_reduce", f"{down}: input gradient", item * tokens * inner // x, once)
     yield from line("x", "all_gather", "o_proj: output gradient", residual, once)
-    yield from line("x", "reduce_scatter", "qkv: input gradient", residual, once)
-    yield from line("y", "reduce_scatter", "qkv: outputs", item * tokens * features // x, forward)
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
-    yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
     yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, _norms(run, norms, forward))
     statistics = sizes.sums_back * tokens // x
     yield from line("y", "all_reduce", "norm: statistics' gradient", statistics, _norms(run, once, once))
+
+
+def _head_lines_of(run: RunConfig, once: int, forward: int, gathers: int) -> Iterator[Line]:
+    """The projections to queries, keys, and values, with the latents of latent attention."""
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    line, item, tokens = partial(_line, grid), sizes.item, sizes.tokens
+    groups = {"qkv": (model.hidden_size, sizes.queries + 2 * sizes.keys)}
+    if model.kv_lora_rank:
+        latents = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim
+        own = item * tokens // grid.x * latents
+        yield from line("y", "reduce_scatter", "latents: outputs", own, forward)
+        yield from line("y", "all_gather", "latents: output gradient", own, once)
+        kinds = 1 + (model.q_lora_rank > 0)
+        yield from line("y", "all_reduce", "norm: statistics", 4 * tokens // grid.x, kinds * forward)
+        yield from line("y", "all_reduce", "norm: statistics' gradient", 4 * tokens // grid.x, kinds * once)
+        heads = model.num_attention_heads
+        groups = {
+            "queries": (model.q_lora_rank or model.hidden_size, sizes.queries),
+            "keys and values": (model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim)),
+        }
+    for name, (read, features) in groups.items():
+        whole, outputs = item * tokens * read // grid.y, item * tokens * features // grid.x
+        yield from line("x", "all_gather", f"{name}: tokens", whole, gathers)
+        yield from line("x", "reduce_scatter", f"{name}: input gradient", whole, once)
+        yield from line("y", "reduce_scatter", f"{name}: outputs", outputs, forward)
+        yield from line("y", "all_gather", f"{name}: output gradient", outputs, once)
 
 
 def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
@@ -180,6 +203,11 @@ def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     line = partial(_line, grid)
     ranks = x * grid.y if sizes.split == "heads" else x
     apart = model.num_key_value_heads % ranks != 0
+    shared = item * tokens * model.qk_rope_head_dim
+    if model.kv_lora_rank:
+        for op, count in (("all_gather", _times(run, stage, sizes.core_again)), ("reduce_scatter", once)):
+            yield from line("y", op, "attention: shared key", shared // x, count)
+            yield from line("x", op, "attention: shared key", shared, count)
     mine = tokens // grid.y if sizes.split == "batch" else tokens
     for op, count in (("all_gather", _times(run, stage, sizes.core_again)), ("reduce_scatter", once)):
         if sizes.split == "sequence" or (sizes.split == "heads" and apart):

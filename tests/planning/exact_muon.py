@@ -26,6 +26,8 @@ class Kind(NamedTuple):
     ep: int = 1
     first: bool = True
     """Whether rank 0 holds some of it."""
+    over_x: int = 1
+    """Number of ranks of x with copies."""
 
 
 def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
@@ -48,9 +50,10 @@ def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
     for place, unit in enumerate(units):
         owner = place % ranks
         for kind in unit:
-            sent += kind.part * (kind.first and _nearest(run, owner // plane, kind) == 0)
+            is_nearest = kind.over_x == 1 or owner % grid.x == 0
+            sent += kind.part * (kind.first and is_nearest and _nearest(run, owner // plane, kind) == 0)
             copies = ranks // plane // (kind.pieces * kind.ep)
-            returned += kind.rows * kind.columns * copies * (owner == 0)
+            returned += kind.rows * kind.columns * kind.over_x * copies * (owner == 0)
     item = 4 if run.training.precision == "fp32" else 2
     return math.ceil(len(units) / ranks), item * sent, item * returned
 
@@ -74,14 +77,21 @@ def _kinds(run: RunConfig, layer: int) -> list[Kind]:
     tokens = grid.dp * grid.cp * grid.z
     pieces = grid.z if grid.zero == 0 else tokens
 
-    def up(out: int) -> Kind:
-        return Kind(out, hidden, math.ceil(out // x / pieces) * (hidden // y), pieces)
+    def up(out: int, read: int = hidden, ranks: int = x) -> Kind:
+        return Kind(out, read, math.ceil(out // ranks / pieces) * (read // y), pieces, over_x=x // ranks)
 
     def down(width: int) -> Kind:
         return Kind(hidden, width, math.ceil(hidden // y / pieces) * (width // x), pieces)
 
     queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     kinds = [up(queries), up(keys), up(keys), down(queries)]
+    if model.kv_lora_rank:
+        heads, of_queries = model.num_attention_heads, model.q_lora_rank or hidden
+        nope, rope, values = (heads * n for n in (model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim))
+        ranks = [rank for rank in (model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim) if rank]
+        kinds = [up(rank, ranks=1) for rank in ranks]
+        kinds += [up(nope, of_queries), up(rope, of_queries)]
+        kinds += [up(nope, model.kv_lora_rank), up(values, model.kv_lora_rank), down(values)]
     inner = model.intermediate_size
     if model.is_sparse(layer):
         inner, width = model.shared_expert_intermediate_size, model.moe_intermediate_size

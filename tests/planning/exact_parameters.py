@@ -124,6 +124,20 @@ def _norm(run: RunConfig) -> list[Part]:
     return [Part(run.model.hidden_size // run.parallel.y, 1, ("x",))] * (2 if run.model.norm == "layernorm" else 1)
 
 
+def _latents(run: RunConfig) -> list[Part]:
+    """The projections of latent attention to latents and to heads, and the latents' norms."""
+    model, x, y = run.model, run.parallel.x, run.parallel.y
+    heads, of_queries = model.num_attention_heads // x, model.q_lora_rank or model.hidden_size
+    down = [rank for rank in (model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim) if rank]
+    normed = [rank for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+    return [
+        *(Part(rank, model.hidden_size // y, ("x",)) for rank in down),
+        *(Part(rank // y, 1, ("x",)) for rank in normed),
+        *(Part(heads * width, of_queries // y) for width in (model.qk_nope_head_dim, model.qk_rope_head_dim)),
+        *(Part(heads * width, model.kv_lora_rank // y) for width in (model.qk_nope_head_dim, model.v_head_dim)),
+    ]
+
+
 def _block(run: RunConfig) -> tuple[Part, ...]:
     model, grid = run.model, run.parallel
     x, y = grid.x, grid.y
@@ -133,7 +147,9 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
     block = _norm(run) * (4 if model.norm_placement == "around" else 2)
-    for out in (queries, keys, keys):
+    if model.kv_lora_rank:
+        block += _latents(run)
+    for out in () if model.kv_lora_rank else (queries, keys, keys):
         block.append(Part(out // x, hidden))
         if model.attention_bias:
             block.append(Part(out // bias_ranks, 1, bias_over))
@@ -143,7 +159,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
         block += [Part(model.head_dim, 1, ("y", "x"))] * 2
     if model.attention_sinks:
         block.append(Part(model.num_attention_heads // bias_ranks, 1, bias_over))
-    block.append(Part(hidden, queries // x))
+    block.append(Part(hidden, model.num_attention_heads * (model.v_head_dim or model.head_dim) // x))
     if model.attention_output_bias:
         block.append(Part(hidden, 1, ("x",)))
     if model.num_experts:

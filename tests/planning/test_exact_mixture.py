@@ -8,7 +8,7 @@ import pytest
 from exact_collectives import collective_lines
 from exact_lines import Line
 from exact_parameters import stored_bytes
-from tiny_runs import DEEPSEEK, GPT_OSS, MIXTURE, QWEN_MOE, tiny_run
+from tiny_runs import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTURE, QWEN_MOE, YOUTU, tiny_run
 
 from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
@@ -20,10 +20,12 @@ from fourfold.verification.trace import Collective, TraceReport, trace
 
 OF_WEIGHTS = ("weights", "gradients")
 UNBIASED = DEEPSEEK | {"router_bias": False}
+UNBIASED_V3 = DEEPSEEK_V3 | {"router_bias": False}
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
     (GPT_OSS, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "none"),
+    (UNBIASED_V3, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "selective"),
 ]
 WIDE_FIRST = UNBIASED | {"first_k_dense_replace": 3, "intermediate_size": 320}
 PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -54,6 +56,13 @@ MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GPT_OSS, {}, "none"),
     (GPT_OSS, {"z": 2, "dp": 4, "ep": 4}, "full"),
     (GPT_OSS, {"x": 2, "cp": 2, "ep": 2}, "selective"),
+    (UNBIASED_V3, {}, "none"),
+    (UNBIASED_V3, {"y": 2, "cp": 2, "ep": 2}, "full"),
+    (DEEPSEEK_V2, {"x": 2, "z": 2, "ep": 2}, "none"),
+    (YOUTU, {"x": 2}, "selective"),
+    (YOUTU, {"y": 2, "z": 2}, "full"),
+    (YOUTU, {"x": 2, "y": 2, "cp": 2, "cp_method": "ring"}, "none"),
+    (YOUTU, {"dp": 2, "zero": 3}, "none"),
 ]
 
 

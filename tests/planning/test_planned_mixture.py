@@ -18,11 +18,12 @@ from fourfold.planning.cost.stage_split import blocks_of
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
 from fourfold.planning.search.space import SearchLimits
-from fourfold.planning.workload import ModelShape, Step, Workload
+from fourfold.planning.workload import Step, Workload
 from fourfold.run_file.load import make_run
 
 H100 = load_machine("dgx-h100")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny_runs import LLAMA, tiny_run
 
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.errors import UserError
 from fourfold.training import machine_memory
 from fourfold.training.machine_memory import check_machine_memory
@@ -33,7 +34,7 @@ def test_a_model_needs_its_weights_gradients_and_moments(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], bytes_per_parameter: int
 ) -> None:
     run = tiny_run(LLAMA, **{**sections, "training": {"device": "cpu", **sections.get("training", {})}})
-    needed = run.model.num_parameters * bytes_per_parameter
+    needed = num_parameters(run.model) * bytes_per_parameter
     monkeypatch.setattr(machine_memory.os, "sysconf", lambda name: needed if name == "SC_PHYS_PAGES" else 1)
     check_machine_memory(run)
     monkeypatch.setattr(machine_memory.os, "sysconf", lambda name: needed - 1 if name == "SC_PHYS_PAGES" else 1)

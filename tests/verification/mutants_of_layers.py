@@ -139,8 +139,8 @@ LINEAR = [
     Mutant(
         "an adapter's B is not summed over y",
         "parallel.tensor.matmuls:adapter_tiles",
-        'Tile(y=1, partial_over=("x",)), Tile(x=0, partial_over=("y",))',
-        'Tile(y=1, partial_over=("x",)), Tile(x=0)',
+        "Tile(x=weight.x, partial_over=over_b)",
+        "Tile(x=weight.x)",
         grid=Y2,
         sections=LORA,
     ),

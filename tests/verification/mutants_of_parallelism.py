@@ -382,7 +382,7 @@ CONTEXT = [
     ),
     Mutant(
         "a rank's queries begin at the sequence's start",
-        "parallel.attention.attention:SharedAttentionCore.forward",
+        "parallel.attention.attention:SharedAttentionCore.attend_share",
         "self.y.rank * q.shape[1]",
         "0",
         SIX_HEADS,
@@ -391,7 +391,7 @@ CONTEXT = [
     ),
     Mutant(
         "a rank uses the documents of other sequences",
-        "parallel.attention.attention:SharedAttentionCore.forward",
+        "parallel.attention.attention:SharedAttentionCore.attend_share",
         "mine = slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))",
         "mine = slice(0, len(q))",
         SIX_HEADS,

@@ -11,6 +11,7 @@ from mutants_of_dtypes import DTYPES
 from mutants_of_experts import EXPERTS
 from mutants_of_families import FAMILIES
 from mutants_of_gpt_oss import GPT_OSS_FAULTS
+from mutants_of_latents import LATENTS
 from mutants_of_layers import LAYERS
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
@@ -34,6 +35,7 @@ FAULTS = [
     *OPTIMIZERS,
     *FAMILIES,
     *GPT_OSS_FAULTS,
+    *LATENTS,
     *PREFERENCES,
     *RUNS,
     *DTYPES,

@@ -8,6 +8,7 @@ from typing import Any
 
 import layouts
 import layouts_of_experts
+import layouts_of_latents
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,8 @@ from layouts import DEEP_GPT, GOLDFISH, GROUPS, ONE_SEQUENCE, PACKED, Case
 from pool import Pool
 from tiny_runs import (
     ARCEE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     EXAONE4,
     GEMMA,
     GEMMA2,
@@ -28,6 +31,7 @@ from tiny_runs import (
     SLIDING,
     SMOLLM3,
     STABLELM,
+    YOUTU,
     tiny_run,
 )  # fmt: skip
 from tuned_products import parity_on_cpu
@@ -56,8 +60,11 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-CASES = layouts.CASES | {f"experts, {name}": case for name, case in layouts_of_experts.CASES.items()}
-SLOW_CASES = layouts.SLOW_CASES | {f"experts, {name}": case for name, case in layouts_of_experts.SLOW_CASES.items()}
+OTHERS = {"experts": layouts_of_experts, "latents": layouts_of_latents}
+CASES = layouts.CASES | {f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.CASES.items()}
+SLOW_CASES = layouts.SLOW_CASES | {
+    f"{kind}, {name}": case for kind, of in OTHERS.items() for name, case in of.SLOW_CASES.items()
+}
 
 
 @pytest.mark.fast_cases(7)
@@ -95,6 +102,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS | {"moe_intermediate_size": 176, "qk_norm": True, "qk_norm_over": "all_heads"},
     "glm4_moe": EXPERTS | SHARED | DEEPSEEK | {"partial_rotary_factor": 0.5},
     "gpt_oss": GPT_OSS | {"num_hidden_layers": 4},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v2": DEEPSEEK_V2,
+    "youtu": YOUTU | {"num_hidden_layers": 4},
     "granite": GRANITE | {"num_hidden_layers": 4},
     "arcee": ARCEE | {"num_hidden_layers": 4},
     "stablelm": STABLELM | {"num_hidden_layers": 4},
@@ -124,7 +134,7 @@ def test_layout_computes_what_transformers_computes(pool: Pool, family: str, axi
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"])
 def test_expert_parallelism_computes_what_transformers_computes(pool: Pool, family: str, tmp_path: Path) -> None:
     check(pool, (FAMILIES[family], {"dp": 2, "ep": 2}, GOLDFISH), tmp_path, "transformers")
 

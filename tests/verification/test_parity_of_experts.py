@@ -10,7 +10,7 @@ import torch
 from layouts_of_experts import BIAS, LOSSES
 from low_precision import LIMIT, PrecisionError, precision_error
 from pool import Pool
-from tiny_runs import DEEPSEEK, GPT_OSS, MIXTURE, tiny_run
+from tiny_runs import DEEPSEEK, DEEPSEEK_V3, GPT_OSS, MIXTURE, tiny_run
 
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.errors import UserError
@@ -70,6 +70,9 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
     return precision_error(run, torch.device("cpu"), steps=8)
 
 
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -80,6 +83,9 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
         (MIXTURE, {"y": 2, "dp": 2, "ep": 2}),
         (GPT_OSS, {"x": 2}),
         (GPT_OSS, {"cp": 2, "ep": 2, "cp_method": "ring"}),
+        (DEEPSEEK_V3 | ONE_GROUP, {"x": 2}),
+        (DEEPSEEK_V3 | ONE_GROUP, {"y": 2, "ep": 2, "dp": 2}),
+        (DEEPSEEK_V3 | ONE_GROUP, {"cp": 2, "cp_method": "ring"}),
     ],
     ids=str,
 )

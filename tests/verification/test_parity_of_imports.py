@@ -43,6 +43,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ministral": ({"dp": 2}, {}),
     "qwen3_moe": ({"ep": 2, "dp": 2}, {}),
     "gpt_oss": ({"x": 2}, {}),
+    "deepseek_v3": ({"x": 2, "y": 2}, {}),
+    "deepseek_v2": ({"y": 2}, {}),
+    "youtu": ({"x": 2}, {"lora": {"rank": 2}}),
 }
 """Family, grid, and further sections of the run file."""
 

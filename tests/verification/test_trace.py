@@ -11,6 +11,7 @@ import torch
 from pool import Pool
 from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN, tiny_run
 
+from fourfold.config.parameter_counts import num_parameters
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid.grid import Grid
 from fourfold.run_file.load import make_run
@@ -195,7 +196,7 @@ def test_memory_of_states_is_what_the_sizes_say() -> None:
     run = tiny_run(QWEN, {"x": 2, "y": 2, "z": 2}, training={"precision": "bf16", "global_batch_size": 4})
     memory = trace(run).memory
     norms_over_y, head_norms = (2 * 2 + 1) * 64, 2 * 2 * 8
-    matrices = run.model.num_parameters - norms_over_y - head_norms
+    matrices = num_parameters(run.model) - norms_over_y - head_norms
     held = matrices // 8 + norms_over_y // 4 + head_norms // 2
     assert memory.parameters == 4 * held
     assert memory.gradients == 4 * held
@@ -274,7 +275,7 @@ def test_the_largest_models_are_traced_in_8_gib(preset: str, grid: dict[str, int
     )
     report = trace(run)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB
-    share = run.model.num_parameters / (run.parallel.world_size // run.parallel.dp)
+    share = num_parameters(run.model) / (run.parallel.world_size // run.parallel.dp)
     assert share * 4 <= report.memory.parameters < share * 4 * 1.01
 
 

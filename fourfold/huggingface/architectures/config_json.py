@@ -18,7 +18,7 @@ from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING
-from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, Family
+from fourfold.huggingface.architectures.family import LAYER_NUMBERS, REQUIRED, TOPK_METHOD, Family
 from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING, rope_keys
 from fourfold.parsing import parse_json
 from fourfold.untrusted_files import check_model_folder, check_no_adapter, check_regular
@@ -32,7 +32,7 @@ DECISIVE_KEYS = (
     "attn_logit_softcapping", "final_logit_softcapping", "num_experts", "moe_intermediate_size", "router_score",
     "norm_topk_prob", "router_bias", "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
     "first_k_dense_replace", "attention_sinks", "swiglu_limit", "norm_rounds_last", "attention_multiplier",
-    "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "kv_lora_rank", "n_group",
 )  # fmt: skip
 """Keys of [model] that determine which families a model can belong to."""
 
@@ -42,10 +42,11 @@ MOST_LAYERS = 10_000
 NEVER_NULL = ("swiglu_limit", "num_experts_per_tok")
 """Keys that transformers refuses to read as null."""
 
-NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
+NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
 
-NEVER_0 = dict.fromkeys(NONE_IS_0, "divides by zero; null is no cap") | {
+NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
+    "q_lora_rank": "is not a width; null computes queries without latents",
     "swiglu_limit": "cuts every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }
@@ -121,7 +122,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if ours not in keys and family.keys[ours] != "n_inner":  # In GPT-2's files, the default is 4 × n_embd.
             raise UserError(f"{where}: {family.keys[ours]} is missing")
-    _check_head_dim(keys, family, given.get("head_dim"), where)
+    if "kv_lora_rank" not in family.keys:  # With latent attention, transformers ignores head_dim.
+        _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
     # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
@@ -132,6 +134,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         for key in ("n_shared_experts", "moe_intermediate_size"):
             _check_count(key, given[key], 1, where)
         keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
+    if TOPK_METHOD in family.required and given[TOPK_METHOD] == family.required[TOPK_METHOD][0]:
+        keys["n_group"] = keys["topk_group"] = 1
     if keys["position_embedding"] == "rope":
         keys |= rope_keys(given, family, where)
     keys |= _windows(given, family, where)

@@ -295,7 +295,5 @@ MISSING: dict[str, str] = {
     "falcon": "one norm for attention and MLP side by side",
     "phimoe": "sparsemixer, its choice of experts",
     "llama4": "experts whose inputs are scaled, and attention in chunks",
-    "deepseek_v2": "latent attention, and experts chosen by groups",
-    "deepseek_v3": "latent attention, and experts chosen by groups",
 }
 """Maps refused architectures to the features that the decoder lacks for them."""

@@ -11,12 +11,16 @@ Table = Mapping[str, Any]
 LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
 """Keys of config.json that determine which layers have a sliding window, with their smallest allowed value."""
 
+_YARN_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", *_YARN_FACTORS),
 }
 """The keys that determine the rotary frequencies, by type of scaling."""
+
+TOPK_METHOD = "topk_method"
+"""Key of config.json that says whether experts are chosen by groups. The first required value is without groups."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Keys that, in every family, must have one of these values, because the decoder cannot compute any other."""

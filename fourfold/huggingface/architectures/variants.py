@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from fourfold.huggingface.architectures.family import Family
+from fourfold.huggingface.architectures.family import TOPK_METHOD, Family
 
+_NO_BIASES = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)
 _ONE_BIAS = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), "use_bias")
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_LATENTS = {key: key for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+_LATENT_WIDTHS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _LONG = {"head_dim": 128, "max_position_embeddings": 131072}
 
 
@@ -22,7 +31,47 @@ def variants_of(families: dict[str, Family]) -> dict[str, Family]:
         {"attention_output_bias": False, "mlp_bias": False},
         partial_rotary_factor="partial_rotary_factor",
     )
+    deepseek = families["glm4_moe"].variant(
+        "DeepseekV3ForCausalLM",
+        _LATENTS
+        | {"n_group": "n_group", "topk_group": "topk_group"}
+        | dict.fromkeys(("head_dim", "attention_bias", "qk_norm")),
+        _LATENT_WIDTHS
+        | {"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "n_routed_experts": 256}
+        | {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
+        | {"routed_scaling_factor": 2.5, "partial_rotary_factor": None},
+        {"attention_bias": False, "qk_norm": False},
+        required={"rope_interleave": (True,), "attention_bias": (False,)},
+        partial_rotary_factor=None,
+    )
     return {
+        "deepseek_v3": deepseek,
+        "deepseek_v2": deepseek.variant(
+            "DeepseekV2ForCausalLM",
+            {"norm_topk_prob": None},
+            {
+                "max_position_embeddings": 2048,
+                "n_routed_experts": 64,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 1407,
+            }
+            | {"first_k_dense_replace": 0, "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0}
+            | {"topk_method": "greedy"},
+            {"router_score": "softmax", "router_bias": False, "norm_topk_prob": False},
+            required={
+                "attention_bias": (False,),
+                "mlp_bias": (False,),
+                TOPK_METHOD: ("greedy", "group_limited_greedy"),
+            },
+        ),
+        "youtu": llama.variant(
+            "YoutuForCausalLM",
+            _LATENTS | dict.fromkeys(("head_dim", "attention_bias", "mlp_bias")),
+            _LATENT_WIDTHS
+            | {"num_key_value_heads": 16, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+            _NO_BIASES,
+            required={"rope_interleave": (True,), "attention_bias": (False,)},
+        ),
         "glm": glm,
         "glm4": glm.variant("Glm4ForCausalLM", {}, {}, {"norm_placement": "around"}),
         "ministral": mistral.variant("MinistralForCausalLM", {}, {}, {}, lists_layer_types=True),

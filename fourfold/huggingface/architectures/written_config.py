@@ -9,7 +9,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import CONFIG_FILE, DECISIVE_KEYS, NONE_IS_0, model_of
 from fourfold.huggingface.architectures.families import FAMILIES
-from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
+from fourfold.huggingface.architectures.family import ROPE_KEYS, TOPK_METHOD, Family
 from fourfold.huggingface.architectures.rope_keys import FULL, SLIDING
 
 
@@ -59,6 +59,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
         config["mlp_only_layers"] = list(range(model.first_k_dense_replace))
     if family.counts_shared_experts and model.num_experts:
         config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
+    if TOPK_METHOD in family.required and model.n_group > 1:
+        config[TOPK_METHOD] = family.required[TOPK_METHOD][1]
     if model.position_embedding == "rope":
         config |= _their_rope(model, family)
     if family.rotating_layers == "listed":
@@ -69,7 +71,8 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    config: dict[str, Any] = {family.rope_theta: model.rope_theta, "head_dim": model.head_dim}
+    config: dict[str, Any] = {family.rope_theta: model.rope_theta}
+    config["head_dim"] = model.qk_rope_head_dim or model.head_dim
     if family.partial_rotary_factor is not None:
         config[family.partial_rotary_factor] = model.partial_rotary_factor
     if model.rope_scaling is not None:

@@ -71,7 +71,10 @@ class SharedAttentionCore(AttentionCore, Tiled):
 
     @recomputable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        q, k = self.norm_all_heads(q, k)
+        return self.attend_share(*self.norm_all_heads(q, k), v, context)
+
+    def attend_share(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        """Collect what this rank's heads, sequences, or queries need, and attend."""
         if self.split == "sequence":
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))

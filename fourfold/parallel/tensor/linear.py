@@ -210,7 +210,7 @@ class Linear4D(Tiled):
         tokens, shared = Spread(self.token_axis(grid), TOKEN_DIM[over_y]), Spread(grid.y, SHARED_DIM[over_y])
         self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
         self.reads_what = "inputs" if transposed else "tokens"
-        tile = Tile(x=1, y=0) if transposed else Tile(x=0, y=1)
+        tile = self.weight_tile()
         self.add_weights(linear, tile, self.transposed_bias() if transposed else NORMAL_BIAS[over_y], grid)
         if isinstance(linear, LoRALinear):
             self.lora_scale = linear.scale
@@ -221,6 +221,10 @@ class Linear4D(Tiled):
     def token_axis(self, grid: Grid) -> Axis:
         """Return the axis whose ranks share the tokens of the residual stream."""
         return grid.x
+
+    def weight_tile(self) -> Tile:
+        """Return the tile of the weight [out, in]."""
+        return Tile(x=1, y=0) if self.transposed else Tile(x=0, y=1)
 
     def transposed_bias(self) -> Tile:
         """Return the tile of a transposed layer's bias, which is added to the residual stream."""
@@ -274,11 +278,19 @@ class Linear4D(Tiled):
 class LinearGroup(nn.Module):
     """Normal layers that read the same input, such as gate and up."""
 
-    def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, name: str, overlap: OverlapConfig) -> None:
+    def __init__(
+        self,
+        linears: nn.ModuleDict,
+        grid: Grid,
+        over_y: OverY,
+        name: str,
+        overlap: OverlapConfig,
+        kind: type[Linear4D] = Linear4D,
+    ) -> None:
         super().__init__()
         for child_name, linear in linears.items():
             assert isinstance(linear, nn.Linear)
-            self.add_module(child_name, Linear4D(linear, grid, over_y, name, overlap))
+            self.add_module(child_name, kind(linear, grid, over_y, name, overlap))
 
     def layers(self) -> list[Linear4D]:
         return [child for child in self.children() if isinstance(child, Linear4D)]

@@ -17,8 +17,9 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
 from fourfold.planning.calibration.programs import PROGRAMS, ZERO3_HOOKS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
+from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.program_flags import Program
-from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Workload
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, Workload
 from fourfold.untrusted_files import check_regular
 
 GPT_VOCABULARY = 51200

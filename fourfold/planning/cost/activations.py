@@ -54,6 +54,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # If queries and keys are normalized, autograd keeps a float32 copy of them. It keeps a second copy if the norm
     # multiplies by 1 + weight. A norm over several ranks keeps neither copy, because it is our own.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
+    # Latent attention copies queries, keys, and values to join the channels of each head, and attention keeps its
+    # padded output.
+    qkv = np.where(model.has_latents, 2 * p.queries + 2 * p.keys, qkv)
     in_32 = 4 / step.item_bytes
     copies = np.where(over_ranks, 1, np.where(model.zero_centered_norm, in_32, 1) + in_32)
     normed = np.where(model.qk_norm, (p.queries + p.keys) * copies, 0)
@@ -62,7 +65,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     scores = np.where(work.program.flash, 0, 5 * pairs)
     # If y splits the queries, a causal kernel cannot know which keys they see, so the mask is a tensor in memory.
     mask = np.where(split == "sequence", step.item_bytes * step.seq_length**2 / layout.y, 0)
-    arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
+    arriving = step.item_bytes * work.tokens * (model.projected + model.shared_key) / (layout.x * layout.y)
     return qkv + normed + log_sum_exp_bytes(work) + scores + mask, arriving
 
 
@@ -87,15 +90,16 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # The output projection keeps its input, which was gathered over y. The attention kernel also keeps its output,
     # which is this rank's part of that input.
     gathers = (layout.y > 1) & ~shares
-    out = np.where(gathers, p.whole_queries, p.queries)
+    out = np.where(gathers, p.whole_queries, p.queries) * model.values / model.queries
     # With Ulysses, the projection reads the kernel's output after an exchange over cp, which is another tensor. So the
     # kernel also keeps its own output.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
-    core = core + np.where(gathers | exchanged | copies_heads(work), p.queries, 0)
+    is_apart = (gathers | exchanged | copies_heads(work)) & ~model.has_latents
+    core = core + np.where(is_apart, p.queries, 0)
     # In parallel blocks, the norms of attention and MLP read and keep the same tensor.
     read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # A projection in 8 bits keeps an 8-bit copy of the attention kernel's output, which the kernel keeps in 16 bits.
-    every = (1 + model.mlps) * tokens
+    every = (1 + model.mlps) * tokens + np.where(model.has_latents, _kept_latents(work, tokens), 0)
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + model.norms * p.statistics + inputs + out
     if not selective:
@@ -110,6 +114,24 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
         + work.step.item_bytes * work.tokens * matmuls / (2 * layout.x * layout.y)
     )
     return np.where(program.recomputes_per_op, per_op, kept)
+
+
+def _kept_latents(work: Workload, tokens: Number) -> Number:
+    """Return the bytes that latent attention keeps in addition to ``tokens``, the input that other attentions gather.
+
+    It keeps the rank's own tokens, its latents, and the gathered latents, which replace the gathered input.
+    """
+    model, layout = work.model, work.layout
+    token = work.step.item_bytes * work.tokens / layout.y
+    arrived = np.where(layout.y > 1, model.latents, model.q_latent + model.kv_latent) / layout.x
+    statistics = 4 * work.tokens / layout.x * (1 + np.greater(model.q_latent, 0))
+    return (
+        model.read_by_heads / model.hidden_size * tokens
+        - tokens
+        + token * arrived
+        + statistics
+        + tensor_bytes(work).residual
+    )
 
 
 def mlp_made_again(work: Workload) -> Number:
@@ -177,7 +199,7 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
     tables = (model.positions + np.where(model.tie_word_embeddings, 0, model.padded_vocab_size)) * model.hidden_size
     of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
-    return entry * model.block_weights + of_experts, entry * tables
+    return entry * work.block_weights + of_experts, entry * tables
 
 
 @dataclass(frozen=True)

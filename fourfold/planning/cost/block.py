@@ -18,7 +18,8 @@ from fourfold.planning.cost.terms.collective import RankGroup, gather_seconds, g
 from fourfold.planning.cost.terms.matmul import linear_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import ModelShape, Workload
+from fourfold.planning.model_shape import ModelShape
+from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
     launch_forward, launch_backward = _launches(part, rates)
-    weights = model.block_weights / (layout.x * layout.y)
+    weights = work.block_weights / (layout.x * layout.y)
     hidden, inner = model.hidden_size / layout.y, model.mean_inner / layout.x
     up, *_ = linear_seconds(part.tokens, hidden, inner, item, rates, rates.matmul)
     down, *_ = linear_seconds(part.tokens, inner, hidden, item, rates, rates.matmul)
@@ -90,9 +91,9 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "activation_forward": _activation(part, rates),
         # An output norm reads the result, so recompute cannot skip the matmul.
         "last_matmul": np.where(model.output_norms, 0, down),
-        "last_sum": np.where(model.output_norms, 0, x_forward / 4),
-        "x_again": x_forward / 2,
-        "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
+        "last_sum": np.where(model.output_norms, 0, x_forward / (_gathers(model) + 1 + model.mlps)),
+        "x_again": x_forward * _gathers(model) / (_gathers(model) + 1 + model.mlps),
+        "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.values / layout.x, 1, y_group),
         "norms_again": norms_before(model) * norm_seconds(part, y_group),
         "x_forward": x_forward,
         "x_backward": x_backward,
@@ -122,7 +123,7 @@ def _time_with_experts(
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
     # This is the time of one collective over x (an all-gather or a reduce-scatter) of a tensor with all tokens.
-    one = block.x_forward / (2 + 2 * model.mlps)
+    one = block.x_forward / (_gathers(model) + 1 + model.mlps)
     return replace(
         block,
         forward=block.forward + more.forward,
@@ -130,7 +131,7 @@ def _time_with_experts(
         activation_forward=block.activation_forward + more.activation,
         last_matmul=last * block.last_matmul,
         last_sum=last * one,
-        x_again=(1 + model.mlps) * one + more.x / 2,
+        x_again=_gathers(model) * one + more.x / 2,
         x_forward=block.x_forward + more.x,
         x_backward=block.x_backward + more.x_backward,
         y_forward=block.y_forward + more.y,
@@ -155,13 +156,19 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward pass, the input gradients, and the weight gradients of the four linear layers
-    (with q, k, v joined, and gate and up joined)."""
+    """Return the seconds of the forward pass, the input gradients, and the weight gradients of a block's linear layers
+    (with q, k, v joined, and gate and up joined).
+
+    Latent attention has two layers instead of q, k, v: one projects a rank's own tokens to latents, and one projects
+    latents to heads. The second layer's inputs are a mean, so that its FLOPs are exact.
+    """
     model, layout = work.model, work.layout
     mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. A block without an MLP counts as 0.
+    to_heads = model.attention_weights - model.hidden_size * (model.latents + model.values)
     shapes = (
-        (model.hidden_size / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
-        (model.queries / layout.x, model.hidden_size / layout.y, 1),
+        (to_heads / model.projected / layout.y, model.projected / layout.x, 1),
+        (model.values / layout.x, model.hidden_size / layout.y, 1),
+        (model.hidden_size / layout.y, np.maximum(model.latents, 1) / layout.x, np.where(model.has_latents, 1.0, 0.0)),
         (model.hidden_size / layout.y, model.mean_gate_up / mlp / layout.x, mlps),
         (model.mean_inner / mlp / layout.x, model.hidden_size / layout.y, mlps),
     )
@@ -176,11 +183,12 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     model, layout, program = work.model, work.layout, work.program
     token, gated = work.step.item_bytes * work.tokens, model.mean_gate_up > model.mean_inner
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
-    heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
+    heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # Biases cannot be fused if sums follow the matmuls.
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
+    joined = np.where(model.has_latents, 2 * (2 * both + heads), 0)
     turned = both * model.rotary_share * model.rotated
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, program.fused)
     fused = np.asarray(program.fused, bool)
@@ -191,7 +199,8 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     )  # fmt: skip
     is_own = np.asarray(program.is_fourfold, bool)
     forward, backward = (
-        np.where(is_own, ours + copied, theirs) for ours, copied, theirs in zip(own, _copied(work), others, strict=True)
+        np.where(is_own, ours + copied + joined, theirs + joined)
+        for ours, copied, theirs in zip(own, _copied(work), others, strict=True)
     )
     return forward, backward
 
@@ -206,7 +215,7 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
-    qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
+    qkv, queries = token * model.projected / layout.x, token * model.values / layout.x
     of_heads = attention_over_y(work) == "heads"
     joined = np.where(of_heads, 2 * (qkv + queries) / layout.y, 4 * token * model.hidden_size / layout.y)
     over_x = np.where((layout.x > 1) & (work.sequences_per_part > 1), joined, 0)
@@ -229,15 +238,24 @@ def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
     pass that can overlap with weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
-    again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)
-    every = (2 + 2 * work.model.mlps) * one
-    return every, every + again, (1 + work.model.mlps) * one + again
+    gathers = _gathers(work.model) * one
+    again = np.where(work.program.regather, gathers, 0.0)
+    every = gathers + (1 + work.model.mlps) * one
+    return every, every + again, gathers + again
+
+
+def _gathers(model: ModelShape) -> Number:
+    """Return how many tensors of the size of the residual stream a block gathers over x in its forward pass.
+
+    With latent attention, it gathers latents instead of hidden states.
+    """
+    return model.read_by_heads / model.hidden_size + model.mlps
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
-    qkv, queries = model.queries + 2 * model.keys, model.queries
+    qkv, queries = model.projected + model.latents, model.values
     statistics = model.norms / 2 * norm_seconds(work, group)
     sums = np.where(work.program.is_fourfold, model.mean_gate_up / np.maximum(model.mean_inner, 1), model.mlps)
     forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * model.mean_gate_up, sums, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from fourfold.planning.cost.optimizer_cost import (
 )
 from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
+from fourfold.planning.model_shape import ModelShape
+from fourfold.planning.workload import SCHEDULES, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """Categories of memory, at the moment when the most memory is in use.
@@ -171,7 +173,7 @@ def _weights_freed_by_the_end(work: Workload, layers: Number) -> Number:
     its last block."""
     if not np.any(_is_gradual(work)):
         return 0.0
-    freed = _freed_entries(work, (layers - 1) * work.model.block_weights)
+    freed = _freed_entries(work, (layers - 1) * work.block_weights)
     if not has_experts(work):
         return freed
     return freed + _freed_entries(states_of_experts(work), (layers - 1) * work.model.expert_weights)
@@ -186,12 +188,9 @@ def _freed_entries(work: Workload, entries: Number) -> Number:
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
     """Return the bytes of all weights except experts, on a rank with ``tables`` entries of tables. The four numbers are
     for parameters, gradients, optimizer states, and gradients that the optimizer copies."""
-    model, layout, step, program = work.model, work.layout, work.step, work.program
-    entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
-    copies = layout.dp * layout.cp
-    shards = layout.shards
-    item = step.item_bytes
-
+    layout, step, program = work.layout, work.step, work.program
+    entries = (layers * work.block_weights + tables) / (layout.x * layout.y)
+    copies, shards, item = layout.dp * layout.cp, layout.shards, step.item_bytes
     # fourfold and FSDP store shards, usually fp32, and gather 16-bit weights. Other programs store 16-bit weights.
     parameters = np.where(
         program.half_weights,
@@ -245,7 +244,8 @@ def _gathered(
     work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
     """Return the bytes of gathered weights for ``ones`` blocks of one kind and ``others`` blocks of a second kind."""
-    held = _gathered_entries(work, layers, tables, ones * one.block_weights + others * other.block_weights)
+    weights = ones * replace(work, model=one).block_weights + others * replace(work, model=other).block_weights
+    held = _gathered_entries(work, layers, tables, weights)
     if not has_experts(work):
         return held
     experts = ones * one.expert_weights + others * other.expert_weights
@@ -260,7 +260,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     """
     layout, step, program = work.layout, work.step, work.program
     item = step.item_bytes / (layout.x * layout.y)
-    every = item * (layers * work.model.block_weights + tables.every)
+    every = item * (layers * work.block_weights + tables.every)
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(_is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
@@ -269,7 +269,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
 
 def _summed(work: Workload, block: ModelShape) -> Number:
     """Return the bytes of a block's whole gradients while they are summed."""
-    held = _summed_entries(work, block.block_weights)
+    held = _summed_entries(work, replace(work, model=block).block_weights)
     return held + _summed_entries(states_of_experts(work), block.expert_weights) if has_experts(work) else held
 
 

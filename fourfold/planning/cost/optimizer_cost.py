@@ -17,6 +17,7 @@ from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms.exchange import exchange_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
+from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.workload import OPTIMIZERS, Workload
 
 STEPS = 5
@@ -79,16 +80,29 @@ def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
     model, hidden = work.model, work.model.hidden_size
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
     ups = model.gate_up / np.maximum(model.intermediate_size, 1)
+    each = np.where(model.has_latents, layers, 0)
 
-    def kind(number: Number, width: Number) -> Matrices:
-        return Matrices(np.where(np.greater(width, 0), number, 0), np.minimum(width, hidden), np.maximum(width, hidden))
+    def kind(number: Number, width: Number, other: Number = hidden) -> Matrices:
+        return Matrices(np.where(np.greater(width, 0), number, 0), np.minimum(width, other), np.maximum(width, other))
 
     return [
-        kind(2 * layers, model.queries),
-        kind(2 * layers, model.keys),
+        *(kind(each, width, other) for width, other in _of_latents(model)),
+        kind(2 * (layers - each), model.queries),
+        kind(2 * (layers - each), model.keys),
         kind((ups + 1) * dense, model.intermediate_size),
         kind(3 * sparse, model.shared_expert_intermediate_size),
         kind(3 * sparse * model.num_experts, model.moe_intermediate_size),
+    ]
+
+
+def _of_latents(model: ModelShape) -> list[tuple[Number, Number]]:
+    """Return the outputs and inputs of each matrix of latent attention."""
+    turned = model.queries * model.rotary_share
+    of_queries = np.where(np.greater(model.q_latent, 0), model.q_latent, model.hidden_size)
+    return [
+        *((width, model.hidden_size) for width in (model.q_latent, model.kv_latent, model.shared_key, model.values)),
+        *((width, of_queries) for width in (turned, model.queries - turned)),
+        *((width, model.kv_latent) for width in (model.queries - turned, model.values)),
     ]
 
 

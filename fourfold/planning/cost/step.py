@@ -136,7 +136,7 @@ def slowest_of(count: Number) -> Number:
 
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Layer:
     """Return the seconds of one block for one micro-batch, by part."""
-    for_weights = work.model.block_weights * _seconds_for_a_weight(work, machine, constants)
+    for_weights = work.block_weights * _seconds_for_a_weight(work, machine, constants)
     if has_experts(work):
         of_experts = _seconds_for_a_weight(states_of_experts(work), machine, constants)
         for_weights = for_weights + work.model.expert_weights * of_experts
@@ -267,7 +267,7 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 def _entries_stepped(work: Workload) -> Number:
     """Return the number of entries in a rank's shard of the weights, without experts."""
     layout = work.layout
-    held = work.model.num_hidden_layers * work.model.block_weights / layout.pp + work.table_weights
+    held = work.model.num_hidden_layers * work.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 

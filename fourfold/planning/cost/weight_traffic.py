@@ -45,7 +45,7 @@ class WeightTraffic(ArrayFields):
 
 def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
     """Return the seconds for each case of ``work``."""
-    weights, table = work.model.block_weights, work.model.padded_vocab_size * work.model.hidden_size
+    weights, table = work.block_weights, work.model.padded_vocab_size * work.model.hidden_size
     twice = weight_traffic_seconds(work, machine, constants, weights, 2)
     outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
     of_table = weight_traffic_seconds(work, machine, constants, table, 1)
@@ -108,7 +108,7 @@ def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants
     during the next forward pass.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    weights = (model.num_hidden_layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
+    weights = (model.num_hidden_layers / layout.pp * work.block_weights + work.table_weights) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     across = group_of(copies, layout.x * layout.y * layout.z, machine, constants)
     wide = shard_group_of(copies * layout.z, layout.x * layout.y, program.shards_per_node, machine, constants)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -158,6 +159,7 @@ def _sizes(work: Workload) -> Sizes:
         "batch": step.global_batch_size,
         "float8": step.bits == 8, "experts": model.num_experts, "expert_inner": model.moe_intermediate_size,
         "shared_inner": model.shared_expert_intermediate_size,
+        "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
         # Sizes of matmuls would otherwise exceed 32 bits.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),

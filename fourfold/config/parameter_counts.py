@@ -1,0 +1,72 @@
+"""Count the parameters of a decoder, given its sizes."""
+
+from __future__ import annotations
+
+from fourfold.config.model import ModelConfig
+from fourfold.errors import UserError
+
+MOST_PARAMETERS = 2**58
+"""Largest number of parameters. With more, sizes in bytes overflow 64 bits."""
+
+
+def check_countable(model: ModelConfig) -> None:
+    """Raise ``UserError`` if the model has so many parameters that their bytes overflow 64 bits."""
+    if num_parameters(model) > MOST_PARAMETERS:
+        raise UserError(
+            f"a model of {num_parameters(model):.2g} parameters is beyond any machine; make model.hidden_size = "
+            f"{model.hidden_size} or model.num_hidden_layers = {model.num_hidden_layers} smaller"
+        )
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters, including vocabulary padding. Tied weights count once."""
+    hidden = model.hidden_size
+    embeddings = model.padded_vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    if model.position_embedding == "learned":
+        embeddings += model.max_position_embeddings * hidden
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    dense = model.num_hidden_layers - model.sparse_layers
+    layers = dense * (_attention_and_norms(model) + _mlp(model)) + model.sparse_layers * parameters_per_layer(model)
+    return embeddings + norm + layers
+
+
+def parameters_per_layer(model: ModelConfig) -> int:
+    """Return the number of parameters of a layer, or of a layer with experts if there are any."""
+    return _attention_and_norms(model) + (_mixture(model, model.num_experts) if model.num_experts else _mlp(model))
+
+
+def active_parameters_per_layer(model: ModelConfig) -> int:
+    """Return the number of a layer's parameters that one token is multiplied by."""
+    return _attention_and_norms(model) + (
+        _mixture(model, model.num_experts_per_tok) if model.num_experts else _mlp(model)
+    )
+
+
+def _attention_and_norms(model: ModelConfig) -> int:
+    hidden = model.hidden_size
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    if model.kv_lora_rank:
+        values, latents = model.num_attention_heads * model.v_head_dim, model.q_lora_rank + model.kv_lora_rank
+        plain = model.num_attention_heads * model.qk_nope_head_dim
+        attention = hidden * (latents + model.qk_rope_head_dim) + latents + queries * (model.q_lora_rank or hidden)
+        attention += model.kv_lora_rank * (plain + values) + values * hidden
+    attention += (queries + 2 * keys) * model.attention_bias + hidden * model.attention_output_bias
+    attention += model.num_attention_heads * model.attention_sinks
+    normed = queries + keys if model.qk_norm_over == "all_heads" else 2 * model.head_dim
+    return attention + normed * model.qk_norm + (4 if model.norm_placement == "around" else 2) * norm
+
+
+def _mlp(model: ModelConfig) -> int:
+    hidden, inner, ups = model.hidden_size, model.intermediate_size, 2 if model.gated_mlp else 1
+    return (ups + 1) * hidden * inner + (ups * inner + hidden) * model.mlp_bias
+
+
+def _mixture(model: ModelConfig, experts: int) -> int:
+    """Return the number of parameters of a router, of ``experts`` experts, and of the shared expert."""
+    hidden, shared = model.hidden_size, model.shared_expert_intermediate_size
+    width = experts * model.moe_intermediate_size + shared
+    router = model.num_experts * (hidden + model.router_bias + model.mlp_bias)
+    biases = (2 * width + hidden * (experts + (shared > 0))) * model.mlp_bias
+    return router + 3 * hidden * width + biases + hidden * model.shared_expert_gate

@@ -1,0 +1,64 @@
+"""Multi-head latent attention on the grid.
+
+The latents are placed like the residual stream: each x rank has its own tokens, and each y rank its own channels. So
+the projections to the latents gather no tokens, and the projections from the latents gather latents instead of hidden
+states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from fourfold.config.layout import AttentionSplit, ContextMethod
+from fourfold.config.run import OverlapConfig
+from fourfold.models.causal_attention import AttentionContext
+from fourfold.models.latent_attention import LatentCore, join_channels, without_padding
+from fourfold.models.recomputation import recomputable
+from fourfold.parallel.attention.attention import OVER_Y, SharedAttentionCore
+from fourfold.parallel.grid.communicate import gather
+from fourfold.parallel.grid.grid import Axis, Grid
+from fourfold.parallel.tensor.linear import SHARED_DIM, TOKEN_DIM, Linear4D, LinearGroup
+from fourfold.parallel.tensor.sharding import Tile
+
+
+class LatentLinear(Linear4D):
+    """Projects each x rank's own tokens to latents. The weight is [c, H/y], and the output [B, T, c/y]."""
+
+    def token_axis(self, grid: Grid) -> Axis:
+        return replace(grid.x, size=1, rank=0)
+
+    def weight_tile(self) -> Tile:
+        return Tile(y=1, partial_over=("x",))
+
+
+def latent_projections(linears: nn.ModuleDict, grid: Grid, overlap: OverlapConfig) -> LinearGroup:
+    """Return the projections to the latents, on the grid."""
+    return LinearGroup(linears, grid, "features", "latents", overlap, LatentLinear)
+
+
+class SharedLatentCore(SharedAttentionCore):
+    """The core of latent attention, for this rank's share of the work. See ``SharedAttentionCore``."""
+
+    def __init__(self, core: LatentCore, grid: Grid, split: AttentionSplit, method: ContextMethod, heads: int) -> None:
+        super().__init__(core, grid, split, method, heads, heads)
+        self.widths = core.widths
+        self.token_dim = TOKEN_DIM[OVER_Y[split]]
+        self.shared_dim = None if split == "heads" else SHARED_DIM[OVER_Y[split]]
+
+    @recomputable
+    def forward(  # type: ignore[override]  # the core of latent attention has other inputs
+        self, q_nope: Tensor, q_rope: Tensor, k_rope: Tensor, k_nope: Tensor, v: Tensor, context: AttentionContext
+    ) -> Tensor:
+        q, k, v = join_channels(q_nope, q_rope, self._for_my_heads(k_rope), k_nope, v, self.widths)
+        return without_padding(self.attend_share(q, k, v, context), self.widths)
+
+    def _for_my_heads(self, k_rope: Tensor) -> Tensor:
+        """Return the key channels that all heads share, for the tokens of ``k_nope``.
+
+        The backward pass sums their gradients over the heads of all ranks.
+        """
+        k_rope = gather(k_rope, self.y, 2, "attention: shared key")
+        k_rope = gather(k_rope, self.x, self.token_dim, "attention: shared key")
+        return k_rope if self.shared_dim is None else k_rope.chunk(self.y.size, self.shared_dim)[self.y.rank]
