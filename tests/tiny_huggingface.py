@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fourfold.huggingface.architectures.config_json import model_of, read_config
@@ -264,6 +264,13 @@ def ours_of(folder: Path) -> Transformer:
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Return all weights in the files of a folder."""
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def rewrite(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Replace a folder's weights."""
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    save_file(weights, folder / "model.safetensors")
 
 
 def tokens() -> Tensor:

@@ -36,12 +36,13 @@ class PackedMatrices:
     names: tuple[str, str]
     """The names of the tensor of blocks [E, out, in/32, 16] and of the tensor of scales [E, out, in/32]."""
 
-    def read_into(self, out_OI: Tensor, expert: int, rows: slice, columns: slice) -> None:
+    def read_into(self, out_OI: Tensor, expert: int | None, rows: slice, columns: slice) -> None:
         """Copy part of one expert's matrix to ``out_OI``.
 
         Raises:
             UserError: a value is too large for the dtype of ``out_OI``.
         """
+        assert expert is not None
         whole_blocks = slice(columns.start // BLOCK, math.ceil(columns.stop / BLOCK))
         part = (slice(expert, expert + 1), rows, whole_blocks)
         blocks, scales = (self.files.read_bytes(name, part)[0] for name in self.names)

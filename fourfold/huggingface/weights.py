@@ -14,6 +14,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
 from fourfold.huggingface.file_formats import BUFFERS, FORMATS, HEAD
+from fourfold.huggingface.fp8_blocks import ScaledMatrix, scaled_in
 from fourfold.huggingface.mxfp4 import PackedMatrices, packed_in
 from fourfold.huggingface.weight_names import TensorPiece, TheirTensor, head_of, name_map
 from fourfold.models.tensor_files import TensorFiles, whole_or_part
@@ -39,10 +40,11 @@ class Pretrained:
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
-        self._packed: dict[str, PackedMatrices] = {}
-        """Hugging Face tensors that these files store in MXFP4, by name."""
+        self._packed: dict[str, PackedMatrices | ScaledMatrix] = {}
+        """Hugging Face tensors that these files store in MXFP4 or in blocks of FP8, by name."""
         for tensor in self.tensors:
-            if tensor.is_stacked and (packed := packed_in(self.files, self._names_in_files(tensor.name), tensor.shape)):
+            read = packed_in if tensor.is_stacked else scaled_in
+            if packed := read(self.files, self._names_in_files(tensor.name), tensor.shape):
                 self._packed[tensor.name] = packed
         whole = [tensor for tensor in self.tensors if tensor.name not in self._packed]
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in whole}
@@ -53,9 +55,10 @@ class Pretrained:
         """Return the stored dtype of one of our parameters. Raise ``UserError`` if its experts have different
         dtypes."""
         tensors = [tensor for tensor, _ in self._places[name]]
-        if tensors[0].name in self._packed:
-            return torch.bfloat16
-        types = {self.files.dtype(self._names[tensor.name]) for tensor in tensors}
+        types = {
+            torch.bfloat16 if tensor.name in self._packed else self.files.dtype(self._names[tensor.name])
+            for tensor in tensors
+        }
         if len(types) > 1:
             raise UserError(
                 f"{self.files.folder}: the experts of {name} are stored in several types; convert them to one"
@@ -97,7 +100,6 @@ class Pretrained:
             return
         for here, there in piece.runs(rows):
             if tensor.name in self._packed:
-                assert stacked_expert is not None
                 self._packed[tensor.name].read_into(out[here], stacked_expert, there, slices[1])
                 continue
             theirs, part = out[here], (there, *slices[1:])

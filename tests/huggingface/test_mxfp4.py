@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from mutation import mutated
-from safetensors.torch import save_file
-from tiny_huggingface import make_model, ours_of, tokens, weights_of
+from tiny_huggingface import make_model, ours_of, rewrite, tokens, weights_of
 from torch import Tensor
 
 from fourfold.errors import UserError
@@ -22,13 +21,6 @@ transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 96, "intermediate_size": 64}
 PACKED = ("gate_up_proj", "down_proj")
-
-
-def rewrite(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Replace a folder's weights."""
-    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
-        file.unlink(missing_ok=True)
-    save_file(weights, folder / "model.safetensors")
 
 
 def pack(folder: Path) -> dict[str, Tensor]:

@@ -19,7 +19,12 @@ PRECISIONS = ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"
 
 def random_table(seed: int) -> Table:
     """Return the sections of a legal run file on two to eight processes. They depend only on the seed."""
-    draw = random.Random(seed)
+    table, draw = _random_table(random.Random(seed)), random.Random(f"latents of {seed}")
+    latent = _with_latents(draw, table)
+    return latent if draw.random() < 0.2 and is_legal(latent) else table
+
+
+def _random_table(draw: random.Random) -> Table:
     while True:
         table = _draw(draw)
         if is_legal(table):
@@ -184,6 +189,31 @@ def _model(draw: random.Random) -> dict[str, Any]:
         if draw.random() < 0.2:
             model["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     return model
+
+
+NOT_OF_LATENTS = {
+    "attention_bias", "attention_output_bias", "qk_norm", "qk_norm_over", "sliding_window", "layer_types", "head_dim",
+    "rope_local_base_freq", "partial_rotary_factor",
+}  # fmt: skip
+
+
+def _with_latents(draw: random.Random, table: Table) -> Table:
+    """Return a run file whose model has latent attention."""
+    model = {key: value for key, value in table["model"].items() if key not in NOT_OF_LATENTS}
+    model |= {
+        "position_embedding": "rope",
+        "num_key_value_heads": model["num_attention_heads"],
+        "kv_lora_rank": draw.choice((12, 24)),
+        "q_lora_rank": draw.choice((0, 24)),
+        "qk_nope_head_dim": draw.choice((4, 8)),
+        "qk_rope_head_dim": draw.choice((4, 12)),
+        "v_head_dim": draw.choice((6, 8)),
+    }
+    latent = {**table, "model": model, "overlap": {**table["overlap"], "batch_parts": 1}}
+    latent["training"] = {**table["training"], "tuned_products": "off"}
+    if "lora" in table:
+        latent["lora"] = {key: value for key, value in table["lora"].items() if key != "targets"}
+    return latent
 
 
 def _grid(draw: random.Random) -> dict[str, Any]:

@@ -164,8 +164,8 @@ def _check_zeros(given: Mapping[str, Any], keys: Mapping[str, Any], family: Fami
 
 
 def _check_quantization(settings: Any, family: Family, where: str) -> None:
-    is_mxfp4 = isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
-    if settings and not (is_mxfp4 and family.has_mxfp4_files):
+    given = {key: settings.get(key) for key in family.quantization} if isinstance(settings, Mapping) else None
+    if settings and not (family.quantization and given == family.quantization):
         raise UserError(
             f"{where}: {QUANTIZED} = {shown(settings)}; quantized weights are not read: name the "
             "folder of the unquantized model"

@@ -284,7 +284,7 @@ FAMILIES: dict[str, Family] = {
         other_names={"num_experts": "num_local_experts"},
         slides=_all_but_every(2),
         lists_layer_types=True,
-        has_mxfp4_files=True,
+        quantization={"quant_method": "mxfp4"},
     ),
 }
 FAMILIES |= variants_of(FAMILIES)

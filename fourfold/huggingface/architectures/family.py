@@ -66,8 +66,8 @@ class Family:
     rotating_layers: Literal["all", "sliding", "listed"] = "all"
     """Layers with rotary embeddings: all of them, only sliding-window layers if there is a window, or the layers that
     no_rope_layers lists."""
-    has_mxfp4_files: bool = False
-    """Whether files can store the experts' weights in MXFP4."""
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    """Keys and values of the quantization_config of files whose quantized weights can be read."""
 
     def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
         """Return an architecture with other entries in these tables. A key that becomes None is not read."""

@@ -43,6 +43,7 @@ def variants_of(families: dict[str, Family]) -> dict[str, Family]:
         {"attention_bias": False, "qk_norm": False},
         required={"rope_interleave": (True,), "attention_bias": (False,)},
         partial_rotary_factor=None,
+        quantization={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
     return {
         "deepseek_v3": deepseek,

@@ -1,0 +1,68 @@
+"""Read matrices that files store in 8 bits, with one float32 factor for each block of 128 rows and 128 columns.
+
+DeepSeek-V3's files store its linear layers like this (arXiv 2412.19437, section 3.3.2). The tensor of factors is named
+``weight_scale_inv``, although values are multiplied by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import UserError
+from fourfold.models.tensor_files import TensorFiles
+
+BLOCK = 128
+"""Number of rows and of columns that share a factor. The last blocks may be smaller."""
+
+SUFFIX = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A matrix in FP8 (E4M3), and the factors of its blocks."""
+
+    files: TensorFiles
+    names: tuple[str, str]
+    """The names of the matrix and of its factors."""
+
+    def read_into(self, out_OI: Tensor, expert: int | None, rows: slice, columns: slice) -> None:
+        """Copy part of the matrix to ``out_OI``. ``expert`` is None, because each expert has its own matrix.
+
+        Raises:
+            UserError: a value is NaN or infinite in the dtype of ``out_OI``.
+        """
+        assert expert is None
+        name, factors = self.names
+        of_factors = tuple(slice(0, size) for size in self.files.shapes[factors])
+        whole = torch.empty(self.files.shapes[factors])
+        self.files.read_into(whole, factors, of_factors)
+        row_blocks, column_blocks = (
+            torch.arange(each.start, each.stop, each.step or 1) // BLOCK for each in (rows, columns)
+        )
+        values = self.files.read_bytes(name, (rows, columns)).view(torch.float8_e4m3fn).float()
+        # The weights count as bf16, like those that DeepSeek's own program converts, whatever the dtype of ``out_OI``.
+        out_OI.copy_((values * whole[row_blocks][:, column_blocks]).bfloat16())
+        if not out_OI.isfinite().all():
+            raise UserError(
+                f"{self.files.file_of[name]}: the tensor {name} has values that are NaN or infinite in {out_OI.dtype}; "
+                "the file is damaged, or another type is needed"
+            )
+
+
+def scaled_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> ScaledMatrix | None:
+    """Return the matrix that files store in FP8 under one of these names, or None.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or is of another type.
+    """
+    name = next((name for name in names if name + SUFFIX in files.shapes), None)
+    if name is None:
+        return None
+    factors = files.find([name + SUFFIX], tuple(math.ceil(size / BLOCK) for size in shape))
+    files.check_bytes(files.find([name], shape), "F8_E4M3")
+    return ScaledMatrix(files, (name, factors))
