@@ -18,15 +18,16 @@ SIX = YOUTU | SIX_HEADS | {"num_key_value_heads": 6, "head_dim": 12}
 
 LATENTS = [
     Mutant(
-        "the gradient of the key that heads share is not summed over x (Megatron-LM#6839)",
+        "the gradient of the key that heads share is not summed over x",
         "parallel.attention.latent_core:SharedLatentCore._for_my_heads",
         'gather(k_rope, self.x, self.token_dim, "attention: shared key")',
-        "k_rope + (gather(k_rope, self.x, self.token_dim, 'attention: shared key') - k_rope).detach()",
+        "__import__('fourfold.parallel.grid.communicate', fromlist=['x'])."
+        "whole(k_rope, self.x, self.token_dim, 'attention: shared key')",
         YOUTU,
         X2,
     ),
     Mutant(
-        "the gradient of the key that heads share is not summed over y (AReno#496)",
+        "the gradient of the key that heads share is not summed over y",
         "parallel.attention.latent_core:SharedLatentCore._for_my_heads",
         'gather(k_rope, self.y, 2, "attention: shared key")',
         "__import__('fourfold.parallel.grid.communicate', fromlist=['x'])."
@@ -70,7 +71,7 @@ LATENTS = [
         ONE_SEQUENCE,
     ),
     Mutant(
-        "scores lack the factor of mscale_all_dim (optimum-intel#1877)",
+        "scores lack the factor of mscale_all_dim",
         "config.model:ModelConfig._fill_and_check",
         "self.kv_lora_rank and self.rope_scaling is not None and self.rope_scaling.mscale_all_dim",
         "False",

@@ -16,8 +16,20 @@ PUBLISHED = {
         "a resumed run reads its data from the beginning",
         "the trainer's first batch after resuming",
     ),
+    "AReno #496": (
+        "the gradient of the key that heads share is not summed over y",
+        "every batch, with latent attention",
+    ),
     "Megatron-LM #1446": ("gradients of norm layers and biases are not summed over y", "every batch"),
+    "Megatron-LM #6839": (
+        "the gradient of the key that heads share is not summed over x",
+        "every batch, with latent attention",
+    ),
     "Megatron-LM #6717, #7207": ("the validation loss counts only one rank", "labels spread unevenly over ranks"),
+    "optimum-intel #1877": (
+        "scores lack the factor of mscale_all_dim",
+        "every batch, with latent attention and YaRN",
+    ),
     "TransformerEngine #715 (ROCm)": ("the gradient norm counts shared weights once for each rank", "every batch"),
     "transformers #34191": (
         "the mean is over micro-batches, not over the tokens of a step",
