@@ -144,13 +144,6 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     assert float(tracked.machine["memory_gib"]) > 0
 
 
-@pytest.mark.parametrize("name", ["mlflow", "trackio"])
-def test_a_run_file_of_a_version_that_had_a_tracker_loads_if_it_was_off(tmp_path: Path, name: str) -> None:
-    load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": False}))
-    with pytest.raises(UserError, match=rf"unknown key 'metrics.{name}'; fourfold does not record runs in .*; set"):
-        load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": True}))
-
-
 def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     changes = {"metrics__tensorboard": True, "checkpoint__interval": 2, "validation__interval": 4}
