@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def measure_quality(
         UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
     """
     length = max(map(len, windows))
-    config = replace(config, prefill="simulate", min_seq=0)
+    config = config.model_copy(update={"prefill": "simulate", "min_seq": 0})
     k = config.key_count(length)
     if k >= length:
         raise UserError(
@@ -69,7 +68,7 @@ def measure_quality(
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = replace(config, d=basis.head_dim, d_f=None, variance=None)
+    exact = config.model_copy(update={"d": basis.head_dim, "d_f": None, "variance": None})
     variants = {
         "loki": (basis, config),
         "oracle": (basis, exact),
@@ -141,9 +140,9 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
     These settings rank keys by the mean number of dims that the real basis uses.
     """
     if config.variance is None:
-        return replace(config, basis="best")
+        return config.model_copy(update={"basis": "best"})
     dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
-    return replace(config, variance=None, d=round(sum(dims) / len(dims)), basis="best")
+    return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
 @contextmanager
