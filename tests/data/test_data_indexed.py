@@ -107,7 +107,7 @@ def test_damaged_index_is_refused(tmp_path: Path, case: str) -> None:
 def test_missing_and_truncated_tokens_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "c")
     (tmp_path / "c.bin").write_bytes(bytes(10))
-    with pytest.raises(UserError, match="expects 16 bytes of tokens, but .* has 10"):
+    with pytest.raises(UserError, match=r"expects 16 bytes of tokens, but .* has 10"):
         IndexedDataset(tmp_path / "c")
     (tmp_path / "c.bin").unlink()
     with pytest.raises(UserError, match=r"c\.bin does not exist"):
