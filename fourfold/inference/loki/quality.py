@@ -8,7 +8,7 @@ ranks keys by random directions, so a calibration must be better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,10 @@ CHUNK_LOGITS = 1 << 25
 """Number of float32 logits in memory at a time."""
 
 Windows = Sequence[Sequence[int]]
-Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
 
 
 @torch.no_grad()
-def measure_quality(
-    model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
-) -> dict[str, Any]:
+def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
@@ -51,7 +48,6 @@ def measure_quality(
         windows: Lists of token ids.
         basis: The result of ``calibrate`` for this model.
         config: Loki's settings.
-        progress: A function that wraps the windows to show progress.
 
     Returns:
         Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
@@ -74,12 +70,12 @@ def measure_quality(
         "oracle": (basis, exact),
         "random": (basis.random(), _with_as_many_dims(config, basis)),
     }
-    perplexity = {"dense": _perplexity(model, progress(windows))}
+    perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
     widths: dict[str, list[int | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
         with _probed(model, ranked_by, chosen_by) as (probes, dims):
-            perplexity[name] = _perplexity(model, progress(windows))
+            perplexity[name] = _perplexity(model, windows)
         found[name] = [_summary(probe) for probe in probes]
         widths[name] = dims
     layers = [
@@ -165,7 +161,7 @@ def _probed(
         disable_loki(model)
 
 
-def _perplexity(model: PreTrainedModel, windows: Iterable[Sequence[int]]) -> float:
+def _perplexity(model: PreTrainedModel, windows: Windows) -> float:
     """Return exp of the mean loss over all tokens except the first token of each window."""
     total, count = 0.0, 0
     for window in windows:
