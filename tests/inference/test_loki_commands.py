@@ -178,7 +178,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
     calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "x")
     evaluate = ("loki", "evaluate", "--model", model, "--basis", basis)
     for arguments, words in (
-        ((*loki, "--loki", "k=0"), "k = 0: must be an integer ≥ 1, such as 1"),
+        ((*loki, "--loki", "k=0"), "k = '0': must be an integer ≥ 1, such as 1"),
         ((*loki, "--loki", "d=9"), "more than the 8 dims"),
         ((*loki, "--loki", "kf=0.5"), "there is no key kf; use k_f"),
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
