@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from validation_page.published_table import published_table
+
 from fourfold.parsing import parse_toml
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY

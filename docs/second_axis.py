@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from validation_page.published_runs import base_of
+from validation_page.published_table import published_table
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.plan import Prediction, make_plan
 from fourfold.planning.search.space import SearchLimits

@@ -22,6 +22,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def changed(config: LokiConfig, **values: Any) -> LokiConfig:
+    return config.model_copy(update=values)
+
+
 def loki_model(name: str = "llama", kv_heads: int = 2, seed: int = 0, **changes: Any) -> Any:
     """Return a model with eight query heads, and logits of size about 1."""
     import transformers

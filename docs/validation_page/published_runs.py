@@ -9,7 +9,6 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.run_workload import workload_of_model
@@ -17,6 +16,7 @@ from fourfold.planning.search.plan import Prediction, make_plan, predict
 from fourfold.planning.search.space import SearchLimits
 from fourfold.planning.workload import Workload
 from validation_page.axonn_layouts import tried_layouts
+from validation_page.published_table import published_table
 
 AXONN = SearchLimits(
     fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), batch_parts=(1,)

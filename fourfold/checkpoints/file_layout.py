@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
@@ -272,11 +273,7 @@ def is_empty(box: Box) -> bool:
 
 def _unravel(number: int, sizes: list[int]) -> list[int]:
     """Return the index on each axis for a row-major index."""
-    place = []
-    for size in reversed(sizes):
-        number, each = divmod(number, size)
-        place.append(each)
-    return place[::-1]
+    return [int(place) for place in np.unravel_index(number, sizes)]
 
 
 def _ravel(places: list[tuple[int, int]]) -> int:

@@ -102,12 +102,11 @@ class CheckpointState(Strict):
     stream: StreamPosition | None = None
     """Position where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """The section [masks], which selects the tokens that count in the loss. None in older checkpoints."""
+    """The section [masks], which selects the tokens that count in the loss. None for imported models."""
     optimization: dict[str, Any] | None = None
-    """The result of `compared_settings`. None in older checkpoints and for imported models."""
-    first_samples: dict[str, str] | str | None = None
-    """Digests of the data on disk (`Corpora.first_samples`). Older checkpoints have only the digest of the training
-    tokens."""
+    """The result of `compared_settings`. None for imported models."""
+    first_samples: dict[str, str] | None = None
+    """Digests of the data on disk (`Corpora.first_samples`)."""
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
@@ -197,16 +196,13 @@ def read_state(path: Path) -> CheckpointState:
         raise DamagedCheckpoint(f"{file} is damaged: it is not a file{ELSEWHERE}")
     try:
         text = file.read_text(encoding="utf-8")
+        check_small_file(file)
         known = parse_json(text)
-        has_manifest = any(path.glob("manifest-*.json"))  # The first format had no version number.
-        if has_manifest:
-            check_small_file(file)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(
                 f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}; use "
                 "the version that wrote it"
             )
-        check_small_file(file)
         state = CheckpointState.model_validate_json(text)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}{ELSEWHERE}") from None

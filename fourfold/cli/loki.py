@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +9,7 @@ import typer
 
 from fourfold.cli import loki_options as options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
+from fourfold.cli.working import working
 from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:
@@ -66,7 +65,8 @@ def calibrate(
     with as_huggingface(model) as names:
         opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
         kinds = ("pre", "post") if basis == "both" else (basis,)
-        found = find_basis(opened, windows, kinds, _progress("calibrating"))
+        with working("Calibrating"):
+            found = find_basis(opened, windows, kinds)
     found.save(out)
     record = {"basis": str(out), "model": model, **found.record()}
     show(record, as_json, rank_table)
@@ -119,7 +119,8 @@ def evaluate(
         opened, own, found = _open(folders, tokenizer, dtype, device, text, seq_len, None)
         for_tasks = checked_tokenizer(own) if names else None
         if text:
-            record |= measure_quality(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
+            with working("Evaluating"):
+                record |= measure_quality(opened, found[:windows], ranked_by, on_text)
         if for_tasks is not None:
             record["tasks"] = compare_tasks(opened, for_tasks, ranked_by, in_tasks, names, limit, include_path)
     show(record, as_json, loki_tables)
@@ -149,13 +150,3 @@ def _open(
     for window in windows:
         checked_ids(model, window)
     return model, text, windows
-
-
-def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """Return a progress bar if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return iter
-    from rich.console import Console
-    from rich.progress import track
-
-    return lambda items: track(items, description=name, console=Console(stderr=True), transient=True)

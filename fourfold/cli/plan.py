@@ -144,9 +144,6 @@ def validate(
         list[Path],
         typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first. Repeatable."),
     ] = [],  # noqa: B006
-    machine_only: Annotated[
-        bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
-    ] = False,
     leave_out: Annotated[
         Literal["source", "machine"] | None,
         typer.Option(
@@ -166,7 +163,7 @@ def validate(
     from fourfold.reports.plan_terminal import validation_tables
 
     with working("Predicting the rows"):
-        result = compare(file or measured_table(), calibrate_on, machine_only, leave_out)
+        result = compare(file or measured_table(), calibrate_on, leave_out)
     show(result.record(rows), as_json, lambda _: validation_tables(result, rows))
 
 

@@ -56,10 +56,6 @@ def prepare(
     text_key: Annotated[
         str, _of_text(help="The key, or column, that holds the text. You can give several, separated by commas.")
     ] = "text",
-    encoding: Annotated[
-        str | None,
-        _of_text(help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark."),
-    ] = None,
     workers: Annotated[int | None, _of_text(help="Processes. Default: one per core. The result is the same.")] = None,
     eos_token: Annotated[
         str | None,
@@ -111,7 +107,6 @@ def prepare(
             "--canaries": canaries,
             "--workers": workers,
             "--text-key": text_key != "text",
-            "--encoding": encoding,
             "--force": force,
         }
         for name, value in refused.items():
@@ -137,7 +132,6 @@ def prepare(
             train_tokenizer_vocab=train_tokenizer,
             workers=workers,
             text_key=text_key,
-            encoding=encoding,
             canaries=wanted,
             force=force,
             **common,

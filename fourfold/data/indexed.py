@@ -19,7 +19,7 @@ fourfold writes one sequence per document. It refuses multimodal files, which ha
 import array
 import os
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -81,8 +81,7 @@ def check_exists(prefix: str | Path) -> None:
 class IndexedDataset:
     """A corpus on disk, read as one stream of tokens with known document starts.
 
-    Both files are memory-mapped. Opening takes one pass over the index and no memory, unless the sequences in the .bin
-    are not contiguous. Megatron's own tools never write such files.
+    Both files are memory-mapped. Opening takes one pass over the index and no memory.
 
     Attributes:
         prefix: Path without a suffix.
@@ -102,15 +101,8 @@ class IndexedDataset:
         self._map_index()
         self._bin_bytes = self._bin.stat().st_size
         self._check_documents()
-        self._contiguous, total_bytes = self._check_sequences()
-        if self._contiguous and total_bytes != self._bin_bytes:
-            self._refuse(f"expects {total_bytes} bytes of tokens, but {self._bin} has {self._bin_bytes}")
-        self.tokens = total_bytes // self.dtype.itemsize
-        # First byte of each sequence in the stream. The stream is contiguous even if the .bin is not.
-        self._starts: NDArray[np.int64] = self._pointers
-        if not self._contiguous:
-            sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
-            self._starts = sizes.cumsum() - sizes
+        self._check_sequences()
+        self.tokens = self._bin_bytes // self.dtype.itemsize
         self._stream = np.empty(0, self.dtype)
         if self._bin_bytes:  # An empty file cannot be mapped.
             self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
@@ -131,9 +123,7 @@ class IndexedDataset:
     def read(self, start: int, length: int) -> NDArray[np.integer]:
         """Return tokens [start, start + length) of the stream in the stored dtype. Do not write to the array."""
         assert 0 <= start <= start + length <= self.tokens, (start, length, self.tokens)
-        if self._contiguous:
-            return self._stream[start : start + length]
-        return self._gather(start, length)
+        return self._stream[start : start + length]
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document starts within tokens [start, start + length), ascending and relative to `start`.
@@ -147,19 +137,6 @@ class IndexedDataset:
         end = bisect_left(self._boundaries, last, lo=begin)
         starts: NDArray[np.int64] = self._starts[self._boundaries[begin:end]] // itemsize - start
         return starts
-
-    def _gather(self, start: int, length: int) -> NDArray[np.integer]:
-        itemsize = self.dtype.itemsize
-        sequence = bisect_right(self._starts, start * itemsize) - 1
-        skipped = start - int(self._starts[sequence]) // itemsize
-        found = [np.empty(0, self.dtype)]
-        while length > 0:
-            begin = int(self._pointers[sequence]) // itemsize + skipped
-            taken = min(length, int(self.lengths[sequence]) - skipped)
-            found.append(self._stream[begin : begin + taken])
-            length -= taken
-            sequence, skipped = sequence + 1, 0
-        return np.concatenate(found)
 
     def _map_index(self) -> None:
         size = self._idx.stat().st_size
@@ -184,7 +161,7 @@ class IndexedDataset:
         lengths_end = _HEADER.size + 4 * sequences
         pointers_end = lengths_end + 8 * sequences
         self.lengths = mapped[_HEADER.size : lengths_end].view("<i4")
-        self._pointers = mapped[lengths_end:pointers_end].view("<i8")
+        self._starts = mapped[lengths_end:pointers_end].view("<i8")
         self._boundaries = mapped[pointers_end:].view("<i8")
 
     def _check_documents(self) -> None:
@@ -195,21 +172,19 @@ class IndexedDataset:
             if (np.diff(boundaries[begin : begin + CHECKED_AT_ONCE + 1]) < 0).any():
                 self._refuse("has document boundaries that do not ascend")
 
-    def _check_sequences(self) -> tuple[bool, int]:
-        """Return whether the sequences are contiguous from byte 0, and their total number of bytes."""
-        contiguous, total = True, 0
+    def _check_sequences(self) -> None:
+        """Check that the sequences fill the .bin one after another, as Megatron's own tools write them."""
+        total = 0
         for begin in range(0, len(self.lengths), CHECKED_AT_ONCE):
             sizes = self.lengths[begin : begin + CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
-            pointers = self._pointers[begin : begin + CHECKED_AT_ONCE]
             if (sizes < 0).any():
                 self._refuse("has a sequence of negative length")
-            outside = (pointers < 0) | (pointers > self._bin_bytes - sizes) | (pointers % self.dtype.itemsize != 0)
-            if outside.any():
-                sequence = begin + int(outside.argmax())
-                self._refuse(f"places sequence {sequence} outside the {self._bin_bytes} bytes of {self._bin}")
-            contiguous &= bool((pointers == total + sizes.cumsum() - sizes).all())
+            astray = self._starts[begin : begin + CHECKED_AT_ONCE] != total + sizes.cumsum() - sizes
+            if astray.any():
+                self._refuse(f"does not place sequence {begin + int(astray.argmax())} right after the previous one")
             total += int(sizes.sum())
-        return contiguous, total
+        if total != self._bin_bytes:
+            self._refuse(f"expects {total} bytes of tokens, but {self._bin} has {self._bin_bytes}")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"{self._idx} {what}; prepare the corpus again")

@@ -23,9 +23,8 @@ from fourfold.data.manifest import (
 )
 from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
-from fourfold.data.shards import cut_into_shards, digest, read_decodings
-from fourfold.data.sources import TEXT_SUFFIXES, InputFile, list_inputs, list_left_out, read_documents
-from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles, describe_files, resolve_encoding
+from fourfold.data.shards import cut_into_shards, digest
+from fourfold.data.sources import InputFile, list_inputs, list_left_out, read_documents
 from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError, given_as
@@ -33,6 +32,7 @@ from fourfold.processes import available_cores
 
 _TRAINING_BYTES = 1 << 30  # Maximum number of bytes to train a tokenizer on. More would take hours and change little.
 _TRAINING_SAMPLE_SEED = 0
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class _Request:
     validation_fraction: float
     seed: int
     canaries: Canaries | None
-    encoding: str | None = None
 
     def digest(self) -> str:
         planted = [] if self.canaries is None else [asdict(self.canaries)]
@@ -70,8 +69,7 @@ class _Request:
 
     def tokens_digest(self) -> str:
         files = [[file.path, file.size, file.mtime_ns] for file in self.files]
-        encoding = [] if self.encoding is None else [self.encoding]
-        return digest([files, self.text_key, self.tokenizer, *encoding])
+        return digest([files, self.text_key, self.tokenizer])
 
 
 def prepare(
@@ -84,7 +82,6 @@ def prepare(
     eos_token: str | None = None,
     bos_token: str | None = None,
     text_key: str = "text",
-    encoding: str | None = None,
     validation_fraction: float = 0.0,
     seed: int = 0,
     canaries: Canaries | None = None,
@@ -107,7 +104,6 @@ def prepare(
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
         text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
             it has.
-        encoding: Encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
         validation_fraction: Fraction of the documents that go to OUT-validation instead, chosen by a seeded hash.
         seed: Seed of this choice.
         canaries: Documents to plant in the training split. Their ledger is OUT-canaries.jsonl.
@@ -122,8 +118,7 @@ def prepare(
     began, prefix, ends = time.monotonic(), Path(output_prefix), (eos_token, bos_token)
     identity = _check_options(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
     names = [str(item) for item in inputs]
-    encoding = None if encoding is None else resolve_encoding(encoding)
-    request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
+    request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries)
     wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
     assert wanted is not None, "_checked refuses neither"
     finished = None if force else _find_finished(prefix, request)
@@ -141,9 +136,6 @@ def _make(
     force: bool,
 ) -> tuple[Manifest, Manifest | None]:
     """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size."""
-    if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
-        kinds = " and ".join(TEXT_SUFFIXES)
-        raise UserError(f"--encoding {request.encoding} is for {kinds} files, but the input has none")
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
@@ -152,7 +144,7 @@ def _make(
             _train(request, tokenizer, trained)
         name = str(trained if isinstance(tokenizer, int) else tokenizer)
         loaded = load_tokenizer(name, *ends)
-        shards = cut_into_shards(request.files, request.text_key, name, loaded, request.encoding)
+        shards = cut_into_shards(request.files, request.text_key, name, loaded)
         _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
         tokenize_all(shards, parts, workers)
         splits = merge(shards, parts, loaded.vocab_size, request.validation_fraction, request.seed)
@@ -163,11 +155,7 @@ def _make(
                 splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # An earlier corpus may have left a ledger behind.
-        decoded = read_decodings(shards, parts)
-        notes = [describe_files(f"read as {how}", paths) for how, paths in decoded.items()] + collect_notes([], loaded)
-        if request.encoding is not None and not any(how.startswith(request.encoding) for how in decoded):
-            notes.append(f"--encoding {request.encoding} was not needed: all files are UTF-8 or have a byte-order mark")
-        made = _publish(splits, prefix, request, loaded, notes)
+        made = _publish(splits, prefix, request, loaded, collect_notes([], loaded))
         _remove_all_but(parts, set())
     return made
 
@@ -207,7 +195,10 @@ def _check_options(
 
 def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
     """Return notes for the user: files that were left out, and a missing beginning-of-text token."""
-    notes = [describe_files(f"left out, {why}", paths) for why, paths in list_left_out(inputs).items()]
+    notes = []
+    for why, paths in list_left_out(inputs).items():
+        more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+        notes.append(f"left out, {why}: {', '.join(map(str, paths[:_MOST_NAMED]))}{more}")
     if isinstance(tokenizer, HFTokenizer) and tokenizer.usually_begins and not tokenizer.begins_documents:
         notes.append("documents do not begin with this tokenizer's beginning-of-text token; --bos-token auto adds it")
     return notes
@@ -280,18 +271,12 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:
         number = 0
-        failed: list[UnreadableFile] = []
         for file in request.files:
-            try:
-                for text in read_documents(file.path, request.text_key, encoding=request.encoding):
-                    if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
-                        yield text
-                    number += 1
-            except UnreadableFile as error:
-                failed.append(error)
+            for text in read_documents(file.path, request.text_key):
+                if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
+                    yield text
+                number += 1
             advance(file.size)
-        if failed:
-            raise UnreadableFiles(failed)
 
     with show_progress("train tokenizer", total) as advance:
         train_bpe(texts(advance), vocab_size, path)

@@ -3,7 +3,7 @@ corpus."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.sources import InputFile, read_documents
-from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
 from fourfold.errors import UserError
 
@@ -43,7 +42,6 @@ class Shard:
     fingerprint: str
     eod: int | None
     bos: int | None
-    encoding: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -54,11 +52,10 @@ class Shard:
     def key(self) -> str:
         """Return the name of the result.
 
-        Two shards have the same name if and only if they have the same tokenizer, text key, encoding, and ranges of the
-        same files (by path, size, and modification time).
+        Two shards have the same name if and only if they have the same tokenizer, text key, and ranges of the same
+        files (by path, size, and modification time).
         """
-        encoding = [] if self.encoding is None else [self.encoding]
-        return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
+        return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint])
 
 
 def digest(content: object) -> str:
@@ -66,9 +63,7 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def cut_into_shards(
-    files: Sequence[InputFile], text_key: str, name: str, tokenizer: Tokenizer, encoding: str | None = None
-) -> list[Shard]:
+def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokenizer: Tokenizer) -> list[Shard]:
     """Cut the input into shards of similar size, in input order.
 
     Small files are grouped, and large .jsonl files are split. The sizes depend only on the input, not on the number of
@@ -79,7 +74,6 @@ def cut_into_shards(
         text_key: Key or column of the text.
         name: Name under which other processes open the tokenizer.
         tokenizer: The opened tokenizer.
-        encoding: Encoding of text files that are not UTF-8.
     """
     shard_bytes = SMALLEST_SHARD
     while shard_bytes * _MOST_SHARDS < sum(file.size for file in files):
@@ -93,7 +87,7 @@ def cut_into_shards(
         groups[-1].append(piece)
         room -= piece.stop - piece.start
     bos = tokenizer.bos_id if tokenizer.begins_documents else None
-    about = (text_key, name, tokenizer.fingerprint, tokenizer.eod_id, bos, encoding)
+    about = (text_key, name, tokenizer.fingerprint, tokenizer.eod_id, bos)
     return [Shard(tuple(group), *about) for group in groups]
 
 
@@ -105,10 +99,9 @@ def tokenize(shard: Shard, folder: Path) -> None:
     """
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint, shard.eod, shard.bos)
     text_bytes: list[int] = []
-    decoded: dict[str, list[str]] = {}
     try:
         with IndexedWriter(folder / shard.key, tokenizer.vocab_size) as writer:
-            for texts in _batches(shard, decoded):
+            for texts in _batches(shard):
                 text_bytes.extend(len(text.encode()) for text in texts)
                 for ids in tokenizer.encode_batch(texts):
                     writer.add_document(as_document(ids, tokenizer))
@@ -119,32 +112,17 @@ def tokenize(shard: Shard, folder: Path) -> None:
         ) from error
     buffer = BytesIO()
     np.save(buffer, np.array(text_bytes, dtype=np.int64), allow_pickle=False)
-    write_whole(_report(shard, folder), json.dumps(decoded).encode())
     write_whole(_mark(shard, folder), buffer.getvalue())
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
     """Return whether `tokenize` has completed this shard in `folder`."""
-    return _mark(shard, folder).is_file() and _report(shard, folder).is_file()
+    return _mark(shard, folder).is_file()
 
 
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
     """Return the corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
-
-
-def read_decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
-    """Return the text files of completed shards that are not UTF-8, as a mapping from each encoding to the paths
-    that it decoded."""
-    found: dict[str, list[str]] = {}
-    for shard in shards:
-        for how, paths in json.loads(_report(shard, folder).read_bytes()).items():
-            found.setdefault(how, []).extend(paths)
-    return found
-
-
-def _report(shard: Shard, folder: Path) -> Path:
-    return folder / f"{shard.key}.decoded.json"
 
 
 def _mark(shard: Shard, folder: Path) -> Path:
@@ -158,24 +136,18 @@ def _pieces(files: Sequence[InputFile], most_bytes: int) -> Iterator[FileRange]:
             yield FileRange(file, start, min(start + step, file.size))
 
 
-def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]:
+def _batches(shard: Shard) -> Iterator[list[str]]:
     texts: list[str] = []
     characters = 0
-    failed: list[UnreadableFile] = []
     for piece in shard.pieces:
         is_part = piece.start > 0 or piece.stop < piece.file.size
         start, stop = (piece.start, piece.stop) if is_part else (0, None)
-        try:
-            for text in read_documents(piece.file.path, shard.text_key, start, stop, shard.encoding, decoded):
-                texts.append(text)
-                characters += len(text)
-                if characters >= _CHARACTERS_AT_ONCE:
-                    yield texts
-                    texts, characters = [], 0
-        except UnreadableFile as error:  # Continue reading, so that one message names all unreadable files.
-            failed.append(error)
-    if failed:
-        raise UnreadableFiles(failed)
+        for text in read_documents(piece.file.path, shard.text_key, start, stop):
+            texts.append(text)
+            characters += len(text)
+            if characters >= _CHARACTERS_AT_ONCE:
+                yield texts
+                texts, characters = [], 0
     if texts:
         yield texts
 

@@ -3,6 +3,7 @@
 import glob
 import gzip
 import json
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from fourfold.data import hub
-from fourfold.data.text_encoding import UnknownEncoding, UnreadableFile, decode
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
@@ -24,7 +24,6 @@ SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
 """Suffix of the files that `datasets` keeps in its cache. Only inputs with names hf:… have such files."""
 TABLES = (".parquet", ARROW)
-TEXT_SUFFIXES = (".txt", ".txt.gz")
 LONGEST_TEXT = 2**31 - 1
 """Largest size in bytes of a decompressed text file or of a line. The format on disk limits a document to this many
 tokens."""
@@ -81,18 +80,11 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
     return files
 
 
-def read_documents(
-    path: str | Path,
-    text_key: str = "text",
-    start: int = 0,
-    stop: int | None = None,
-    encoding: str | None = None,
-    decoded: dict[str, list[str]] | None = None,
-) -> Iterator[str]:
+def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
     """Yield the documents of one file, except empty ones.
 
-    A .txt or .txt.gz file is one document, decoded by `text_encoding.decode`. A .py file is also one document, and is
-    left out if it is not UTF-8. In all other types of files, every row is a document.
+    A .txt or .txt.gz file is one document in UTF-8. A .py file is also one document, and is left out if it is not
+    UTF-8. In all other types of files, every row is a document.
 
     Args:
         path: The file.
@@ -101,15 +93,13 @@ def read_documents(
         start: First byte of the part to read. With `stop`, read the lines of a .jsonl file that begin at bytes [start,
             stop), so that several processes can share a large file.
         stop: See `start`.
-        encoding: Encoding of a text file that is not UTF-8 and has no byte-order mark.
-        decoded: Filled with the paths of text files that are not UTF-8, by the encoding that decoded them.
 
     Raises:
         UserError: The file cannot be read. The message names the line if there is one.
     """
     path = Path(path)
     with _name_file_in_errors(path):
-        for text in _open_reader(path, text_key, start, stop, encoding, {} if decoded is None else decoded):
+        for text in _open_reader(path, text_key, start, stop):
             if text:
                 yield text
 
@@ -149,32 +139,33 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UnreadableFile(f"{path} cannot be read: {reason}; give another file, or leave it out") from error
+        raise UserError(f"{path} cannot be read: {reason}; give another file, or leave it out") from error
     except MemoryError as error:
-        raise UnreadableFile(f"{path} does not fit in memory; {_SPLIT}") from error
+        raise UserError(f"{path} does not fit in memory; {_SPLIT}") from error
 
 
-def _open_reader(
-    path: Path, text_key: str, start: int, stop: int | None, encoding: str | None, decoded: dict[str, list[str]]
-) -> Iterator[str | None]:
+def _open_reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator[str | None]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return (text for _, text in _parse_lines(path, partial(_parse_text, key=text_key), start, stop))
     assert start == 0, path
     if path.name.endswith(TABLES):
         return _read_column(path, text_key)
-    return _read_text(path, encoding, decoded)
+    return _read_text(path)
 
 
-def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) -> Iterator[str]:
+def _read_text(path: Path) -> Iterator[str]:
     try:
-        text, how = decode(path, _read_content(path), None if path.suffix == ".py" else encoding)
-    except UnknownEncoding:
+        text = _read_content(path).decode("utf-8-sig")
+        if (control := re.search("[\0\x1b]", text)) is not None:  # Text in UTF-16 or ISO 2022 has these characters.
+            raise ValueError(f"it has the control character {control.group()!r}")
+    except ValueError as problem:
         if path.suffix != ".py":
-            raise
-        return
-    if how is not None:
-        decoded.setdefault(how, []).append(str(path))
-    yield text
+            raise UserError(
+                f"{path} is not text in UTF-8: {problem}; convert it with iconv -f ENCODING -t UTF-8 FILE > NEW.txt, "
+                "or leave it out"
+            ) from None
+    else:
+        yield text
 
 
 def _read_content(path: Path) -> bytes | bytearray:
@@ -186,7 +177,7 @@ def _read_content(path: Path) -> bytes | bytearray:
         while block := file.read(BLOCK):
             content += block
             if len(content) > LONGEST_TEXT:
-                raise UnreadableFile(f"{path} expands to more than {LONGEST_TEXT:,} bytes; {_SPLIT}")
+                raise UserError(f"{path} expands to more than {LONGEST_TEXT:,} bytes; {_SPLIT}")
     return content
 
 

@@ -6,12 +6,10 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 
 from fourfold.data.progress import show_progress
 from fourfold.data.shards import Shard, is_done, tokenize
-from fourfold.data.text_encoding import UnreadableFile, UnreadableFiles
 from fourfold.errors import UserError
 from fourfold.processes import end_with_parent
 
@@ -19,7 +17,7 @@ from fourfold.processes import end_with_parent
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`.
 
-    Shards that were completed before an error are kept. One error at the end names all files that could not be read.
+    Shards that were completed before an error are kept.
 
     Args:
         shards: The shards.
@@ -31,27 +29,22 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
-        failed = _tokenize(missing, folder, min(workers, len(missing)), advance)
-    if failed:
-        raise UnreadableFiles(sorted(failed, key=str))
+        _tokenize(missing, folder, min(workers, len(missing)), advance)
 
 
-def _tokenize(
-    shards: Sequence[Shard], folder: Path, workers: int, advance: Callable[[int], None]
-) -> list[UnreadableFile]:
-    failed: list[UnreadableFile] = []
+def _tokenize(shards: Sequence[Shard], folder: Path, workers: int, advance: Callable[[int], None]) -> None:
     if workers <= 1:
         for shard in shards:
-            failed += _finish_shard(partial(tokenize, shard, folder))
+            tokenize(shard, folder)
             advance(shard.bytes)
-        return failed
+        return
     # Spawn instead of forking, because threads of torch or a GPU in the caller do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         running = {pool.submit(tokenize, shard, folder): shard for shard in shards}
         try:
             for future in as_completed(running):
-                failed += _finish_shard(future.result)
+                future.result()
                 advance(running[future].bytes)
         except BrokenProcessPool as error:
             raise UserError(
@@ -60,16 +53,6 @@ def _tokenize(
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    return failed
-
-
-def _finish_shard(finish: Callable[[], None]) -> list[UnreadableFile]:
-    """Finish a shard, and return the errors of files that cannot be read."""
-    try:
-        finish()
-    except UnreadableFiles as error:
-        return list(error.errors)
-    return []
 
 
 def _start_worker() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +22,8 @@ from fourfold.huggingface.architectures.config_json import check_length, from_hu
 from fourfold.parsing import parse_toml
 from fourfold.untrusted_files import read_text_file
 
-NAMES_ELSEWHERE = {
-    "parallel.x (and y)": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp"),
-    "parallel.z": ("data_parallel_shard", "data_parallel_shard_degree", "fsdp"),
-    "parallel.dp": ("data_parallel_replicate", "data_parallel_replicate_degree"),
-    "parallel.cp": ("context_parallel_size", "context_parallel_degree"),
-    "parallel.pp": ("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
-    "parallel.zero": ("zero_stage",),
-    "training.micro_batch_size or training.global_batch_size": ("batch_size",),
-    "optimizer.lr": ("learning_rate",),
-    "training.seq_length": ("seq_len", "max_seq_length"),
-    "training.train_steps": ("max_steps", "steps", "train_iters"),
-    "optimizer.max_grad_norm": ("clip_grad", "max_norm"),
-    "checkpoint.interval": ("save_interval", "save_steps"),
-    "model.num_hidden_layers": ("num_layers", "layers", "n_layer", "n_layers"),
-    "model.num_attention_heads": ("heads", "n_head"),
-    "model.hidden_size": ("n_embd",),
-    "model.norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
-}
+NAMES_ELSEWHERE = tomllib.loads((files("fourfold.run_file") / "names_elsewhere.toml").read_text(encoding="utf-8"))
 """Names that other frameworks use for our keys."""
-
-REMOVED = {
-    ("metrics", name): f"fourfold does not record runs in {title}; set metrics.wandb or metrics.tensorboard"
-    for name, title in (("mlflow", "MLflow"), ("trackio", "Trackio"))
-}
-"""Sections and keys of removed features, and what to use instead. A run file that turned a feature off still loads."""
 
 CLOSE_SPELLING = 0.75
 """The message about an unknown key suggests a known key with at least this similarity. For example, seq_lenght and
@@ -85,7 +64,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
     The message for a mistake names the override that sets the key, or ``where`` if no override does.
     """
-    table = _without_removed(table)
+    table = dict(table)
     if isinstance(table.get("model"), dict):
         table["model"] = with_preset(from_huggingface(table["model"]))
     try:
@@ -104,15 +83,6 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
     if run.model.from_hf is not None:
         check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
     return run
-
-
-def _without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table without keys of removed features that are turned off. Older run folders have such keys."""
-    kept = dict(table)
-    for section, key in REMOVED:
-        if isinstance(kept.get(section), dict) and kept[section].get(key) is False:
-            kept[section] = {name: value for name, value in kept[section].items() if name != key}
-    return kept
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -148,8 +118,6 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     """Suggest what an unknown key may have meant: its name in fourfold, the sections that have such a key, a key with a
     similar spelling, or all keys."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
-    if (removed := REMOVED.get((".".join(sections), name))) is not None:
-        return removed
     if (ours := next((ours for ours, theirs in NAMES_ELSEWHERE.items() if name in theirs), None)) is not None:
         return f"here it is called {ours}"
     models = {other: section_of(field.annotation) for other, field in RunConfig.model_fields.items()}

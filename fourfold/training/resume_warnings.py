@@ -26,8 +26,7 @@ _EFFECTS = {
 def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
     """Warn if the data, the loss masks, or settings of training and measurements have changed since the checkpoint."""
     saved = read_state(checkpoint)
-    was, now = saved.first_samples, corpora.first_samples
-    was = {"training data": was} if isinstance(was, str) else was or {}
+    was, now = saved.first_samples or {}, corpora.first_samples
     changed = {data for data, digest in was.items() if now.get(data, digest) != digest}
     if saved.stream is not None and corpora.stream is None:
         changed.add("training data")
@@ -41,10 +40,7 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
             f"[masks] has changed since the checkpoint {checkpoint}, so earlier steps were trained on other tokens; "
             "give the run another name to train all steps with the same masks"
         )
-    if saved.optimization is None:
-        if not saved.weights_only:
-            _warn(f"{checkpoint} does not record the run's optimization, so a change of its keys cannot be named")
-    else:
+    if saved.optimization is not None:
         for warning in settings_warnings(saved.optimization, compared_settings(run), saved.step, checkpoint):
             _warn(warning)
 

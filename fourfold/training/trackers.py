@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
@@ -14,32 +13,8 @@ from fourfold.run_file.dump import to_toml
 Numbers = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """The description of a run that trackers receive."""
-
-    run: RunConfig
-    run_dir: Path
-    machine: Callable[[], Mapping[str, str | int | float]]
-    """Returns hardware, versions, and git state (``provenance``)."""
-
-    @property
-    def project(self) -> str:
-        """Return the tracker's project that the run belongs to."""
-        return self.run.metrics.project
-
-    def description(self) -> dict[str, Any]:
-        """Return the resolved run file, section by section, and the machine."""
-        return {**self.run.model_dump(mode="json"), "machine": dict(self.machine())}
-
-    def id_file(self, tracker: str) -> Path:
-        """Return the file that holds the tracker's id of the run. A resumed run reads it to continue the same
-        tracked run."""
-        return self.run_dir / f"{tracker}-run-id.txt"
-
-
 class Tracker(Protocol):
-    """A client of one tracker. It is made with a ``TrackedRun`` and the number of steps taken.
+    """A client of one tracker. It is made with a run, its folder, and the number of steps taken.
 
     If that number is above 0, the client continues the earlier tracked run. All calls come from one thread. A client
     may raise any exception.
@@ -57,16 +32,13 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes event files to tensorboard/ in the run's folder."""
 
-    def __init__(self, tracked: TrackedRun, first_step: int) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # An interrupted run may have written events of later steps. TensorBoard hides events from purge_step on.
-        self._writer = SummaryWriter(str(tracked.run_dir / "tensorboard"), purge_step=first_step + 1)
-        machine = "\n".join(f"{key} = {value}" for key, value in tracked.machine().items())
-        for name, text in (("run file", to_toml(tracked.run)), ("machine", machine)):
-            # Indented text is a code block in Markdown.
-            indented = "".join(f"    {line}\n" for line in text.splitlines())
-            self._writer.add_text(name, indented, first_step + 1)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())  # In Markdown, this is a code block.
+        self._writer.add_text("run file", indented, first_step + 1)
         self._writer.flush()
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -80,20 +52,23 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs to Weights & Biases. Its files are in wandb/ in the run's folder. WANDB_MODE=offline keeps them there.
 
+    W&B itself records the hardware, the versions of libraries, and the git commit. A resumed run reads its id from a
+    file, to continue the same tracked run.
+
     The step is logged as a separate metric (``step``), because W&B's own step cannot go back.
     """
 
-    def __init__(self, tracked: TrackedRun, first_step: int) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         import wandb
 
-        id_file = tracked.id_file("wandb")
+        id_file = run_dir / "wandb-run-id.txt"
         self._run = wandb.init(
-            project=tracked.project,
-            name=tracked.run.name,
+            project=run.metrics.project,
+            name=run.name,
             id=_known_id(id_file, first_step),
             resume="allow",
-            dir=str(tracked.run_dir),
-            config=tracked.description(),
+            dir=str(run_dir),
+            config=run.model_dump(mode="json"),
             allow_val_change=True,
             # Do not wait for an answer to a prompt. Leave the console alone, because the run draws its own display
             # there.
@@ -109,7 +84,7 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
+CLIENTS: Mapping[str, Callable[[RunConfig, Path, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }

@@ -8,15 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
 from fourfold.config.run import RunConfig
 from fourfold.extras import require_extra
-from fourfold.training.provenance import provenance
-from fourfold.training.trackers import CLIENTS, Numbers, TrackedRun, Tracker
+from fourfold.training.trackers import CLIENTS, Numbers, Tracker
 
 MOST_WAITING = 10_000
 """Number of steps that a tracker may lag behind before the run gives up on it."""
@@ -50,10 +49,10 @@ def check_trackers(run: RunConfig) -> None:
 class Tracking:
     """The trackers of a run, on rank 0. If a tracker fails, the run prints one warning and continues without it."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, first_step: int, device_name: str) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, first_step: int) -> None:
         """Start the trackers. If ``first_step`` is above 0, they continue their earlier tracked runs."""
-        tracked = TrackedRun(run, run_dir, cache(partial(provenance, device_name, run.parallel.world_size)))
-        self._trackers = [InBackground(name, CLIENTS[name], tracked, first_step) for name in _wanted(run)]
+        clients = {name: partial(CLIENTS[name], run, run_dir) for name in _wanted(run)}
+        self._trackers = [InBackground(name, client, first_step) for name, client in clients.items()]
 
     def log(self, step: int, record: dict[str, Any]) -> None:
         """Log one line of metrics.jsonl. Metrics that are null there, because they are not finite, are left out."""
@@ -79,10 +78,8 @@ class Tracking:
 class InBackground:
     """One tracker. Its client runs in a thread, so no method here fails or blocks, except ``wait``."""
 
-    def __init__(
-        self, name: str, client: Callable[[TrackedRun, int], Tracker], tracked: TrackedRun, first_step: int
-    ) -> None:
-        self.name, self._client, self._tracked = name, client, tracked
+    def __init__(self, name: str, client: Callable[[int], Tracker], first_step: int) -> None:
+        self.name, self._client = name, client
         self._given_up = threading.Event()
         self._waiting: Queue[_LoggedStep | _GoBack | _End] = Queue(MOST_WAITING)
         # A daemon thread does not keep a process alive.
@@ -120,14 +117,14 @@ class InBackground:
 
     def _work(self, first_step: int) -> None:
         try:
-            tracker = self._client(self._tracked, first_step)
+            tracker = self._client(first_step)
             while not self._given_up.is_set():
                 item = self._waiting.get()
                 if isinstance(item, _LoggedStep):
                     tracker.log(item.step, item.numbers)
                 elif isinstance(item, _GoBack):
                     tracker.finish(failed=False)
-                    tracker = self._client(self._tracked, item.steps)
+                    tracker = self._client(item.steps)
                 else:
                     tracker.finish(item.failed)
                     return

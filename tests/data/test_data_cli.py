@@ -75,7 +75,7 @@ def test_the_command_line_starts_without_the_heavy_imports() -> None:
 
 def test_text_only_options_have_their_own_panel() -> None:
     """Options that --format sft and preferences refuse are in a panel of their own."""
-    text_only = ("--train-tokenizer", "--text-key", "--encoding", "--workers", "--canaries", "--force")
+    text_only = ("--train-tokenizer", "--text-key", "--workers", "--canaries", "--force")
     _, _, apart = CliRunner().invoke(app, ["--help"]).output.partition("Options of --format text")
     assert [option in apart for option in text_only] == [True] * len(text_only)
     assert "--tokenizer" not in apart.replace("--train-tokenizer", "") and "--eos-token" not in apart

@@ -1,6 +1,5 @@
 """Documents from every kind of file, and one sentence for each file that cannot be read."""
 
-import codecs
 import gzip
 import json
 import os
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from tiny_corpus import documents_of
 
-from fourfold.data.indexed import IndexedDataset
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import list_inputs, read_documents
 from fourfold.errors import UserError
@@ -110,182 +108,56 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS * 50))[:-20])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz cannot be read"):
         list(read_documents(tmp_path / "a.jsonl.gz"))
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfex")
-    with pytest.raises(UserError, match="not utf-16 text, although its byte-order mark says so"):
-        list(read_documents(tmp_path / "a.txt"))
-
-
-@pytest.mark.parametrize("tokenizer", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
-def test_all_files_of_unknown_encoding_are_named(tmp_path: Path, tokenizer: dict) -> None:
-    (tmp_path / "good.txt").write_text("ü", encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "x"}')
-    for number in range(13):
-        (tmp_path / f"bad{number:02}.txt").write_bytes("für".encode("latin-1"))
-    with pytest.raises(UserError) as error:
-        prepare([tmp_path], tmp_path / "out" / "c", workers=1, **tokenizer)
-    message = str(error.value)
-    named = [f"bad{number:02}.txt is not utf-8 text (byte 1)" in message for number in range(13)]
-    assert named == [True] * 10 + [False] * 3
-    assert "; 3 more files cannot be read; name the encoding of files that are not UTF-8 with --encoding" in message
-    assert not (tmp_path / "out" / "c.json").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_unreadable_files_of_all_shards_are_named_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+@pytest.mark.parametrize("tokenizer", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
+def test_a_text_in_another_encoding_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, tokenizer: dict
 ) -> None:
+    """The good parts are kept for the next attempt."""
     monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 8)
-    contents = {"a": "für".encode("latin-1"), "b": b"fine text", "c": "für".encode("latin-1"), "d": b"fine as well"}
-    for name, content in contents.items():
+    for name, content in {"a": "größer".encode(), "b": "für".encode("latin-1")}.items():
         (tmp_path / f"{name}.txt").write_bytes(content.rjust(8))
-    with pytest.raises(UserError) as error:
-        prepare([f"{tmp_path}/*.txt"], tmp_path / "out" / "c", tokenizer="bytes", workers=workers)
-    named = [message.partition(" is not utf-8 text")[0] for message in str(error.value).split("; ")]
-    assert named[:2] == [f"{tmp_path}/a.txt", f"{tmp_path}/c.txt"] and named[2].startswith("name the encoding")
-    assert len(list((tmp_path / "out" / "c.parts").glob("*.npy"))) == 2, "the good shards stay"
-
-
-def test_unreadable_files_and_unknown_encodings_are_named_together(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
-    (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
-    (tmp_path / "c.txt").write_bytes("für".encode("latin-1"))
-    with pytest.raises(UserError) as error:
-        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
-    for part in ("a.txt.gz cannot be read: ", "b.txt.gz cannot be read: ", "c.txt is not utf-8 text"):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_the_named_encoding_is_only_for_files_that_need_it(tmp_path: Path, encoding: str) -> None:
-    """A named encoding applies only to files that are not UTF-8 and have no byte-order mark."""
-    texts = {"a.txt": ("Déjà vu, größer.", "utf-8"), "b.txt": ("Déjà vu ailleurs.", encoding)}
-    texts |= {"c.txt": ("Déjà vu «ici».", "latin-1"), "d.txt": ("Déjà vu là.", "utf-8-sig")}
-    for name, (text, each) in texts.items():
-        (tmp_path / name).write_bytes(text.encode(each))
-    summary = prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1)
-    corpus = IndexedDataset(tmp_path / "c")
-    expected = [token for text, _ in texts.values() for token in (*text.encode(), 256)]
-    assert corpus.read(0, corpus.tokens).tolist() == expected
-    assert summary.notes == (
-        f"read as {encoding} (byte-order mark): {tmp_path}/b.txt",
-        f"read as iso8859-1 (--encoding): {tmp_path}/c.txt",
-    )
-    again = prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1)
-    assert again.reused and again.notes == summary.notes
-
-
-def texts_of(folder: Path, **options: object) -> tuple[list[str], tuple[str, ...]]:
-    """Return the documents of a corpus made from the text files in a folder, and the notes of `prepare`."""
-    summary = prepare([f"{folder}/*.txt"], folder / "c", tokenizer="bytes", workers=1, **options)
-    corpus = IndexedDataset(folder / "c")
-    text = bytes(token if token < 256 else 0 for token in corpus.read(0, corpus.tokens).tolist()).decode()
-    return text.split("\0")[:-1], summary.notes
-
-
-@pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr", "hz", "utf-7", "unicode-escape"])
-def test_a_named_seven_bit_encoding_is_used_for_ascii_files(tmp_path: Path, encoding: str) -> None:
-    """A file of ASCII bytes is valid UTF-8 too, but is decoded in the named encoding. A file with other bytes is read
-    as UTF-8, and a byte-order mark still decides first."""
-    (tmp_path / "a.txt").write_bytes("ein 日本 +1-".encode(encoding))
-    (tmp_path / "b.txt").write_text("größer", encoding="utf-8")
-    (tmp_path / "c.txt").write_text("plain", encoding="utf-8")
-    (tmp_path / "d.txt").write_bytes("größer".encode("utf-16"))
-    texts, notes = texts_of(tmp_path, encoding=encoding)
-    assert texts == ["ein 日本 +1-", "größer", "plain", "größer"]
-    assert notes == (
-        f"read as {encoding} (--encoding): {tmp_path}/a.txt",
-        f"read as utf-16 (byte-order mark): {tmp_path}/d.txt",
-    )
-    (tmp_path / "a.txt").unlink()
-    assert texts_of(tmp_path, encoding=encoding)[1] == (
-        f"read as utf-16 (byte-order mark): {tmp_path}/d.txt",
-        f"--encoding {encoding} was not needed: all files are UTF-8 or have a byte-order mark",
-    )
-
-
-def test_a_byte_order_mark_in_the_named_encoding_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffgrößer 日".encode("gb18030"))
-    assert texts_of(tmp_path, encoding="gb18030")[0] == ["größer 日"]
-
-
-def refusal(folder: Path, **options: object) -> str:
-    with pytest.raises(UserError) as error:
-        texts_of(folder, **options)
-    return str(error.value)
-
-
-def run_advice(message: str, command: str, file: Path) -> None:
-    """Run the command that a message suggests on a file, and replace the file by its output."""
-    assert command in message
-    new = file.with_name("NEW")
-    subprocess.run(command.replace("FILE", str(file)).replace("NEW.txt", str(new)), shell=True, check=False)
-    new.replace(file)
+    with pytest.raises(UserError, match=r"b\.txt is not text in UTF-8: .* in position 6"):
+        prepare([f"{tmp_path}/*.txt"], tmp_path / "out" / "c", workers=workers, **tokenizer)
+    assert not (tmp_path / "out" / "c.json").exists()
+    if "tokenizer" in tokenizer:
+        assert len(list((tmp_path / "out" / "c.parts").glob("*.npy"))) == 1
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
-def test_the_advice_for_damaged_files_and_for_several_encodings_works(tmp_path: Path) -> None:
-    damaged = {"a.txt": "größer".encode("utf-16") + b"x", "b.txt": codecs.BOM_UTF8 + "größer".encode("latin-1")}
-    for name, content in damaged.items():
-        (tmp_path / name).write_bytes(content)
-    message = refusal(tmp_path)
-    assert "files that are not UTF-8" not in message, "the mark decides whatever --encoding says"
-    run_advice(message, "iconv -c -f utf-16 -t utf-8 FILE > NEW.txt", tmp_path / "a.txt")
-    run_advice(message, "tail -c +4 FILE > NEW.txt", tmp_path / "b.txt")
-    assert texts_of(tmp_path, encoding="latin-1")[0] == ["größer", "größer"]
-
-    texts = {"cp1252": "Das wäre größer.", "cp932": "こんにちは世界", "iso-2022-jp-2": "日本"}
-    for number, (name, text) in enumerate(texts.items()):
-        (tmp_path / f"{'abc'[number]}.txt").write_bytes(text.encode(name))
-    message = refusal(tmp_path)
-    for name, file in zip(texts, "abc", strict=True):
-        command = f"iconv -f {name} -t UTF-8 FILE > NEW.txt"
-        run_advice(message.replace("ENCODING", name), command, tmp_path / f"{file}.txt")
-    assert texts_of(tmp_path)[0] == list(texts.values())
+def test_the_advice_for_text_in_another_encoding_works(tmp_path: Path) -> None:
+    texts = {"cp1252": "Das wäre größer.", "cp932": "こんにちは世界", "iso-2022-jp-2": "日本", "utf-16le": "größer"}
+    for name, text in texts.items():
+        file, converted = tmp_path / f"{name}.txt", tmp_path / "NEW.txt"
+        file.write_bytes(text.encode(name))
+        with pytest.raises(UserError, match="not text in UTF-8") as error:
+            list(read_documents(file))
+        command = "iconv -f ENCODING -t UTF-8 FILE > NEW.txt"
+        assert command in str(error.value)
+        command = command.replace("ENCODING", name).replace("FILE", str(file)).replace("NEW.txt", str(converted))
+        subprocess.run(command, shell=True, check=True)
+        assert list(read_documents(converted)) == [text]
 
 
 @pytest.mark.parametrize(
-    ("content", "encoding", "says"),
+    ("content", "says"),
     [
-        (b"some\0bytes", None, "has NUL bytes, so it is not utf-8 text; remove such characters, or leave the file out"),
-        (b"some\0bytes", "latin-1", "has NUL bytes, so it is not iso8859-1 text; remove such characters, or leave"),
-        (b"\0" * 1000, None, "has NUL bytes, so it is not utf-8 text"),
-        ("a\0b".encode("utf-16"), "latin-1", "has NUL bytes, so it is not text"),
-        ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
-        ("für".encode("latin-1"), "utf-16-le", r"is neither utf-8 nor utf-16-le text \(byte \d"),
-        ("日本".encode("utf-16-be"), "utf-16", "has no byte-order mark, so --encoding utf-16 .* name utf-16-le or"),
-        ("wide".encode("utf-16-be"), None, "has NUL bytes, .*; if it is UTF-16, name utf-16-le or utf-16-be with"),
-        (b"\x1b[31mred", None, r"has the control character ESC \(byte 0\); remove such characters, .* with --encoding"),
-        ("\x1b[31mred".encode("utf-16"), "latin-1", r"has the control character ESC \(byte 2\); remove such"),
-        (b"\x1b[31mred", "iso2022_jp", r"is not iso2022_jp text: it would have the character '\\x1b'"),
-        (b"f\xfcr \x07", "latin-1", r"is not iso8859-1 text: it would have the character '\\x07'"),
-        (
-            b"1 ~ 2",
-            "hz",
-            r"is utf-8 text and not hz \(byte 2\); prepare it separately from hz text, without --encoding$",
-        ),
-        (b"1+1=2", "utf-7", r"is utf-8 text and not utf-7 \(byte 1\); prepare it separately from"),
-        (b"+2AA-", "utf-7", r"is not utf-7 text: it would have the character '\\ud800'"),
-        ("für".encode("latin-1"), "utf-8", r"is not utf-8 text \(byte 1"),
-        (b"\xef\xbb\xbff\xfcr", "latin-1", "is not utf-8-sig text, although its byte-order mark says so"),
+        (b"some\0bytes", r"it has the control character '\\x00'"),
+        (b"\x1b[31mred", r"it has the control character '\\x1b'"),
+        ("wide".encode("utf-16"), "can't decode byte 0xff in position 0"),
+        ("wide".encode("utf-16-be"), r"it has the control character '\\x00'"),
+        ("wide".encode("utf-32"), "can't decode byte 0xff in position 0"),
+        ("日本".encode("iso2022_jp"), r"it has the control character '\\x1b'"),
+        ("für".encode("latin-1"), "can't decode byte 0xfc in position 1"),
+        (b"\xef\xbb\xbff\xfcr", "can't decode byte 0xfc in position 1"),
     ],
 )
-def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: str | None, says: str) -> None:
+def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(UserError, match=rf"a\.txt\.gz {says}"):
-        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1)
-
-
-def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
-    for name in ("latin-99", "hex", "idna", "undefined", "punycode"):
-        with pytest.raises(
-            UserError, match=f"--encoding {name} is not a text encoding of Python; examples are latin-1, cp1252"
-        ):
-            prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding=name)
-    with pytest.raises(
-        UserError, match=r"--encoding iso8859-1 is for \.txt and \.txt\.gz files, but the input has none"
-    ):
-        prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding="latin-1")
+    with pytest.raises(UserError, match=rf"a\.txt\.gz is not text in UTF-8: .*{says}"):
+        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
 
 
 def test_unsupported_files_are_named_as_left_out(tmp_path: Path) -> None:
@@ -348,7 +220,7 @@ def test_text_that_does_not_fit_in_memory_is_reported(tmp_path: Path, monkeypatc
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("fourfold.data.sources.decode", fail)
+        patch.setattr(Path, "read_bytes", fail)
         with pytest.raises(UserError, match=r"a\.txt does not fit in memory; a text file is one document, so split it"):
             list(read_documents(tmp_path / "a.txt"))
     monkeypatch.setattr("fourfold.data.shards.as_document", fail)

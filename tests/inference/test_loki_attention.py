@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SHAPES, SPARSE, loki_model, prompt, slow_decode, step_by_step, windows, with_cache
+from tiny_loki import SHAPES, SPARSE, changed, loki_model, prompt, slow_decode, step_by_step, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -41,7 +40,7 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
     tokens = prompt()
     expected = model(tokens).logits
     assert expected.abs().max() > 0.3
-    for config in (EVERY, replace(EVERY, cache="rotated"), replace(EVERY, prefill="simulate", sink=1, recent=1)):
+    for config in (EVERY, changed(EVERY, cache="rotated"), changed(EVERY, prefill="simulate", sink=1, recent=1)):
         enable_loki(model, basis, config)
         for logits in (step_by_step(model, tokens, 1), step_by_step(model, tokens, 30), model(tokens).logits):
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
@@ -91,7 +90,7 @@ def test_what_is_supported_is_tested() -> None:
 def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: str) -> None:
     """In every step and layer, compare the attention with a slow implementation on the model's own cache."""
     model, basis = llama
-    config = replace(SPARSE, cache=cache)
+    config = changed(SPARSE, cache=cache)
     enable_loki(model, basis, config)
     from fourfold.inference.loki import loki_attention as attention
 
@@ -122,12 +121,12 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
 
 
 @pytest.mark.parametrize(
-    "config", [SPARSE, replace(SPARSE, sink=2, recent=3), replace(SPARSE, group_reduce="max")], ids=str
+    "config", [SPARSE, changed(SPARSE, sink=2, recent=3), changed(SPARSE, group_reduce="max")], ids=str
 )
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_padding_on_the_left_changes_nothing(llama: tuple[Any, LokiBasis], config: LokiConfig, cache: str) -> None:
     model, basis = llama
-    enable_loki(model, basis, replace(config, cache=cache))
+    enable_loki(model, basis, changed(config, cache=cache))
     tokens, padding = prompt(2, 40), 9
     alone = model.generate(tokens[:1], max_new_tokens=8, do_sample=False, attention_mask=torch.ones(1, 40).long())
     padded = torch.cat([torch.zeros(1, padding).long(), tokens[:1]], 1)
@@ -172,16 +171,16 @@ def test_skipped_and_short(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     dense = model(tokens).logits
-    enable_loki(model, basis, replace(SPARSE, min_seq=51))
+    enable_loki(model, basis, changed(SPARSE, min_seq=51))
     short = step_by_step(model, tokens, 30)
     enable_loki(model, basis, SPARSE)
     both = step_by_step(model, tokens, 30)
-    enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
+    enable_loki(model, basis, changed(SPARSE, skip_layers=(0,)))
     held = DynamicCache(config=model.config)
     half = step_by_step(model, tokens, 30, cache=held)
     assert [type(layer) for layer in held.layers] == [GrowingLayer, LokiLayer]
     with pytest.raises(UserError, match="layers are 0 to 1"):
-        enable_loki(model, basis, replace(SPARSE, skip_layers=(2,)))
+        enable_loki(model, basis, changed(SPARSE, skip_layers=(2,)))
     disable_loki(model)
     torch.testing.assert_close(short, dense, rtol=0, atol=1e-5)
     assert (half[:, 31:] - dense[:, 31:]).abs().max() > 1e-3
@@ -233,7 +232,7 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
     tokens = prompt()
     expected = model(tokens).logits
     rounding = (half(tokens).logits.float() - expected).abs().mean()
-    enable_loki(half, basis, replace(EVERY, cache=cache))
+    enable_loki(half, basis, changed(EVERY, cache=cache))
     found = step_by_step(half, tokens, 20).float()
     assert (found - expected).abs().mean() < 1.3 * rounding
 
@@ -245,12 +244,12 @@ def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
-    enable_loki(model, basis, replace(EVERY, proxy_dtype="bf16"))
+    enable_loki(model, basis, changed(EVERY, proxy_dtype="bf16"))
     torch.testing.assert_close(step_by_step(model, tokens, 20), expected, rtol=1e-4, atol=1e-5)
-    few = replace(EVERY, k=20, k_f=None)
+    few = changed(EVERY, k=20, k_f=None)
     found = []
     for kind in ("same", "bf16"):
-        enable_loki(model, basis, replace(few, proxy_dtype=kind))
+        enable_loki(model, basis, changed(few, proxy_dtype=kind))
         found.append(step_by_step(model, tokens, 20))
     disable_loki(model)
     rounded, sparsified = (found[1] - found[0]).norm(), (found[0] - expected).norm()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SPARSE, prompt, step_by_step, with_cache
+from tiny_loki import SPARSE, changed, prompt, step_by_step, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], cache: str) -> None:
     model, basis = llama
     tokens = prompt(2)
-    enable_loki(model, basis, replace(SPARSE, cache=cache))
+    enable_loki(model, basis, changed(SPARSE, cache=cache))
     expected = step_by_step(model, tokens, 45)[:, 45]
     held = DynamicCache(config=model.config)
     step_by_step(model, tokens, 45, cache=held)
@@ -82,7 +81,7 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
     held = DynamicCache(config=model.config)
     model(tokens[:, :40], **with_cache(held))
     assert type(held.layers[0]) is DynamicLayer
-    enable_loki(model, basis, replace(SPARSE, d=7))
+    enable_loki(model, basis, changed(SPARSE, d=7))
     model(tokens[:, 40:41], **with_cache(held))
     held.crop(-1)
     enable_loki(model, basis, SPARSE)
@@ -98,7 +97,7 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
 def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
     """The cache continues with rotated keys. The result equals a cache that held rotated keys from the beginning."""
     model, basis = llama
-    tokens, rotated = prompt(), replace(SPARSE, cache="rotated")
+    tokens, rotated = prompt(), changed(SPARSE, cache="rotated")
     enable_loki(model, basis.random(), rotated)
     expected = step_by_step(model, tokens[:, :43], 40)[:, 40:]
     enable_loki(model, basis, SPARSE)
@@ -114,7 +113,7 @@ def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, Loki
 def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
-    enable_loki(model, basis, replace(SPARSE, cache="rotated"))
+    enable_loki(model, basis, changed(SPARSE, cache="rotated"))
     held = DynamicCache(config=model.config)
     model(tokens[:, :40], **with_cache(held))
     assert isinstance(held.layers[0], RotatedLayer)
@@ -123,7 +122,7 @@ def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama:
     with pytest.raises(UserError, match="start a new cache"):
         model(row, **with_cache(held))
     model.set_attn_implementation("loki")
-    enable_loki(model, basis.random(), replace(SPARSE, cache="rotated"))
+    enable_loki(model, basis.random(), changed(SPARSE, cache="rotated"))
     with pytest.raises(UserError, match="another basis"):
         model(row, **with_cache(held))
     enable_loki(model, basis, SPARSE)

@@ -178,11 +178,11 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
     calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "x")
     evaluate = ("loki", "evaluate", "--model", model, "--basis", basis)
     for arguments, words in (
-        ((*loki, "--loki", "k=0"), "k = 0; it must be at least 1"),
+        ((*loki, "--loki", "k=0"), "k = '0': must be an integer ≥ 1, such as 1"),
         ((*loki, "--loki", "d=9"), "more than the 8 dims"),
         ((*loki, "--loki", "kf=0.5"), "there is no key kf; use k_f"),
         ((*loki, "--loki", "k"), "is not KEY=VALUE"),
-        ((*loki, "--loki", "k=many"), "must be a number, such as 8"),
+        ((*loki, "--loki", "k=many"), "k = 'many': must be an integer ≥ 1, such as 1"),
         ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
         ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read"),
         (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import SPARSE, loki_model, prompt, windows, with_cache
+from tiny_loki import SPARSE, changed, loki_model, prompt, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -42,7 +41,7 @@ def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
-    enable_loki(model, basis, replace(SPARSE, cache="rotated"))
+    enable_loki(model, basis, changed(SPARSE, cache="rotated"))
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 1e-9
@@ -65,7 +64,7 @@ def test_a_step_with_autograd(llama: tuple[Any, LokiBasis]) -> None:
 def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     expected = measure_quality(model, windows(2), basis, SPARSE)
-    enable_loki(model, basis, replace(SPARSE, prefill="simulate", k=4))
+    enable_loki(model, basis, changed(SPARSE, prefill="simulate", k=4))
     assert measure_quality(model, windows(2), basis, SPARSE) == expected
     assert model.config._attn_implementation == "eager"
 
@@ -73,7 +72,7 @@ def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None
 @pytest.mark.parametrize("switch", ["other model", "disable"])
 def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
     model = loki_model(num_hidden_layers=1)
-    enable_loki(model, calibrate(model, windows()), replace(SPARSE, cache="rotated"))
+    enable_loki(model, calibrate(model, windows()), changed(SPARSE, cache="rotated"))
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens[:, :40], **with_cache(held))
@@ -95,7 +94,7 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
 def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
     """Replace the copy on the device with NaN, because transformers frees it after each update."""
     model, basis = llama
-    enable_loki(model, basis, replace(SPARSE, cache=cache))
+    enable_loki(model, basis, changed(SPARSE, cache=cache))
     tokens, found = prompt(), []
     with torch.no_grad():
         for is_offloaded in (False, True):
@@ -127,8 +126,8 @@ def test_the_cache_is_let_go_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
 def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     expected = model(prompt()).logits
-    enable_loki(model.model, basis, replace(SPARSE, prefill="simulate"))
-    enable_loki(model, basis, replace(SPARSE, prefill="simulate", k=5))
+    enable_loki(model.model, basis, changed(SPARSE, prefill="simulate"))
+    enable_loki(model, basis, changed(SPARSE, prefill="simulate", k=5))
     assert model.model.layers[0].self_attn.loki.recipe.config.k == 5
     disable_loki(model.model)
     assert model.config._attn_implementation == "eager"
@@ -212,7 +211,7 @@ def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, 
 @pytest.mark.parametrize("kind", ["static", "chunk"])
 def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind: str) -> None:
     model, basis = llama
-    enable_loki(model, basis, replace(SPARSE, prefill="simulate"))
+    enable_loki(model, basis, changed(SPARSE, prefill="simulate"))
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
         if kind == "static":
@@ -227,13 +226,13 @@ def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) 
     model, basis = llama
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
-        enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
+        enable_loki(model, basis, changed(SPARSE, skip_layers=(0,)))
         model(tokens[:, :40], **with_cache(held))
         enable_loki(model, basis, SPARSE)
         model(tokens[:, 40:41], **with_cache(held))
     assert isinstance(held.layers[0], LokiLayer)
     with pytest.raises(UserError, match="no layer to Loki"):
-        enable_loki(model, basis, replace(SPARSE, skip_layers=(0, 1)))
+        enable_loki(model, basis, changed(SPARSE, skip_layers=(0, 1)))
 
 
 def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBasis]) -> None:
@@ -361,7 +360,7 @@ def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -
             model(tokens[:, :40], **with_cache(held))
             place = held.layers[0].keys.data_ptr()
             for row, d in ((40, 4), (41, 6)):
-                enable_loki(model, basis, replace(SPARSE, d=d))
+                enable_loki(model, basis, changed(SPARSE, d=d))
                 found.append(model(tokens[:, row : row + 1], **with_cache(held)).logits)
     assert held.layers[0].keys.data_ptr() == place
     torch.testing.assert_close(found[:2], found[2:])

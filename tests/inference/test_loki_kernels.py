@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +65,7 @@ def step(
     rest = [None if t is None else t.to(DEVICES[kernels]) for t in (None if rotated else basis, visible, k_B)]
     with torch.no_grad():
         return tuple(
-            decode(*tensors, rest[0], k, replace(config, kernels=name), width**-0.5, rest[1], rest[2])
+            decode(*tensors, rest[0], k, config.model_copy(update={"kernels": name}), width**-0.5, rest[1], rest[2])
             for name in (kernels, "torch")
         )
 

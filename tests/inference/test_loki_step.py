@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from tiny_loki import slow_decode
+from tiny_loki import changed, slow_decode
 from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig, attend
@@ -99,7 +98,7 @@ def test_a_sequence_that_sees_nothing_gives_zeros(config: LokiConfig) -> None:
 def test_a_key_that_is_no_number_shows(config: LokiConfig, group: int, reduce: str, broken: float) -> None:
     tensors = one_step(group=group)
     tensors["key"][1, 1, 20] = broken
-    out = fast(tensors, 3, 5, tensors["basis"], replace(config, group_reduce=reduce)).unflatten(1, (2, group))
+    out = fast(tensors, 3, 5, tensors["basis"], changed(config, group_reduce=reduce)).unflatten(1, (2, group))
     assert out[1, 1].isnan().all()
     assert out[0].isfinite().all() and out[2].isfinite().all() and out[1, 0].isfinite().all()
 

@@ -137,13 +137,13 @@ def test_a_users_own_site_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("gpus_per_nodes = 2", "x.toml: unknown key 'gpus_per_nodes'; there are name, gpus_per_node,"),
-        ("gpus_per_node = true", "gpus_per_node = True must be a whole number"),
-        ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number of 1 or more"),
-        ("sbatch = 2", r"sbatch must be a section, \[sbatch\]"),
-        ("[srun]\n'--label' = true", "write it without leading dashes"),
-        ("commands = 'a'", "must be a list"),
-        ('commands = ["a\\nb"]', "x.toml: commands = .* must be text of one line"),
-        ('[environment]\nA = "a\\nb"', "environment.A = 'a\\\\nb' must be text of one line"),
+        ("gpus_per_node = true", "x.toml: gpus_per_node = true: must be an integer"),
+        ("gpus_per_node = 0", "gpus_per_node = 0: must be an integer ≥ 1"),
+        ("sbatch = 2", "sbatch = 2: must be a table$"),
+        ("[srun]\n'--label' = true", "srun = '--label': it is not .*; write it without leading dashes$"),
+        ("commands = 'a'", "commands = 'a': must be a list"),
+        ('commands = ["a\\nb"]', "x.toml: commands.0 = .* must be text of one line"),
+        ('[environment]\nA = "a\\nb"', "environment = 'a\\\\nb': it must be text of one line"),
         ("name = ", "not valid TOML"),
     ],
 )
@@ -189,7 +189,7 @@ def test_nodes_that_do_not_fit_the_grid_are_refused(
         (("--site", "generic", "--time", "0-0:1"), "--time 0-0:1 is 60 seconds"),
         (("--site", "generic", "--account", "a b"), "--account=a b cannot be in an #SBATCH line"),
         (("--site", "generic", "--sbatch=-q debug"), "--sbatch -q debug: write an option's long name"),
-        (("--site", "generic", "--wrapper", "a\nb"), "--wrapper = 'a\\nb' must be text of one line"),
+        (("--site", "generic", "--wrapper", "a\nb"), "--wrapper must be text of one line, not 'a\\nb'"),
     ],
 )
 def test_refusals(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

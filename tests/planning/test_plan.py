@@ -309,7 +309,7 @@ def test_limits_of_one_thing_all_hold() -> None:
     """A later limit does not silently undo an earlier one."""
     assert parse_limits(["schedule=Interleaved1F1B", "stages_per_rank=2"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["stages_per_rank=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
-    assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
+    assert parse_limits(["stages_per_rank=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
     assert parse_limits(["stages_per_rank=1"]).pipelines == (("1F1B", 1),)
 
 
@@ -329,7 +329,7 @@ def test_an_explained_page_searches_each_size_once(monkeypatch: pytest.MonkeyPat
     for module in (plan_record, scaling):
         monkeypatch.setattr(module, "make_plan", counted)
     request = request_from_options("llama3-8b", None, [], 16, 8192, 64, None, None)
-    limits = ["micro_batch=1", "pp=1", "cp=1"]
+    limits = ["micro_batch_size=1", "pp=1", "cp=1"]
     page = plan_record.plan_request(request, "dgx-h100", limits, 1, None, True, for_page=True)
     assert sorted(searched) == [4, 8, 16, 32, 64]
     (double,) = [point.best for point in page.curve if point.gpus == 32]

@@ -58,18 +58,17 @@ def table_of(path: Path, sources: dict[str, float]) -> Path:
 
 
 def test_rows_of_a_calibrated_machine_are_predicted_with_its_own_constants(tmp_path: Path) -> None:
-    """``--machine-only`` and ``--calibrate-on`` ask for other constants."""
+    """The score without fitted constants does not use them."""
     found = {}
     for matmul in (0.2, 0.4):
         machine = replace(load_machine("dgx-a100"), efficiency=(("matmul", matmul),))
         (tmp_path / f"{matmul}.toml").write_text(machine_toml(machine, "own", machine), encoding="utf-8")
         row = row_text(machine=str(tmp_path / f"{matmul}.toml"), step_seconds=1)
         (tmp_path / "t.csv").write_text(f"{HEADER}\n{row}", encoding="utf-8")
-        for only in (False, True):
-            found[matmul, only] = validate(tmp_path / "t.csv", [], only)
-    seconds = {key: result.scored[0].seconds for key, result in found.items()}
-    assert seconds[0.2, False] > 1.2 * seconds[0.4, False] and seconds[0.2, True] == seconds[0.4, True]
-    assert "[efficiency]" in found[0.2, False].constants and "[efficiency]" not in found[0.2, True].constants
+        found[matmul] = validate(tmp_path / "t.csv", [])
+    assert found[0.2].scored[0].seconds > 1.2 * found[0.4].scored[0].seconds
+    assert found[0.2].machine_only[0].seconds == found[0.4].machine_only[0].seconds
+    assert "[efficiency]" in found[0.2].constants
 
 
 def errors(scored: list[Scored], source: str) -> np.ndarray:
@@ -103,12 +102,12 @@ def test_many_rows_of_one_source_do_not_speak_for_all(tmp_path: Path) -> None:
 
 def test_leaving_out_needs_two(tmp_path: Path) -> None:
     table = table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.2})
-    record = validate(table, [], False, "source").record()
+    record = validate(table, [], "source").record()
     assert record["constants"] == "fitted to all other sources" and record["rows"] == 16
     with pytest.raises(UserError, match="needs rows of at least two machines"):
-        validate(table, [], False, "machine")
+        validate(table, [], "machine")
     with pytest.raises(UserError, match="contradict each other"):
-        validate(table, [table], False, "source")
+        validate(table, [table], "source")
 
 
 def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:

@@ -350,17 +350,6 @@ def test_a_constant_rate_is_extended_without_a_warning(
     assert warnings_in(capfd.readouterr().err) == []
 
 
-def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_and_says_so(
-    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr("fourfold.checkpoints.saved_state.compared_settings", lambda run: None)
-        train(make(tmp_path, prefix, training__train_steps=2))
-    assert train(make(tmp_path, prefix, training__train_steps=3, **CHANGED)).steps == 3
-    (warning,) = warnings_in(capfd.readouterr().err)
-    assert warning.endswith("step_2 does not record the run's optimization, so a change of its keys cannot be named")
-
-
 def test_keys_that_one_version_does_not_know_are_not_compared(tmp_path: Path, prefix: str) -> None:
     now = compared_settings(make(tmp_path, prefix))
     was = {**now, "optimizer.lr": 0.5, "optimizer.renamed_later": 1}

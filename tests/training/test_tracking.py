@@ -34,7 +34,6 @@ class Tracked(NamedTuple):
     """Steps and losses, in the order of recording."""
     run_file: Mapping[str, Any]
     """Some or all keys of the resolved run file, as text, by section.key."""
-    machine: Mapping[str, Any]
 
 
 def run_tracked_by(name: str, folder: Path, **changes: Any) -> RunConfig:
@@ -48,7 +47,7 @@ def folder_of(run: RunConfig) -> Path:
 
 
 def track(run: RunConfig, losses: Mapping[int, float], first_step: int = 0) -> None:
-    with closing(Tracking(run, folder_of(run), first_step, "CPU")) as trackers:
+    with closing(Tracking(run, folder_of(run), first_step)) as trackers:
         for step, loss in losses.items():
             trackers.log(step, {"step": step, "loss": loss, "mfu": None})
 
@@ -59,13 +58,11 @@ def of_tensorboard(run: RunConfig) -> Tracked:
     events = EventAccumulator(str(folder_of(run) / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
-    texts = {}
-    for name in ("run file", "machine"):
-        text = events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode()
-        texts[name] = dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
-    keys = {"training.seq_length": texts["run file"]["seq_length"]}
+    text = events.Tensors("run file/text_summary")[-1].tensor_proto.string_val[0].decode()
+    written = dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
+    keys = {"training.seq_length": written["seq_length"]}
     losses = [(event.step, event.value) for event in events.Scalars("loss")]
-    return Tracked(None, None, losses, keys, texts["machine"])
+    return Tracked(None, None, losses, keys)
 
 
 def of_wandb(run: RunConfig) -> Tracked:
@@ -83,7 +80,7 @@ def of_wandb(run: RunConfig) -> Tracked:
     assert len({(each.run_id, each.project, each.display_name) for each in runs}) == 1
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     keys = {"training.seq_length": str(config["training"]["seq_length"])}
-    return Tracked(runs[0].project, runs[0].display_name, losses, keys, config["machine"])
+    return Tracked(runs[0].project, runs[0].display_name, losses, keys)
 
 
 def whole_log(file: Path) -> list[bytes]:
@@ -121,7 +118,7 @@ READERS: dict[str, Callable[[RunConfig], Tracked]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
+def test_a_tracker_has_one_run_with_every_step_and_the_run_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Steps after the last checkpoint come twice. TensorBoard hides the first copy, and W&B shows both."""
@@ -140,15 +137,6 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     first = [(1, 4.0), (2, 3.0)] if name == "tensorboard" else [(1, 4.0), (2, 3.0), (3, 2.5)]
     assert tracked.losses == [*first, (3, 2.25), (4, 2.0)]
     assert tracked.run_file["training.seq_length"] == "32"
-    assert tracked.machine["device"] == "CPU"
-    assert float(tracked.machine["memory_gib"]) > 0
-
-
-@pytest.mark.parametrize("name", ["mlflow", "trackio"])
-def test_a_run_file_of_a_version_that_had_a_tracker_loads_if_it_was_off(tmp_path: Path, name: str) -> None:
-    load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": False}))
-    with pytest.raises(UserError, match=rf"unknown key 'metrics.{name}'; fourfold does not record runs in .*; set"):
-        load_run(run_file(tmp_path, "corpus", **{f"metrics__{name}": True}))
 
 
 def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Path) -> None:
@@ -187,7 +175,7 @@ class Stubborn:
 
 
 def in_background(client: Stubborn) -> InBackground:
-    return InBackground("stubborn", lambda tracked, first_step: client, None, 0)
+    return InBackground("stubborn", lambda first_step: client, 0)
 
 
 def test_a_tracker_that_fails_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,10 +191,10 @@ def test_a_tracker_that_fails_is_one_warning(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_tracker_that_cannot_start_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    def client(tracked: object, first_step: int) -> Stubborn:
+    def client(first_step: int) -> Stubborn:
         raise PermissionError("no key")
 
-    tracker = InBackground("stubborn", client, None, 0)
+    tracker = InBackground("stubborn", client, 0)
     tracker.wait(PATIENCE)
     tracker.log(1, {})
     assert capsys.readouterr().err.count("warning: stubborn no longer records this run: PermissionError: no key") == 1
@@ -255,11 +243,11 @@ def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(capsys: pytest.Captur
 def test_a_roll_back_continues_the_run_from_an_earlier_step() -> None:
     made = []
 
-    def client(tracked: object, first_step: int) -> Stubborn:
+    def client(first_step: int) -> Stubborn:
         made.append((first_step, Stubborn(fails=False)))
         return made[-1][1]
 
-    tracker = InBackground("stubborn", client, None, 0)
+    tracker = InBackground("stubborn", client, 0)
     tracker.log(3, {})
     tracker.go_back(1)
     tracker.log(4, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,12 +64,7 @@ class Moments:
 
 
 @torch.no_grad()
-def calibrate(
-    model: PreTrainedModel,
-    windows: Sequence[Sequence[int]],
-    kinds: Sequence[str] = KINDS,
-    progress: Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]] = iter,
-) -> LokiBasis:
+def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
 
     Args:
@@ -77,7 +72,6 @@ def calibrate(
         windows: Lists of token ids.
         kinds: "pre", "post", or both. With both, each layer gets the kind that ranks better on the held-out windows (a
             tenth of the windows, but at least one).
-        progress: A function that wraps the windows to show progress.
 
     Returns:
         The basis: principal components of the keys of every layer and KV head.
@@ -99,7 +93,7 @@ def calibrate(
         for kind in kinds:
             moments[kind][number].add(keys[kind])
 
-    _observe(model, attentions, progress(summed), add)
+    _observe(model, attentions, summed, add)
     tokens = sum(map(len, summed))
     if tokens <= head_dim:
         raise UserError(f"calibration on {tokens} tokens cannot tell {head_dim} directions apart; give more text")

@@ -8,9 +8,8 @@ ranks keys by random directions, so a calibration must be better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +34,10 @@ CHUNK_LOGITS = 1 << 25
 """Number of float32 logits in memory at a time."""
 
 Windows = Sequence[Sequence[int]]
-Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
 
 
 @torch.no_grad()
-def measure_quality(
-    model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
-) -> dict[str, Any]:
+def measure_quality(model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
@@ -52,7 +48,6 @@ def measure_quality(
         windows: Lists of token ids.
         basis: The result of ``calibrate`` for this model.
         config: Loki's settings.
-        progress: A function that wraps the windows to show progress.
 
     Returns:
         Perplexity, recall, and captured mass of Loki, the oracle, and the control, as JSON values.
@@ -61,7 +56,7 @@ def measure_quality(
         UserError: ``enable_loki`` refuses the model, or a window has no more than k keys.
     """
     length = max(map(len, windows))
-    config = replace(config, prefill="simulate", min_seq=0)
+    config = config.model_copy(update={"prefill": "simulate", "min_seq": 0})
     k = config.key_count(length)
     if k >= length:
         raise UserError(
@@ -69,18 +64,18 @@ def measure_quality(
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = replace(config, d=basis.head_dim, d_f=None, variance=None)
+    exact = config.model_copy(update={"d": basis.head_dim, "d_f": None, "variance": None})
     variants = {
         "loki": (basis, config),
         "oracle": (basis, exact),
         "random": (basis.random(), _with_as_many_dims(config, basis)),
     }
-    perplexity = {"dense": _perplexity(model, progress(windows))}
+    perplexity = {"dense": _perplexity(model, windows)}
     found: dict[str, list[dict[str, float] | None]] = {}
     widths: dict[str, list[int | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
         with _probed(model, ranked_by, chosen_by) as (probes, dims):
-            perplexity[name] = _perplexity(model, progress(windows))
+            perplexity[name] = _perplexity(model, windows)
         found[name] = [_summary(probe) for probe in probes]
         widths[name] = dims
     layers = [
@@ -141,9 +136,9 @@ def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
     These settings rank keys by the mean number of dims that the real basis uses.
     """
     if config.variance is None:
-        return replace(config, basis="best")
+        return config.model_copy(update={"basis": "best"})
     dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
-    return replace(config, variance=None, d=round(sum(dims) / len(dims)), basis="best")
+    return config.model_copy(update={"variance": None, "d": round(sum(dims) / len(dims)), "basis": "best"})
 
 
 @contextmanager
@@ -166,7 +161,7 @@ def _probed(
         disable_loki(model)
 
 
-def _perplexity(model: PreTrainedModel, windows: Iterable[Sequence[int]]) -> float:
+def _perplexity(model: PreTrainedModel, windows: Windows) -> float:
     """Return exp of the mean loss over all tokens except the first token of each window."""
     total, count = 0.0, 0
     for window in windows:

@@ -7,13 +7,13 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal, get_args, get_origin, get_type_hints
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
 DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
@@ -25,30 +25,38 @@ PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
 """The package to install for each type of kernel."""
 
 
-@dataclass(frozen=True)
-class LokiConfig:
+Share = Annotated[float, Field(gt=0, le=1)]
+LayerNumbers = Annotated[
+    tuple[int, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+]
+"""Numbers of layers, also as text: 0,1."""
+
+
+class LokiConfig(BaseModel):
     """Settings for how keys are ranked and how many keys are attended to. Raises ``UserError`` for invalid values."""
 
-    d: int | None = None
+    model_config = ConfigDict(frozen=True)
+
+    d: Annotated[int, Field(ge=1)] | None = None
     """Number of leading rotated dims that are used to rank keys. Set at most one of ``d``, ``d_f``, and
     ``variance``."""
-    d_f: float | None = None
+    d_f: Share | None = None
     """The number of ranking dims as a fraction of head_dim (default 0.25)."""
-    variance: float | None = None
+    variance: Share | None = None
     """Rank keys by the fewest leading dims that explain this fraction of the variance in every head of a layer."""
-    k: int | None = None
+    k: Annotated[int, Field(ge=1)] | None = None
     """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
-    k_f: float | None = None
+    k_f: Share | None = None
     """The number of keys as a fraction of the context (default 0.25)."""
-    min_k: int = 128
+    min_k: int = Field(128, ge=1)
     """Smallest number of keys if ``k_f`` sets it."""
-    sink: int = 0
+    sink: int = Field(0, ge=0)
     """Number of keys at the start that are always chosen."""
-    recent: int = 0
+    recent: int = Field(0, ge=0)
     """Number of keys at the end that are always chosen."""
-    skip_layers: tuple[int, ...] = ()
+    skip_layers: LayerNumbers = ()
     """Layers that stay dense."""
-    min_seq: int = 512
+    min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
     """How the scores of one KV head's query heads are combined into one score per key: the sum of their softmaxes,
@@ -69,32 +77,34 @@ class LokiConfig:
     (float32 and bfloat16). "auto" uses compiled kernels if they are installed and support the caches. While
     autograd records, torch's operations are used."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.skip_layers, Iterable):
-            raise UserError(f"loki: skip_layers = {self.skip_layers!r} is not a tuple; write (0, 1)")
-        for i, layer in enumerate(self.skip_layers):
-            _check_whole(f"skip_layers[{i}]", layer)
-        for name, least in _LEAST.items():
-            _check_whole(name, getattr(self, name), least)
-        for name in ("d_f", "k_f", "variance"):
-            _check_share(name, getattr(self, name))
-        for name, values in _CHOICES.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"loki: {name} = {getattr(self, name)!r}; choose from {', '.join(values)}")
+    if not TYPE_CHECKING:  # Type checkers know the constructor's arguments from the fields.
+
+        def __init__(self, **values: Any) -> None:
+            known = LokiConfig.model_fields
+            if unknown := next((name for name in values if name not in known), None):
+                near = get_close_matches(unknown, known, 1)
+                raise UserError(f"loki: there is no key {unknown}; use {near[0] if near else ', '.join(known)}")
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise UserError(f"loki: {mistake(error.errors()[0], LokiConfig)}") from None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
         for names in (("d", "d_f", "variance"), ("k", "k_f")):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
                 one = "all but one" if given[2:] else "one"
-                raise UserError(f"loki: {' and '.join(given)} exclude each other; leave out {one}")
+                raise ValueError(f"{' and '.join(given)} exclude each other; leave out {one}")
         if self.proxy_dtype == "bf16" and self.cache == "rotated":
-            raise UserError('loki: proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy')
-        least = self.k if self.k is not None else self.min_k
+            raise ValueError('proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy')
+        name, least = ("min_k", self.min_k) if self.k is None else ("k", self.k)
         if self.sink + self.recent > least:
-            name = "k" if self.k is not None else "min_k"
-            raise UserError(
-                f"loki: sink + recent = {self.sink + self.recent} exceeds the {name} = {least} keys of a step; raise "
-                f"{name} to at least {self.sink + self.recent}"
+            raise ValueError(
+                f"sink + recent = {self.sink + self.recent} exceeds the {name} = {least} keys of a step; raise {name} "
+                f"to at least {self.sink + self.recent}"
             )
+        return self
 
     def key_count(self, length: int) -> int:
         """Return the number of keys that a step attends to.
@@ -170,24 +180,6 @@ class LokiConfig:
         return self.kernels
 
 
-def _check_whole(name: str, value: object, least: float = -math.inf) -> None:
-    if value is None and name in ("d", "k"):
-        return
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UserError(f"loki: {name} = {value!r} is not a whole number")
-    if int(value) < least:
-        raise UserError(f"loki: {name} = {value}; it must be at least {least}")
-
-
-def _check_share(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Real):
-        raise UserError(f"loki: {name} = {value!r} is not a number")
-    if not 0 < float(value) <= 1:
-        raise UserError(f"loki: {name} = {value} is a share, above 0 and at most 1")
-
-
 @functools.cache
 def why_unavailable(package: str) -> str | None:
     """Return why kernels of this package cannot run, or None if they can."""
@@ -205,7 +197,3 @@ def why_unavailable(package: str) -> str | None:
         if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
             return "is disabled by NUMBA_DISABLE_JIT"
     return None
-
-
-_LEAST = {"d": 1, "k": 1, "min_k": 1, "sink": 0, "recent": 0, "min_seq": 0}
-_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(LokiConfig).items() if get_origin(kind) is Literal}

@@ -7,43 +7,62 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
-from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from fourfold.config.expected_values import mistake
+from fourfold.config.strict import Strict
 from fourfold.errors import UserError
+from fourfold.parsing import parse_toml
 from fourfold.untrusted_files import read_text_file
 
 FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
-Options = dict[str, str]
+
+def one_line(text: str, what: str = "it") -> str:
+    """Return the text, after checking that it can be part of one line of the script. ``what`` names it in the error."""
+    if re.search(r"[\x00-\x1f\x7f]", text):
+        raise UserError(f"{what} must be text of one line, not {text!r}")
+    return text
+
+
+def _option_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ValueError("it is not the name of an option or variable; write it without leading dashes")
+    return name
+
+
+def _option_value(value: Any) -> Any:
+    """Return the text of an option's value in TOML. ``true`` means an option without a value."""
+    return "" if value is True else str(value) if type(value) is int else value
+
+
+Line = Annotated[str, AfterValidator(one_line)]
+Options = dict[Annotated[str, AfterValidator(_option_name)], Annotated[Line, BeforeValidator(_option_value)]]
 """Maps the long names of options, without dashes, to their values. An option without a value maps to ""."""
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(Strict):
     """The conventions of one site. Environment values are shell text between double quotes, so `$USER` works."""
 
-    name: str
-    gpus_per_node: int | None = None
+    name: Line
+    gpus_per_node: int | None = Field(None, ge=1)
     """Number of GPUs per node. None means as many as the grid needs."""
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = Field(None, ge=1)
     """Value that is passed to both sbatch and srun, because since SLURM 22.05 a step does not inherit it from the
     job."""
-    sbatch: Options = field(default_factory=dict)
-    srun: Options = field(default_factory=dict)
-    commands: tuple[str, ...] = ()
+    sbatch: Options = Field(default_factory=dict)
+    srun: Options = Field(default_factory=dict)
+    commands: list[Line] = Field([])
     """Lines that the script runs after the user's setup."""
-    environment: Options = field(default_factory=dict)
+    environment: Options = Field(default_factory=dict)
     """Environment variables that the script sets, unless the user's setup has set them."""
-    environment_of_several_nodes: Options = field(default_factory=dict)
+    environment_of_several_nodes: Options = Field(default_factory=dict)
     """Further environment variables, for jobs on two or more nodes."""
-
-
-COUNTS, TABLES = ("gpus_per_node", "cpus_per_task"), ("sbatch", "srun", "environment", "environment_of_several_nodes")
 
 
 def site_names() -> list[str]:
@@ -79,44 +98,12 @@ def parse_site(text: str, where: str) -> Site:
         UserError: The text is not a valid site.
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return Site.model_validate({"name": Path(where).stem} | parse_toml(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(Site.model_fields)
+            raise UserError(f"{where}: unknown key '{first['loc'][0]}'; there are {known}") from None
+        raise UserError(f"{where}: {mistake(first, Site)}") from None
+    except ValueError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None
-    known = [each.name for each in fields(Site)]
-    unknown = [key for key in table if key not in known]
-    if unknown:
-        raise UserError(f"{where}: unknown key '{unknown[0]}'; there are {', '.join(known)}")
-    values: dict[str, Any] = {"name": one_line(table.get("name", Path(where).stem), f"{where}: name")}
-    for key in COUNTS:
-        if key in table:
-            if type(table[key]) is not int or table[key] < 1:
-                raise UserError(f"{where}: {key} = {table[key]!r} must be a whole number of 1 or more")
-            values[key] = table[key]
-    for key in TABLES:
-        if not isinstance(table.get(key, {}), dict):
-            raise UserError(f"{where}: {key} must be a section, [{key}]")
-        values[key] = {name: _option(name, value, f"{where}: {key}") for name, value in table.get(key, {}).items()}
-    commands = table.get("commands", [])
-    if not isinstance(commands, list):
-        raise UserError(f"{where}: commands = {commands!r} must be a list of lines")
-    values["commands"] = tuple(one_line(command, f"{where}: commands") for command in commands)
-    return Site(**values)
-
-
-def one_line(text: Any, what: str) -> str:
-    """Return the text, after checking that it can be part of one line of the script.
-
-    Raises:
-        UserError: `text` is not a string of one line.
-    """
-    if not isinstance(text, str) or re.search(r"[\x00-\x1f\x7f]", text):
-        raise UserError(f"{what} = {text!r} must be text of one line")
-    return text
-
-
-def _option(name: str, value: Any, section: str) -> str:
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise UserError(f"{section}.{name} is not the name of an option or variable; write it without leading dashes")
-    if value is True:
-        return ""
-    return one_line(str(value) if type(value) is int else value, f"{section}.{name}")

@@ -147,7 +147,7 @@ class MeasuredRow(BaseModel):
     """Whether the split into pipeline stages counts the embedding as one layer and the head as another layer."""
 
     program: Annotated[str, AfterValidator(_program)]
-    """The training program. `planning/calibration/programs.py` lists the names."""
+    """The training program. `planning/calibration/programs.toml` lists the names."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "none"
     """What data-parallel ranks shard. `hsdp` shards only within groups, by default within a node."""
     shard_group: Count | None = None

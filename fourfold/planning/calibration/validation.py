@@ -48,11 +48,9 @@ class Validation:
         return record
 
 
-def validate(
-    file: Path, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
-) -> Validation:
+def validate(file: Path, calibration_files: Sequence[Path], leave_out: str | None = None) -> Validation:
     """Score the rows of ``file`` with constants from ``calibration_files``, from a machine file, or from fourfold's own
-    calibration.
+    calibration. Also score them without fitted constants.
 
     Rows of ``file`` are held out of the fit. If ``leave_out`` is "source" or "machine", the rows of each source or
     machine are predicted with constants fitted to all remaining rows.
@@ -60,14 +58,13 @@ def validate(
     Raises:
         UserError: There are no rows to predict or fit.
     """
-    if machine_only + bool(calibration_files) + (leave_out is not None) > 1:
-        raise UserError("--machine-only, --calibrate-on and --leave-out contradict each other; give one")
-    constants = "machine files and priors only" if machine_only else "shipped with fourfold"
-    calibration = Calibration() if machine_only else shipped()
+    if calibration_files and leave_out is not None:
+        raise UserError("--calibrate-on and --leave-out contradict each other; give one")
+    constants, calibration = "shipped with fourfold", shipped()
     rows, skipped = read_rows([file])
     if not rows:
         raise UserError(f"{file} has no row that can be predicted: {', '.join(skipped) or 'it is empty'}")
-    if file == measured_table() and not machine_only:
+    if file == measured_table():
         constants += ", fitted to these rows"
     alone = predict_rows(rows, Calibration())
     if leave_out is not None:
@@ -81,7 +78,7 @@ def validate(
             raise UserError("--calibrate-on: all of its rows are also rows to validate; give other rows")
         calibration = fit_rows(others)
         constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
-    prefer_own = not (machine_only or calibration_files)
+    prefer_own = not calibration_files
     if prefer_own and any(is_calibrated(row.machine) for row in rows):
         constants += ", except on machines whose file has [efficiency]"
     return Validation(constants, skipped, predict_rows(rows, calibration, prefer_own), alone)

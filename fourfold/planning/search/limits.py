@@ -25,7 +25,6 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
 CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
-EARLIER_NAMES = {"micro_batch": "micro_batch_size", "interleave": "stages_per_rank"}
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
     "write it as x<=8 (axes and ep alone), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
@@ -43,7 +42,6 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> SearchLimi
     for setting in settings:
         sign = "<=" if "<=" in setting else "="
         name, _, text = setting.partition(sign)
-        name = EARLIER_NAMES.get(name, name)
         names.add(name)
         texts = text.split(",")
         try:
