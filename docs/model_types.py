@@ -57,8 +57,8 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 """Sizes of a tiny model. Classes ignore the keys that they do not have."""
-LATENT = {"num_key_value_heads": 8}
-"""Latent attention has as many key-value heads as query heads."""
+LATENT = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+"""Latent attention has as many key-value heads as query heads. DeepSeek's defaults for experts need larger models."""
 LEFT_OUT: tuple[set[str], ...] = (set(), {"head_dim"}, {"num_key_value_heads"}, {"num_hidden_layers"}, {"v_head_dim"})
 """Keys to leave out in turn, until a class accepts the sizes."""
 MOST_PARAMETERS = 30_000_000

@@ -285,10 +285,11 @@ class ModelConfig(Strict):
                 f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of num_hidden_layers = "
                 f"{self.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
             )
-        if self.num_experts % self.n_group:
+        rated = 2 if self.router_score == "sigmoid" and self.n_group > 1 else 1
+        if self.num_experts % (rated * self.n_group):
             raise ValueError(
-                f"n_group = {self.n_group} does not divide num_experts = {self.num_experts}; n_group = "
-                f"{math.gcd(self.n_group, self.num_experts)} works"
+                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least "
+                f"{rated}; n_group = 1 works"
             )
         fewest = math.ceil(self.num_experts_per_tok * self.n_group / self.num_experts)
         if not fewest <= self.topk_group <= self.n_group:
