@@ -29,13 +29,14 @@ class ChatTemplate:
     """A transformers tokenizer with its own chat template, or with your template.
 
     Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
-    the text that the template marks with {% generation %}. If a template has no such marks, the assistant's text is
-    what each answer adds to the prompt before it, up to the end of the turn, without trailing whitespace. A token
-    belongs to the assistant if its first character does.
+    the text that the template marks with {% generation %}. If a template has no such marks, each answer is the text
+    that it adds to the rendered prompt, up to the end of its turn. Whitespace after the token that ends the turn is not
+    part of the answer. A token belongs to the assistant if its first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
-        - A key that does not change the text is refused, unless it is harmless or in `ignored`.
+        - A key that the template does not use is an error. Exceptions are keys that only describe a row's origin
+          (`HARMLESS`, ids) and the keys in `ignored`.
 
     Args:
         folder: Folder of a model, or a file in it.

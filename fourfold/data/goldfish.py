@@ -35,8 +35,8 @@ class Goldfish:
 
     @property
     def look_back(self) -> int:
-        """Return how many tokens before a window the mask must see. With them, the mask does not depend on where the
-        stream is cut."""
+        """Return how many tokens before a window are needed to compute its mask. With them, the mask does not depend on
+        where the stream is cut into windows."""
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:

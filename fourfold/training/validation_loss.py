@@ -16,8 +16,8 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     """Compute the mean loss of the validation batches, which are the same every time. Every process calls this.
 
     Returns:
-        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. [dpo] adds the metrics of
-        ``Job.take_preferences``, prefixed with ``validation_``.
+        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. If the run file has a section
+        [dpo], also the metrics of ``Job.take_preferences``, with the prefix ``validation_``.
     """
     assert corpora.validation is not None, "open_corpora has made one"
     batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]

@@ -66,8 +66,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return the knobs as features [n, features]. They are scaled so that a factor of two, or a different
-        choice, is a distance of one."""
+        """Return the knobs as features [n, features]. A knob that differs by a factor of two, or has another choice,
+        contributes a distance of one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:

@@ -110,8 +110,8 @@ class BlocksInParts(BlockStack):
 
 
 class BlockInParts(nn.Module):
-    """A block whose collectives run while other parts of the micro-batch compute. It takes over the modules of an
-    ordinary block."""
+    """A block that processes a micro-batch in parts: the collectives of one part run while another part computes. The
+    block takes over the modules of an ordinary block."""
 
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()
