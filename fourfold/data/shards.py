@@ -172,7 +172,7 @@ def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]
                 if characters >= _CHARACTERS_AT_ONCE:
                     yield texts
                     texts, characters = [], 0
-        except UnreadableFile as error:  # Continue reading, so that one message names all unreadable files.
+        except UnreadableFile as error:  # Read the remaining files too, so that one message names all unreadable files.
             failed.append(error)
     if failed:
         raise UnreadableFiles(failed)

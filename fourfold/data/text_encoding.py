@@ -33,7 +33,8 @@ class UnreadableFile(UserError):
 
 
 class UnknownEncoding(UnreadableFile):
-    """The encoding of a text file is unknown, or is not the one that the user named. Naming another one may help."""
+    """The encoding of a text file is unknown, or is not the one that the user named. Naming another encoding may
+    help."""
 
 
 class UnreadableFiles(UserError):
@@ -74,10 +75,10 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     """Decode the content of a text file.
 
     If there is a byte-order mark, it determines the encoding. Without one:
-        1. If all its bytes are ASCII and `named` writes all text in ASCII, as iso2022_jp does, it is decoded as
-          `named`.
-        2. If it is valid UTF-8 without NUL bytes, it is decoded as UTF-8.
-        3. Otherwise it is decoded as `named`.
+        1. If all bytes are ASCII, and the encoding `named` writes all text in ASCII bytes (as iso2022_jp does), the
+          content is decoded as `named`.
+        2. Otherwise, if the content is valid UTF-8 without NUL bytes, it is decoded as UTF-8.
+        3. Otherwise, it is decoded as `named`.
 
     Args:
         path: The file, for messages.
@@ -107,7 +108,7 @@ def decode(path: Path, content: bytes | bytearray, named: str | None) -> tuple[s
     if "\0" in text:
         raise UnreadableFile(f"{path} has NUL bytes, so it is not text; {_WITHOUT}")
     if (start := content.find(b"\x1b")) >= 0 and "\x1b" in text:
-        kind = UnreadableFile if mark else UnknownEncoding  # Text in iso-2022-jp has this character too.
+        kind = UnreadableFile if mark else UnknownEncoding  # Text in iso-2022-jp has ESC too.
         raise kind(f"{path} has the control character ESC (byte {start}); {_WITHOUT}")
     return text, None if "utf-8" in certain else f"{certain} (byte-order mark)"
 
