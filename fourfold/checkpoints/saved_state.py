@@ -21,7 +21,7 @@ from fourfold.parsing import parse_json
 
 FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
-"""Keys of [model] that change neither a tensor's shape nor its meaning. They are not saved."""
+"""Keys of the section [model] that change neither a tensor's shape nor its meaning. They are not saved."""
 
 _COMPARED: dict[str, Any] = {
     "training": {"train_steps", "precision", "master_weights", "reduce_dtype", "float8"},
@@ -39,10 +39,10 @@ _MEASURED = {
 
 
 class RecentSteps(Strict):
-    """Losses and gradient norms of recent steps, which [checks] compares with later steps."""
+    """Losses and gradient norms of recent steps. The checks of the section [checks] compare later steps with them."""
 
     losses: list[float] = Field([])
-    """Losses of the last good steps, as many as [checks] needs."""
+    """Losses of the last good steps, as many as the checks need."""
     grad_norms: list[float] = Field([])
     """Gradient norms of the same steps."""
     skipped_in_a_row: int = 0
@@ -101,7 +101,7 @@ class CheckpointState(Strict):
     stream: StreamPosition | None = None
     """Position where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """The section [masks], which selects the tokens that count in the loss. None in older checkpoints."""
+    """The section [masks], which selects the tokens in the loss. None in older checkpoints."""
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None in older checkpoints and for imported models."""
     first_samples: dict[str, str] | str | None = None
@@ -110,7 +110,7 @@ class CheckpointState(Strict):
     weights_only: bool = False
     """True for an imported model. A run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
-    """The run's [lora] if only adapters were trained. The checkpoint then holds only the adapters."""
+    """The run's section [lora] if only adapters were trained. The checkpoint then holds only the adapters."""
     base: str | None = None
     """The model that the adapters belong to."""
     optimizer: Rule = "adamw"

@@ -12,8 +12,8 @@ from fourfold.config.strict import PathText, Strict
 class ValidationConfig(Strict):
     """Validation during training.
 
-    The validation loss determines which checkpoint is the best, and can end the run. If [ema] keeps a moving average of
-    the weights, the loss of the average is used instead.
+    The validation loss determines which checkpoint is the best, and can end the run. If the section [ema](#ema) keeps a
+    moving average of the weights, the loss of the average is used instead.
     """
 
     interval: int = Field(0, ge=0)

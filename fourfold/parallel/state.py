@@ -1,8 +1,8 @@
 """Initialize the weights of the whole model, and sum, clip, and gather its gradients.
 
-Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
-torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give wrong results. Use the
-functions in this module instead.
+Inside the step, parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of the tensor axes x
+and y, so torch's own functions (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) silently give wrong results. Use
+the functions in this module instead.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # The load of experts also counts a step that overflows.
+        # Let no step overflow with experts: the step would change the recorded load of the experts.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):

@@ -18,7 +18,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Replicated(DataParallel):
-    """Keeps whole weights on every rank. This needs z = 1, and either ``zero`` 0 or only one replica.
+    """Keeps whole weights on every rank. This needs size 1 of the sharding axis z, and either ``zero`` 0 or only one
+    replica.
 
     If the step computes in another dtype than the stored weights have, the model holds working copies, and the
     optimizer updates the stored weights.

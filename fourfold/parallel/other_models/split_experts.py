@@ -1,4 +1,4 @@
-"""Split a transformers model's experts over x and y: each rank computes some experts for all tokens.
+"""Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
 The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens whose expert number is past the last
 expert. As in transformers' own expert parallelism, experts of other ranks get this number.

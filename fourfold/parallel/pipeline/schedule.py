@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
 
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
-    """Return the computations of each pp rank, in order.
+    """Return the computations of each pipeline rank, in order.
 
     GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are implemented here. All other
     schedules come from torch's lists.
