@@ -35,7 +35,8 @@ _MEASURED = {
     "audit": {"documents", "suffix"},
     "evaluation": {"include_path", "limit", "num_fewshot"},
 }
-"""The same for sections that measure the model during training. Their keys matter only if their interval is not 0."""
+"""Sections that measure the model during training, and their keys whose changes cause a warning. A change matters only
+if the section's interval is not 0."""
 
 
 class RecentSteps(Strict):

@@ -40,7 +40,7 @@ LokiValues = Annotated[
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
     """Parse KEY=VALUE pairs into a configuration.
 
-    An unknown key raises ``UserError``. Its message suggests the closest key, or lists all keys if none is close.
+    An unknown key raises ``UserError``. The message suggests the closest key, or lists all keys if none is close.
     """
     from fourfold.inference.loki import LokiConfig
 

@@ -67,8 +67,8 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 
     Before this call, each rank of x (or y) has only the part of the gradient from its own tokens or heads.
 
-    A step calls this after the sums over dp, cp, and z, although the order of the sums does not matter. It takes one
-    collective per set of axes.
+    A step calls this after the sums over dp, cp, and z, although the order of the sums does not matter. This function
+    takes one collective per set of axes.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:

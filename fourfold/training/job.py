@@ -171,7 +171,7 @@ class Job(TrainingState):
         """Step the optimizer with the clipped gradients.
 
         Returns:
-            False if fp16 gradients overflowed. They were dropped, and the weights are unchanged.
+            False if fp16 gradients overflowed. The gradients were then dropped, and the weights are unchanged.
         """
         if self.copies is not None:
             self.copies.join()

@@ -44,7 +44,7 @@ class ParallelMixture(nn.Module):
 
         Args:
             x_BTh: This rank's tokens.
-            is_data_BS: False for padding. It covers the tokens of all x ranks.
+            is_data_BS: False for padding. This mask covers the tokens of all x ranks.
         """
         out_BTh = self._routed(x_BTh, is_data_BS)
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)

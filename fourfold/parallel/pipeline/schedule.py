@@ -102,7 +102,7 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """Return alternative sets of operations. This operation can run once any one of the sets is complete."""
+    """Return alternative sets of operations. The operation ``op`` can run once any one of the sets is complete."""
     needs = needs_of(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
