@@ -25,8 +25,8 @@ class RandomSamples:
     - One token in sixteen is at a border of eighths of the vocabulary. The tensor axis x may split the vocabulary
       there.
     - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
-      another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp splits
-      sequences there.
+      another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp may split
+      the sequence there.
     - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
       each other, every fourth sequence also has a document of padding between its other documents.
     - One micro-batch of a step repeats a single token, so a few experts get all its rows and all other experts get
