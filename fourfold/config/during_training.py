@@ -55,7 +55,7 @@ class DPOConfig(Strict):
     """Direct preference optimization (arXiv 2305.18290) on pairs of answers, one of them preferred.
 
     The reference is the model at the start of training. Its log-probabilities of all answers are computed once, on the
-    same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
+    same grid ([preferences.md](preferences.md)). Batch sizes are numbers of answers, so a pair adds two.
     """
 
     beta: float = Field(0.0, ge=0)
