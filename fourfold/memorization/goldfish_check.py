@@ -138,7 +138,7 @@ def near_duplicates(
     ``near_duplicate_law``.
 
     Only copies that keep this token unchanged are counted. Return None if there are no noisy canaries, or if the
-    tokenizer is missing, because the noise was drawn from its vocabulary.
+    tokenizer is missing. (The noise was drawn from the tokenizer's vocabulary.)
     """
     if tokenizer is None:
         return None

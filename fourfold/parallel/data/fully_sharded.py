@@ -129,7 +129,7 @@ class FullySharded(DataParallel):
         groups = self.fsdp_groups()
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
-            # Otherwise FSDP2 would sum the gradients of micro-batches in the weights' dtype.
+            # Without this, FSDP2 would sum the gradients of micro-batches in the weights' dtype.
             group._orig_dtype = self.types.reduced
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:

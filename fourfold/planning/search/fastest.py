@@ -56,9 +56,14 @@ step takes at least this fraction of its time."""
 
 
 class SearchScores(NamedTuple):
-    """Scores of the points of a search. Each is an array [n]: the seconds of a step (infinite if illegal), a lower
-    bound on the seconds for every possible number of batch parts, the peak bytes of the rank that needs the most
-    memory, P(OOM), and the index of the reason for a refusal."""
+    """Scores of the points of a search, each an array [n].
+
+    - seconds: the time of a step. Infinite if the point is illegal.
+    - least: a lower bound on the seconds for every possible number of batch parts.
+    - memory: the peak bytes of the rank that needs the most memory.
+    - p_oom: the probability of running out of memory.
+    - reason: the index of the reason for a refusal.
+    """
 
     seconds: np.ndarray
     least: np.ndarray
