@@ -140,7 +140,7 @@ class ChatTemplate:
             if not weight:
                 continue
             answered = self._render(messages[: number + 1], options).removesuffix(tail)
-            if number == 0:  # transformers cannot render an empty conversation.
+            if number == 0:  # Find the prompt in the text, because transformers cannot render zero messages.
                 prompt = answered[: _find_first_answer(answered, self._header, messages[0].get("content"))]
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)

@@ -64,7 +64,7 @@ def resolve_encoding(name: str) -> str:
     """
     try:
         found = codecs.lookup(name).name
-        if b"x".decode(name, errors="replace"):  # This test rejects punycode, which encodes host names.
+        if b"x".decode(name, errors="replace"):  # False for punycode, which encodes host names.
             return found
     except (LookupError, UnicodeError):
         pass

@@ -119,7 +119,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True would pass as an int.
+        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True is an int too.
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         try:
             if check is not None:

@@ -27,7 +27,7 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     if job.average is not None and job.average.has_begun:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
-            job.take_preferences()  # The metrics of the averaged weights are not reported.
+            job.take_preferences()  # Drop the metrics of the averaged weights. They are not reported.
     return decided_by_rank_0(lambda: found)  # Ranks may round differently, but all of them must make the same decision.
 
 

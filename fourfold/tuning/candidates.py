@@ -118,7 +118,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # gloo allocates almost no buffers for its groups.
+    # Count the runtime, but no buffers of groups, because gloo allocates almost none.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

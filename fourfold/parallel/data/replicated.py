@@ -175,7 +175,7 @@ class Bucket:
             weight.summed.grad = None
 
     def _summand(self, summed: nn.Parameter) -> Tensor:
-        if summed.grad is None:  # This step did not use the weight.
+        if summed.grad is None:  # This step did not use the weight, so its gradient is 0.
             return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
         return summed.grad.flatten()
 

@@ -63,7 +63,7 @@ class CollectiveInputs(TorchDispatchMode):
     def given(self) -> list[Given]:
         """Return all records in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
-            torch.cuda.synchronize()  # FSDP2 sends from its own streams.
+            torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own.
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 
