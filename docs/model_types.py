@@ -298,11 +298,12 @@ random model and compares it with the library's own results:
 
 - *import*: `fourfold checkpoint import-hf` reads the model, and its logits are equal.
 - *export*: `fourfold checkpoint export-hf` writes the same files, bit for bit.
-- *train and generate*: a step of `fourfold train` on x 2, and generated tokens, are equal.
+- *train and generate*: a step of `fourfold train` on a grid with the [axis](parallelism.md) x = 2, and generated
+  tokens, are equal.
 - *plan*: `fourfold plan` finds a layout.
-- *parallelize*: `fourfold.parallelize` on x 2 and z 2 has the same loss and gradients.
+- *parallelize*: `fourfold.parallelize` on x = 2 and z = 2 has the same loss and gradients.
 - *packed documents*: the parallelized model computes a packed document as if it were alone.
-- *Loki*: a step with Loki that attends to all keys has the logits of dense attention.
+- *Loki*: a step with [Loki](loki.md) that attends to all keys has the logits of dense attention.
 
 "no" means that fourfold refuses the model with a message ([all messages](#messages)). "–" means that the script did
 not get that far. Differences may be at most {LIMIT:g} of a tensor's norm.

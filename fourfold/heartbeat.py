@@ -48,8 +48,8 @@ class Heartbeat:
         self._memory = mmap.mmap(descriptor, SIZE)
         self._count = self._begun = self._step = self._before = 0
         self._entered: dict[str, tuple[int, Iterator[int]]] = {}
-        """Each group's index in the shared memory, and the counter of its collectives. Two threads may increment a
-        counter at the same time."""
+        """The offset of each group's entry in the shared memory, and the counter of the group's collectives. Two
+        threads may increment a counter at the same time."""
 
     def begin_step(self, step: int) -> None:
         """Record that a step begins. The first step is 0."""
@@ -58,7 +58,8 @@ class Heartbeat:
         self.beat("reading the batch")
 
     def join(self, group: str) -> tuple[int, Iterator[int]]:
-        """Record that this process is in a group. Return the group's index in the memory and its counter."""
+        """Record that this process is in a group. Return the offset of the group's entry in the shared memory, and the
+        counter of the group's collectives."""
         if group not in self._entered:
             # The memory has space for this many groups. Further groups share one unnamed entry.
             number = min(len(self._entered), GROUPS)

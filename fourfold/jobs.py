@@ -26,8 +26,8 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     """Train the model of a run file, and resume it according to `checkpoint.resume`.
 
     Starts one local process for each place in the grid, or joins the processes that torchrun or srun started. Local
-    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. [fault_tolerance]
-    sets how often local workers that crash or hang are restarted from the newest checkpoint.
+    processes import the program that starts them, so the program needs `if __name__ == "__main__":`. The section
+    [fault_tolerance] sets how often local workers that crash or hang are restarted from the newest checkpoint.
 
     Args:
         run: The run file.

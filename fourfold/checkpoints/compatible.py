@@ -31,7 +31,7 @@ def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> N
     """Check that the checkpoint and the run train the same adapters of the same model, or that neither has adapters.
 
     Raises:
-        UserError: They differ.
+        UserError: The adapters or the models differ.
     """
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
@@ -53,7 +53,7 @@ def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> 
     """Check that the checkpoint has the states of the run's optimizer.
 
     Raises:
-        UserError: It has the states of another optimizer.
+        UserError: The checkpoint has the states of another optimizer.
     """
     if state.optimizer != run.optimizer.name:
         raise UserError(
@@ -66,7 +66,7 @@ def check_has_model(path: Path, state: CheckpointState) -> None:
     """Check that the checkpoint holds a model and not only adapters.
 
     Raises:
-        UserError: It holds only adapters.
+        UserError: The checkpoint holds only adapters.
     """
     if state.lora is not None:
         command = f"fourfold checkpoint export-hf {path} OUT --merge"

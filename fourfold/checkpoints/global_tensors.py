@@ -113,9 +113,9 @@ def weight_parts(job: TrainingState) -> Parts:
 def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> CheckpointTensors:
     """Return the layout of a checkpoint of these tensors. Every pipeline rank calls this.
 
-    If several stages have a tensor, the first one writes it. Replicas over dp and cp take turns, one tensor each.
-    Tensors that x or y do not cut are small. The first rank of the axis writes all these tensors, so that loading opens
-    only a few files.
+    If several stages have a tensor, the first one writes it. Replicas over the axes dp and cp take turns, one tensor
+    each. Tensors that one of the tensor axes x and y does not cut are small. The first rank of the axis writes all
+    these tensors, so that loading opens only a few files.
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:

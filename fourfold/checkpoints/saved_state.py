@@ -102,7 +102,7 @@ class CheckpointState(Strict):
     stream: StreamPosition | None = None
     """Position where the streamed dataset continues. None for corpora on disk, whose position is `step`."""
     masks: dict[str, Any] | None = None
-    """The section [masks], which selects the tokens that count in the loss. None for imported models."""
+    """The section [masks], which selects the tokens in the loss. None for imported models."""
     optimization: dict[str, Any] | None = None
     """The result of `compared_settings`. None for imported models."""
     first_samples: dict[str, str] | None = None

@@ -67,8 +67,9 @@ def audit(
 ) -> None:
     """Measure how much of its training data a model repeats.
 
-    One forward pass over each document shows what greedy decoding would produce from every prefix of it. It runs on any
-    grid: --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
+    One forward pass over each document shows what greedy decoding would produce from every prefix of it. The audit runs
+    on any grid of processes: --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more than
+    --max-exact-match allows.
     """
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")

@@ -42,7 +42,7 @@ def evaluate(
     For a text, it prints the loss in nats per token, the perplexity, and bits per byte. Compare models with different
     tokenizers by bits per byte. The text is cut into windows. For a model that fourfold trained, windows are as long as
     training.seq_length. For a Hugging Face model, they are as long as the model's context, but at most 2048 unless
-    --context is larger. Any grid works: --set parallel.z=2.
+    --context is larger. Any grid of processes works: --set parallel.z=2 scores on two processes.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names

@@ -15,7 +15,7 @@ def report(
         typer.Option(metavar="PAGE.html", help="The page of several runs. Default: comparison.html in the first one."),
     ] = None,
 ) -> None:
-    """Write RUN_DIR/report.html: one page with curves, facts, run file, and sample. It needs no network.
+    """Write RUN_DIR/report.html: one page with curves, facts, run file, and sample. The page needs no network.
 
     For several runs, write one page that overlays their curves and lists the differences between their run files.
 

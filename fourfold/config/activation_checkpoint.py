@@ -16,8 +16,8 @@ class ActivationCheckpointConfig(Strict):
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
     """With mode = 'selective', the modules to recompute. `attention` is the attention core, `mlp` is the MLP's
     activation function, and `norms` is the norms. With `gathers`, linear layers keep only their own shard of an input
-    that is split over x or y, and gather the full input again in the backward pass. Every choice except `attention`
-    costs next to nothing."""
+    that is split over the tensor axes x or y, and gather the full input again in the backward pass. Every choice except
+    `attention` costs next to nothing."""
     every: int = Field(1, ge=1)
     """Recompute only every n-th block. The remaining blocks keep everything."""
     offload: bool = False

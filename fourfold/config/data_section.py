@@ -25,7 +25,7 @@ class DataConfig(Strict):
     format: Literal["text", "sft", "preferences"] = "text"
     """`text` is plain text. `sft` is conversations from `fourfold prepare --format sft`. A sequence holds
     several whole conversations, which do not attend to each other (mask_documents). Only answers are trained on.
-    `preferences` is pairs of answers from `fourfold prepare --format preferences`, for [dpo]."""
+    `preferences` is pairs of answers from `fourfold prepare --format preferences`, for the section [dpo](#dpo)."""
 
     train: list[Corpus] = Field([], examples=[[{"path": "data/corpus"}]])
     """Corpora from `fourfold prepare`, or any Megatron .bin/.idx pair."""

@@ -12,8 +12,8 @@ from fourfold.config.strict import PathText, Strict
 class ValidationConfig(Strict):
     """Validation during training.
 
-    The validation loss determines which checkpoint is the best, and can end the run. If [ema] keeps a moving average of
-    the weights, the loss of the average is used instead.
+    The validation loss determines which checkpoint is the best, and can end the run. If the section [ema](#ema) keeps a
+    moving average of the weights, the loss of the average is used instead.
     """
 
     interval: int = Field(0, ge=0)
@@ -55,7 +55,7 @@ class DPOConfig(Strict):
     """Direct preference optimization (arXiv 2305.18290) on pairs of answers, one of them preferred.
 
     The reference is the model at the start of training. Its log-probabilities of all answers are computed once, on the
-    same grid ([preferences.md](preferences.md)). Batch sizes count answers, so a pair counts as two.
+    same grid ([preferences.md](preferences.md)). Batch sizes are numbers of answers, so a pair adds two.
     """
 
     beta: float = Field(0.0, ge=0)

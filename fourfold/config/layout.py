@@ -71,14 +71,15 @@ def check_layout(run: RunConfig) -> None:
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:
-    """Return the dimension along which the y ranks share attention: heads if they divide evenly, else the batch, else
-    queries."""
+    """Return the dimension along which the ranks of the tensor axis y share attention: heads if they divide evenly,
+    else the batch, else queries."""
     sizes = Sizes.of(run)
     return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """Return how the cp ranks share attention. "auto" becomes "ulysses" if the heads divide evenly."""
+    """Return how the ranks of the context axis cp share attention. "auto" becomes "ulysses" if the heads divide
+    evenly."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
     return "ring" if Sizes.of(run).uneven_heads else "ulysses"

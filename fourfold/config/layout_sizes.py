@@ -1,4 +1,5 @@
-"""Compute the sizes that determine whether a layout is legal."""
+"""Compute the sizes that determine whether a layout is legal. The letters x, y, z, dp, cp, and pp are the axes of the
+grid."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class MoEConfig(Strict):
 
     capacity_factor: float = Field(0.0, ge=0)
     """In training, each expert takes at most this multiple of an equal share of a sequence's tokens. Later tokens of
-    the sequence skip the expert. Padding does not count. Validation, audits, evaluation, and exports have no limit. 0
+    the sequence skip the expert. Padding is not counted. Validation, audits, evaluation, and exports have no limit. 0
     sets no limit in training either."""
     load_balancing_loss: float = Field(0.0, ge=0)
     """Coefficient of the [load-balancing loss](moe.md#load-balancing-loss), which is larger if some experts get more

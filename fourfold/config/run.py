@@ -1,4 +1,4 @@
-"""The sections of the run file."""
+"""The sections of the run file. ``ParallelConfig`` describes the axes of the grid: x, y, z, dp, cp, pp, and ep."""
 
 from __future__ import annotations
 

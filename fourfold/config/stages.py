@@ -15,7 +15,8 @@ FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run all forward passes of a step before its first backward pass."""
 
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that run micro-batches in rounds of pp (Narayanan et al. 2021, arXiv 2104.04473)."""
+"""Schedules that run micro-batches in rounds of pp, the number of pipeline ranks (Narayanan et al. 2021, arXiv
+2104.04473)."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that give rank r of p the stages r and 2p − 1 − r, so that rank 0 has both the first and the last stage."""
@@ -25,7 +26,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def stages_per_rank(grid: ParallelConfig) -> int:
-    """Return the number of stages on one pp rank."""
+    """Return the number of stages on one pipeline rank."""
     if grid.pp == 1 or grid.schedule in ONE_STAGE:
         return 1
     return 2 if grid.schedule in V_SHAPED else grid.stages_per_rank
@@ -37,7 +38,7 @@ def splits_backward(grid: ParallelConfig) -> bool:
 
 
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
-    """Return the pp rank that has a stage.
+    """Return the pipeline rank that has a stage.
 
     Stages are assigned to the ranks in turn, or, in V-shaped schedules, from the first rank to the last and back.
     """

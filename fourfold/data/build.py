@@ -39,7 +39,7 @@ def build_dataset(
         sources: (prefix, weight) of each corpus. Weights are relative.
         seq_length: Number of tokens per sample.
         seed: Seed of the order of samples.
-        look_back: Number of tokens before each sample that masks can see.
+        look_back: Number of tokens before each sample that masks read.
 
     Raises:
         UserError: A corpus is missing, damaged, or too small, a weight is not positive, or the manifests name different
@@ -59,7 +59,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
 
     Args:
         run: The run file. `data.source` names a dataset of the Hub or a folder.
-        look_back: Number of tokens before each sample that masks can see.
+        look_back: Number of tokens before each sample that masks read.
 
     Raises:
         UserError: The dataset cannot be loaded or has too few files for `data.streams`.

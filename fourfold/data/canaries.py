@@ -1,8 +1,8 @@
 """Plant canaries: documents repeated a known number of times, so that an audit can measure the effect of repetition.
 
-All canaries come from one pool, and each gets its number of repeats at random, following Singh et al. 2024 (arXiv
-2502.08145). Canaries with 0 repeats are the control: they differ from the repeated canaries only by chance. The ledger
-lists what was planted, one JSON object per line. `fourfold audit` reads it.
+All canaries come from one pool, and each gets its number of repeats at random (Singh et al. 2024, arXiv 2502.08145).
+Canaries with 0 repeats are the control: they differ from the repeated canaries only by chance. The ledger lists what
+was planted, one JSON object per line. `fourfold audit` reads it.
 """
 
 import json
@@ -83,14 +83,14 @@ def copy_of(
     """Return one copy of a canary, as it is planted.
 
     The result depends only on the arguments. Noise never inserts a special token, because a special token could end the
-    document. If the noise draws one, the copy keeps the canary's token there.
+    document. If the noise draws a special token, the canary's own token stays.
 
     Args:
         tokens: The canary [length].
         canary: Index of the canary.
         copy: Index of the copy.
-        canaries: Gives the noise, the shift, and the seed.
-        tokenizer: Gives the size of the vocabulary and the special tokens.
+        canaries: Settings of the canaries. Noise, shift, and seed are used.
+        tokenizer: The vocabulary, for random tokens.
 
     Returns:
         The tokens of the copy [length − shift of this copy].
@@ -162,8 +162,7 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`, with canaries at random places between the pieces of that
-    corpus.
+    """Write a second corpus next to the corpus of `split`: its pieces, with canaries at random places between them.
 
     Pieces that become canaries are taken out of the corpus, so a canary with 0 repeats occurs nowhere.
 

@@ -29,13 +29,14 @@ class ChatTemplate:
     """A transformers tokenizer with its own chat template, or with your template.
 
     Tokens equal what transformers' `apply_chat_template` returns for the whole conversation. The assistant's text is
-    the text that the template marks with {% generation %}. If a template has no such marks, the assistant's text is
-    what each answer adds to the prompt before it, up to the end of the turn, without trailing whitespace. A token
-    belongs to the assistant if its first character does.
+    the text that the template marks with {% generation %}. If a template has no such marks, each answer is the text
+    that it adds to the rendered prompt, up to the end of its turn. Whitespace after the token that ends the turn is not
+    part of the answer. A token belongs to the assistant if its first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
-        - A key that does not change the text is refused, unless it is harmless or in `ignored`.
+        - A key that the template does not use is an error. Exceptions are keys that only describe a row's origin
+          (`HARMLESS`, ids) and the keys in `ignored`.
 
     Args:
         folder: Folder of a model, or a file in it.
@@ -139,7 +140,7 @@ class ChatTemplate:
             if not weight:
                 continue
             answered = self._render(messages[: number + 1], options).removesuffix(tail)
-            if number == 0:  # transformers cannot render an empty conversation.
+            if number == 0:  # Find the prompt in the text, because transformers cannot render zero messages.
                 prompt = answered[: _find_first_answer(answered, self._header, messages[0].get("content"))]
             else:
                 prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
@@ -170,7 +171,7 @@ class ChatTemplate:
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
             if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
-                continue  # Like tool_call_id, this key names the tool call that the message answers.
+                continue  # Templates may ignore it, like tool_call_id.
             without = [{name: value for name, value in message.items() if name != key} for message in messages]
             if self._try_to_render(without, options) == text:
                 remedy = f"{remedy} {key}" if key != "tool_calls" else "give --chat-template a file that uses them"

@@ -37,11 +37,11 @@ class PackingStatistics:
 class PackedConversations:
     """Windows of `seq_length` + 1 tokens, filled with whole conversations and padding.
 
-    Each conversation is a document. The padding is a separate document and is never trained. Only the lengths of
-    conversations determine which of them share a window.
+    Each conversation is a document. The padding is a separate document and is never trained. Which conversations share
+    a window depends only on their lengths.
 
-    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Nothing comes
-    before a conversation, so the `look_back` places before a window are empty.
+    Sample n is one window. Epoch n // len(self) visits all windows in its own order, drawn from `seed`. Masks get
+    `look_back` places before each window. The places are empty, because nothing comes before a conversation.
 
     Args:
         corpus: Tokens of the conversations, one document each.
@@ -167,7 +167,7 @@ def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArra
         offsets: Start of each conversation, followed by the end of the last conversation [conversations + 1].
     """
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # The first token of a conversation does not count, because it cannot be predicted from an earlier token.
+    # Skip the first token of a conversation, because it cannot be predicted from an earlier token.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

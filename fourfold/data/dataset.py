@@ -25,7 +25,8 @@ class Windows:
     """Windows of the token stream. Masks take these as input."""
 
     stream: NDArray[np.int64]
-    """Tokens [samples, look_back + seq_length + 1]. Only masks see the first `look_back` of them."""
+    """Tokens [samples, look_back + seq_length + 1]. The model never reads the first `look_back` of them. They are only
+    for masks."""
     stream_documents: NDArray[np.int64]
     """Index of each token's document, in the same shape as `stream`. The first token of the window is in document 0,
     and earlier documents have negative indices."""
@@ -158,7 +159,7 @@ class SourceMixture:
             if windows.reference is not None:
                 reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
                 reference[rows] = windows.reference
-            # If one source has padding, all sources do, because data.format applies to all of them.
+            # Every source has padding or none has, because data.format applies to all of them. So no row stays unset.
             if windows.is_data is not None:
                 is_data = np.empty_like(answers) if is_data is None else is_data
                 is_data[rows] = windows.is_data
@@ -222,7 +223,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight must be positive")
-    shares = np.array(weights) / max(weights)  # Divide first, so that the sum of the weights is finite.
+    shares = np.array(weights) / max(weights)  # Divide first, so that the sum of huge weights is finite.
     ideal = shares / shares.sum() * BLOCK
     counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")

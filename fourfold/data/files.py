@@ -133,8 +133,8 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
     """Yield a new folder and remove it after the block.
 
     This also removes folders with the same prefix and suffix that killed processes on this machine left behind. The
-    owner of a folder holds a lock on it, which the kernel releases when the owner dies. Folders of other machines are
-    kept, because their locks may not be visible here.
+    owner of a folder holds a lock on it, which the kernel releases when the owner dies. Folders that belong to
+    processes on other machines are kept, because their locks may not be visible here.
 
     Args:
         parent: Where to create the folder. None uses the system's folder for temporary files.
@@ -151,7 +151,7 @@ def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suff
         folder.mkdir(mode)
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # Another process removed the folder before it was locked.
+        except FileNotFoundError:  # Another process removed the folder before it was locked. Try again.
             continue
         _lock(descriptor, wait=True, refusal="")
         if _is_at(folder, descriptor):
@@ -196,7 +196,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("a")
-        except FileNotFoundError:  # The process that held the lock removed the folder.
+        except FileNotFoundError:  # The process that held the lock removed the folder. Try again.
             continue
         with file:
             _lock(file.fileno(), wait, f"{path} is locked by another process; wait until it has finished")

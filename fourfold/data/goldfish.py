@@ -1,9 +1,9 @@
 """Goldfish loss: leave about one token in k out of training, and leave out the same tokens in every copy of a passage.
 
 Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that never trained on a token can
-only guess it from the context. With probability (1 - 1/k)^S, a passage of S tokens has no token left out, and can be
-memorized verbatim. All copies of a passage must share one mask. Otherwise the copies together train every token. The
-mask is therefore a hash of the text before the token.
+only guess it from the context. With probability (1 - 1/k)^S, no token of a passage of S tokens is left out, and the
+passage can be memorized verbatim. All copies of a passage must share one mask. Otherwise the copies together train
+every token. The mask is therefore a hash of the text before the token.
 
 Masks are integer arithmetic in NumPy, so they are the same on every machine, device, and grid.
 """
@@ -25,7 +25,8 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """The mask of a run file's [masks.goldfish]. It is False for tokens that are left out of the loss."""
+    """The goldfish mask that the run file's section [masks.goldfish] describes. It is False for tokens that are left
+    out of the loss."""
 
     config: GoldfishConfig
     exempt: tuple[int, ...] = ()
@@ -35,8 +36,8 @@ class Goldfish:
 
     @property
     def look_back(self) -> int:
-        """Return how many tokens before a window the mask must see. With them, the mask does not depend on where the
-        stream is cut."""
+        """Return how many tokens before a window are needed to compute its mask. With them, the mask does not depend on
+        where the stream is cut into windows."""
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
@@ -89,7 +90,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 
     The key is a dot product of the tokens with odd 64-bit coefficients, so the order of the tokens matters. The key is
     mixed and compared with 2^64/k, so the mask for 2k drops a subset of the mask for k. The first h tokens of a
-    document are kept. Windows without look-back also keep their own first h tokens.
+    document are kept. Without look-back, the first h tokens of each window are kept too.
 
     Returns:
         True for each dropped target [samples, S].

@@ -90,7 +90,7 @@ class HubStream:
             if state is None:
                 state = part.state_dict()
             else:
-                # Keep `state`: after this call, `part.state_dict()` returns it only once a row has been read.
+                # Keep using `state` here: `part.state_dict()` returns it only after a row has been read.
                 part.load_state_dict(state)
             rows = iter(part)
             for row in rows:

@@ -18,7 +18,7 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Array]):
-    """The input of one forward pass. Fields are int64 [B, S] unless they say otherwise.
+    """The input of one forward pass. Fields are int64 [B, S] unless their own description says otherwise.
 
     The loader fills the fields with arrays. The training loop turns them into tensors.
     """
@@ -51,8 +51,8 @@ class Loader:
     """This rank's micro-batches for any optimizer step.
 
     On every grid with global batch size G, step t consists of samples [t·G, (t+1)·G). Micro-batch m of rank r of `size`
-    ranks takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The step is the only state.
-    To resume on this grid or another one, call `step` with the next number.
+    ranks takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The number of the step is
+    the only state. To resume a run on this grid or another one, call `step` with the next number.
 
     Args:
         dataset: The samples.
@@ -62,7 +62,7 @@ class Loader:
         rank: This process's index among the ranks that split the batch. Ranks that split a sequence or a layer have the
             same index.
         size: Number of ranks that split the batch.
-        masks: Masks of the loss. A token counts if all masks keep it.
+        masks: Masks of the loss. A token is in the loss if all masks keep it.
         prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
 
     Raises:

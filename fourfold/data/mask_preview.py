@@ -1,4 +1,4 @@
-"""Preview a run's masks on its own data before training: which tokens they leave out, and how many."""
+"""Preview a run's masks on its own data before training: which tokens the masks leave out, and how many."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ class PreviewedSample:
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
         """Return the text of each token.
 
-        A token is shown by its number if it is not a whole character or if no tokenizer is known.
+        A token is shown by its number if it is not a whole character, or if the tokenizer is unknown.
         """
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]
@@ -108,7 +108,7 @@ class Preview:
     trained_share: float
     """Fraction of the targets that are trained."""
     statistics: MaskStatistics | None
-    """Statistics of the goldfish mask. None if there is no such mask."""
+    """Statistics of the goldfish mask. None if the run has no goldfish mask."""
 
 
 def preview(

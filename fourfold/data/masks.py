@@ -1,8 +1,8 @@
-"""Masks are small functions that select the tokens in the loss. A token counts if all masks keep it.
+"""Masks are small functions that select the tokens in the loss. A token is in the loss if all masks keep it.
 
 A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from token
-i is kept. It sees whole windows, before the sequence or the batch is split, so every layout drops the same tokens. The
-run file names your own masks in `masks.functions`.
+i is kept. The mask is computed on whole windows, before the sequence or the batch is split, so every layout drops the
+same tokens. The run file names your own masks in `masks.functions`.
 """
 
 import importlib
@@ -50,7 +50,7 @@ class Responses:
         tokens, documents = windows.tokens, windows.documents
         opened = _last_end_of(self.start, tokens)
         closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
-        # If the same marker both opens and closes, the text after it counts as open.
+        # With ">=", text after a marker that both opens and closes is kept.
         inside = (opened >= 0) & (opened >= closed)
         same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
         kept: NDArray[np.bool_] = (inside & same)[:, 1:]
@@ -99,7 +99,7 @@ def build_masks(
 
 def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each token, find the last whole `marker` that ends before the token. Return the position after this marker,
-    or -1 if there is none [samples, S + 1]."""
+    or -1 if no marker ends before the token [samples, S + 1]."""
     samples, length = tokens.shape
     ends = np.full((samples, length), -1, dtype=np.int64)
     places = length - len(marker)
@@ -139,7 +139,7 @@ def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:
             kept = mask(windows)
-        except OSError as error:  # Without this, the caller would blame one of its own files for the error.
+        except OSError as error:  # A caller would take this for an error of a file that it writes.
             raise UserError(f"masks.functions: '{name}' failed: {error}") from error
         expected = windows.tokens[:, 1:].shape
         if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:

@@ -17,7 +17,7 @@ from fourfold.data.shards import Shard, open_result
 def merge(
     shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
-    """Merge the completed shards in `folder` into one corpus there, or into two if documents are held out.
+    """Merge the completed shards in `folder` into one corpus in the same folder, or into two if documents are held out.
 
     The index of a document in the input and `seed` determine whether it is held out.
 

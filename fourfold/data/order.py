@@ -23,7 +23,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
     A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
-    network again ("cycle walking", under two rounds on average). So the permutation is a bijection on [0, size).
+    network again ("cycle walking", under two passes on average). So the permutation is a bijection on [0, size).
 
     Args:
         indices: Integers in [0, size), any shape.

@@ -21,8 +21,8 @@ class PreferencePairs:
     trained.
 
     Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. The end of an answer is cut off if it does not fit. A pair is left out if a prompt fills
-    the whole window, so that no token of its answer fits.
+    order, drawn from `seed`. If an answer does not fit, its end is cut off. If a prompt alone fills the window, the
+    pair is left out.
 
     Args:
         corpus: Tokens of the answers with their prompts, one document each.

@@ -98,8 +98,9 @@ def prepare(
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
         output_prefix: OUT, without a suffix.
         tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
-        train_tokenizer_vocab: Train a tokenizer of this size on the input instead, and save it as OUT-tokenizer.json.
-        workers: Number of processes (default: one per core). It does not change the result.
+        train_tokenizer_vocab: Instead of using `tokenizer`, train a tokenizer of this size on the input, and save it as
+            OUT-tokenizer.json.
+        workers: Number of processes (default: one per core). The result does not depend on this number.
         eos_token: Special token that ends every document (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins every document, or "auto" for the tokenizer's own (default: none).
         text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that

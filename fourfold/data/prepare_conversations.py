@@ -1,5 +1,5 @@
-"""Prepare a corpus on disk from conversations. It has tokens, and a flag per token that tells whether the token is
-trained."""
+"""Prepare a corpus on disk from conversations. A corpus consists of tokens, and a flag per token that tells whether the
+token is trained."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator

@@ -90,8 +90,8 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
         path: The file.
         text_key: Key or column of the text. You can give several, separated by commas. Each row uses the first one that
             it has.
-        start: First byte of the part to read. With `stop`, read the lines of a .jsonl file that begin at bytes [start,
-            stop), so that several processes can share a large file.
+        start: First byte of the part to read. Together with `stop`, it selects the lines of a .jsonl file that begin at
+            bytes [start, stop), so that several processes can share a large file.
         stop: See `start`.
 
     Raises:
@@ -253,7 +253,7 @@ def _parse_row(line: bytes, having: str = "") -> dict[str, Any]:
         raise ValueError("not UTF-8, the encoding of JSON; convert the file with iconv") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
-    except ValueError as error:  # A number is too long, or lists are nested too deeply.
+    except ValueError as error:  # Python refuses very long numbers and deeply nested lists.
         raise ValueError(f"JSON that cannot be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected an object{having}, found a {type(row).__name__}")

@@ -1,7 +1,7 @@
 """Turn a document stream into samples: tokenize the documents in the background, and resume exactly from a checkpoint.
 
 The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
-the grid. A process opens only the streams of its own samples.
+the number of processes. A process opens only the streams of its own samples.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Position:
     skip: int = 0
     """Number of tokens in that document before the first needed token."""
     before: int = 0
-    """Number of tokens in the window's look-back. There are fewer at the start of a stream."""
+    """Number of tokens in the window's look-back. At the start of a stream, the look-back is shorter."""
 
 
 class StreamWindow(NamedTuple):
@@ -69,7 +69,7 @@ def cut_into_windows(
         tokenizer: The tokenizer.
         position: Start of the first window.
         seq_length: Number of tokens per sample.
-        look_back: Number of tokens before each window that masks see.
+        look_back: Number of tokens before each window that masks read.
     """
     tokens = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, Any]] = []  # Starts of documents in `tokens`, and their places in the stream.
@@ -105,8 +105,8 @@ class _Heard:
 class StreamedWindows:
     """Samples from streams of documents.
 
-    Reading is fast in ascending order. To go back, it reads the stream again from the last known position before the
-    sample.
+    Reading is fast in ascending order. To read an earlier sample again, the stream is read from the last known position
+    before that sample.
 
     Args:
         name: Name of the dataset, for messages.
@@ -114,7 +114,7 @@ class StreamedWindows:
         tokenizer: The tokenizer.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, a multiple of the number of streams.
-        look_back: Number of tokens before each window that masks see.
+        look_back: Number of tokens before each window that masks read.
         ahead: Largest number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
         text_key: Column of the text, for checkpoints.
@@ -161,7 +161,8 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            # A window is too long if the run resumes from a position that was saved with a longer look-back.
+            # Drop the tokens that a longer look-back needed. The run may resume from a position that was saved with
+            # one.
             unseen = max(0, -absent)
             tokens[row, max(absent, 0) :] = window.tokens[unseen:]
             begins = absent + window.document_starts
@@ -292,7 +293,7 @@ class _Ahead:
                     return
         except UserError as error:
             self._put(error)
-        except Exception as error:  # Libraries pass on any exception from the network or the file system.
+        except Exception as error:  # The network or the file system may raise any exception.
             text = " ".join(str(error).split())
             self._put(UserError(f"{self._name} can no longer be read: {type(error).__name__}: {text}"))
 

@@ -110,7 +110,7 @@ class HFTokenizer:
         content = self.path.read_bytes()
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
-        except Exception as error:  # The library raises no narrower exception.
+        except Exception as error:  # The tokenizers library raises plain Exceptions.
             other = describe_other_tokenizer(self.path) or str(error)
             raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {other}") from error
         self._tokenizer.no_truncation()
@@ -129,7 +129,8 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """Begin documents with the tokenizer's own token if its texts usually begin so. Return the tokenizer."""
+        """If texts of this tokenizer usually begin with its beginning-of-text token, begin documents with it too.
+        Return the tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
         return self

@@ -121,7 +121,7 @@ def open_tokenizer(name: str) -> Any:
         if other is not None:
             raise UserError(f"cannot load the tokenizer of {name}: {other}") from error
         raise UserError(_no_tokenizer(name, needs_its_code(error) or first_line(error))) from error
-    # transformers found no tokenizer files, and made an empty tokenizer from the model type.
+    # Refuse an empty tokenizer, which transformers makes from the model type if there are no tokenizer files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_no_tokenizer(name, "it has no vocabulary"))
     return tokenizer

@@ -42,7 +42,7 @@ class ScoredWindow:
 
     tokens: NDArray[np.int64]
     first: int
-    """Index of the first token whose prediction counts. Earlier tokens only give context."""
+    """Index of the first token whose loss is measured. Earlier tokens only give context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
@@ -50,7 +50,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 
     The first window starts with the token ``before``, and each later window repeats ``overlap`` tokens. A window has at
     most ``context`` inputs. lm-eval's ``get_rolling_token_windows`` returns the same windows, if its ``context_len`` is
-    ``overlap``. Each has as many inputs as possible, so the last window begins early.
+    ``overlap``. Each window has as many inputs as possible, so the last window may repeat more than ``overlap`` tokens.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[ScoredWindow] = []

@@ -43,7 +43,7 @@ def rows_in_files(model: Any) -> dict[str, Rows]:
 
 
 def in_modules(model: Any, rows: Mapping[str, Rows], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert all tensors of a model's files to its weights, by module names.
+    """Convert all tensors in a model's files to the model's weights, by their names in the modules.
 
     The result is differentiable.
 

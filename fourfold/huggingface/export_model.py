@@ -93,7 +93,7 @@ def export_huggingface(
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # transformers also keeps a router's bias in float32.
+        # Do not convert a router's bias. transformers keeps it in float32 too.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -140,8 +140,9 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the folder (or Hub id) of a model that transformers can open, and of its tokenizer.
 
-    The tokenizer can be "bytes", and is None if the run's corpora are not found. One of our checkpoints or runs is
-    exported into a temporary folder while the block runs, in the dtypes of its stored weights, with adapters merged.
+    The tokenizer can be "bytes", and is None if the run's corpora are not found. A checkpoint or run of fourfold is
+    exported into a temporary folder that exists while the block runs. Its weights keep their stored dtypes, and its
+    adapters are merged.
 
     Raises:
         UserError: There is no model with that name.

@@ -71,8 +71,8 @@ def parallelize(
     placed = lay_out(model, grid, rules or {})
     model.to("meta")
     tie_again(model, tied)
-    # The user's optimizer updates the model's own parameters, so these must be the stored weights, not copies of them
-    # in the dtype of the computation.
+    # The user's optimizer updates the model's own parameters. So these must be the stored weights, not copies in the
+    # dtype of the computation.
     stage = replicate_or_shard(model, _units(model), grid, types, weight_prefetch, working_copies=False)
     device = torch.device("cpu" if grid.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
     on_grid = GridModel({0: stage}, grid, device)
@@ -141,8 +141,8 @@ def _make_buffers(model: nn.Module) -> None:
 
     Buffers that are saved with the weights are read from files later.
 
-    That method would also initialize the parameters of the same modules. On the meta device this does nothing, so the
-    parameters must be there too.
+    ``_init_weights`` would also initialize the parameters of the same modules. It is called only if these are all on
+    the meta device, because there it changes nothing.
     """
     for name, module in model.named_modules():
         buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

@@ -37,8 +37,8 @@ class Parallelized(nn.Module):
     """A model on the grid. Call it like the original model, with the sequences of this process.
 
     It runs all collectives itself. Three calls in your training loop change, because torch's own functions know nothing
-    of x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's function, and
-    ``save`` and ``load`` replace ``state_dict``.
+    of the tensor axes x and y: ``backward(loss)`` replaces ``loss.backward()``, ``clip_grad_norm_`` replaces torch's
+    function, and ``save`` and ``load`` replace ``state_dict``.
 
     Attributes:
         module: The model, with the grid's layers in place of its own.
@@ -62,7 +62,7 @@ class Parallelized(nn.Module):
         self._in_backward = False
         self._summed = False
         self._separates_documents: bool | None = None
-        """Whether packed documents cannot see each other. None if this is not known yet."""
+        """Whether packed documents are computed separately. None if this is not known yet."""
         taken = inspect.signature(self.module.forward).parameters
         names_none = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         self._takes_use_cache = "use_cache" in taken or (names_none and hasattr(self.module, "base_model_prefix"))
@@ -105,7 +105,7 @@ class Parallelized(nn.Module):
         return outputs
 
     def _separate_documents(self, kwargs: dict[str, Any]) -> None:
-        """Switch off the cache if it is not used, and refuse packed documents that would see each other."""
+        """Switch off the cache if it is not used, and refuse packed documents that would attend to each other."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.ndim == 2 else None
         if kwargs.get("use_cache") is None and (kwargs.get("labels") is not None or torch.is_grad_enabled()):
@@ -114,8 +114,8 @@ class Parallelized(nn.Module):
             return
         if self._separates_documents is None:
             self._separates_documents = separates_documents(self.module, positions.device)
-        # In most models, only a mask or a cache lets documents see each other. Without either, skip the check, because
-        # it would wait for the GPU every step.
+        # In most models, only a mask or a cache lets documents attend to each other. Without either, skip the check,
+        # because it would wait for the GPU every step.
         if self._separates_documents and mask is None and kwargs.get("use_cache") is False:
             return
         again = positions[..., 1:] <= positions[..., :-1]

@@ -113,7 +113,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
     last: list[tuple[str, Tensor]] = []
 
     def gather(shard: LocalShard) -> Tensor:
-        """Return the whole tensor. Several entries may be parts of one tensor, so it is gathered only once."""
+        """Return the whole tensor. It is gathered for the first of its entries, and kept for the next ones."""
         if not last or last[0][0] != shard.name:
             last.clear()
             last.append((shard.name, _gathered(waiting.pop(0)).view(layout.shapes[shard.name])))
@@ -125,7 +125,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], layout: Par
                 with new_folder(folder) as unfinished:
                     _write_configs(model, shards[0].local.dtype, unfinished)
                     write_tensor_files(unfinished, [entry for s in shards for entry in _entries(s, layout, gather)])
-        except ValueError as error:  # The error is either our own, or transformers refuses to write a configuration.
+        except ValueError as error:  # The error comes from transformers or from fourfold.
             raise UserError(str(error)) from None
         finally:
             while waiting:  # Rank 0 gathers while it writes. All other ranks, and rank 0 after an error, gather here.

@@ -127,7 +127,7 @@ def _no_silent_exit() -> Iterator[None]:
     leave, process_id = os._exit, os.getpid()
 
     def leave_as_crashed(status: int) -> NoReturn:
-        if status == DONE and os.getpid() == process_id:  # Forked children are allowed to exit this way.
+        if status == DONE and os.getpid() == process_id:  # Forked children may exit this way.
             traceback.print_stack()
             print("fourfold: something called os._exit(0) before the job had finished", file=sys.stderr, flush=True)
             status = CRASH

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""Signal that tells local workers about a Ctrl-C. They ignore the terminal's SIGINT, because their parent relays it."""
+"""Signal that tells local workers about a Ctrl-C. The workers ignore the terminal's SIGINT, because their parent relays
+it."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 

@@ -41,7 +41,7 @@ class AuditRequest(ScoringRequest):
 
     documents: Path
     """A .jsonl file with the documents to audit. Documents with a count of 0 are controls, and the model was trained on
-    all others."""
+    all other documents."""
     control: Path | None = None
     """A .jsonl file with more documents, which the model was not trained on."""
     reference: str | None = None
@@ -232,5 +232,5 @@ def _generated(
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by decoding the scored tokens, because text that was truncated must not count."""
+    """Replace the text by decoding the scored tokens, because text that was truncated must not be measured."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

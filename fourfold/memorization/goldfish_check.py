@@ -137,8 +137,8 @@ def near_duplicates(
     """Measure which fraction of planted copies train a token that the original drops, and compare it with
     ``near_duplicate_law``.
 
-    Only copies that keep this token unchanged count. Return None if there are no noisy canaries, or if the tokenizer
-    is missing, because the noise was drawn from its vocabulary.
+    Only copies that keep this token unchanged are counted. Return None if there are no noisy canaries, or if the
+    tokenizer is missing. (The noise was drawn from the tokenizer's vocabulary.)
     """
     if tokenizer is None:
         return None

@@ -106,8 +106,8 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
     # All other sections affect only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
-    # [data] stays, because it names the tokenizer. Its format may need [dpo], and its streams may not divide the new
-    # batch, so both are reset.
+    # Keep the section [data], because it names the tokenizer. Reset its format, which may need [dpo], and its streams,
+    # which may not divide the new batch.
     for override in ("data.format=text", "data.streams=1", *request.overrides):
         apply_override(table, override)
     parallel = table["parallel"]

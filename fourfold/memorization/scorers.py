@@ -50,7 +50,7 @@ class GridScorer:
     """Runs the forward pass of a job on its grid.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
-    rank scores in one forward pass. Documents are distributed over dp and z.
+    rank scores in one forward pass. Documents are distributed over the axes dp and z.
     """
 
     def __init__(self, job: Job, sampling: AttackSampling) -> None:
@@ -100,7 +100,7 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_5BT: Tensor) -> Tensor:
-        """Return the fields [5, B, S] of whole sequences in order, because cp may have split them."""
+        """Return the fields [5, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
         cp = self.job.grid.cp
         whole = all_gather(fields_5BT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -171,7 +171,8 @@ def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: AttackSampling
 ) -> Tensor:
-    """Score one chunk of tokens at a time. Each y rank computes whole logits for its share of the chunk."""
+    """Score one chunk of tokens at a time. Each rank of the tensor axis y computes whole logits for its share of the
+    chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
     size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)

@@ -29,7 +29,7 @@ def replicate_or_shard(
     per_node: int = 1,
     working_copies: bool = True,
 ) -> DataParallel:
-    """Keep whole weights on every rank if they are not split over z or dp. Otherwise shard them with FSDP2.
+    """Keep whole weights on every rank if neither the axis z nor ``zero`` shards them. Otherwise shard them with FSDP2.
 
     Args:
         model: This process's tiles, on the meta device.
@@ -62,7 +62,7 @@ class GridModel:
         """The tied embedding and head, if a pipeline keeps the weight twice."""
 
     def finish_gradients(self) -> None:
-        """Complete the gradients: sum over micro-batches, over ranks with other tokens, and over tied weights."""
+        """Complete the gradients: sum over micro-batches, over ranks with different tokens, and over tied weights."""
         for stage in self.stages.values():
             stage.finish_gradients()
         if self.tied_ends is not None:

@@ -61,8 +61,8 @@ class PlanRecord:
 
     @property
     def own_label(self) -> str:
-        """Return the name of the run file's own layout in tables. It includes the number of GPUs if that differs
-        from the request's."""
+        """Return the name of the run file's own layout in tables. The name includes the layout's number of GPUs, if it
+        differs from the requested number."""
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
@@ -71,7 +71,7 @@ class PlanRecord:
     def is_own_drawn(self) -> bool:
         """Return whether charts show the run file's own layout.
 
-        If its step is much longer, all other layouts would be too small to read.
+        They leave out a layout whose step is so long that the bars of all other layouts would be too small to read.
         """
         own = self.own
         return own is not None and own.gpus == self.request.gpus and own.seconds <= TALLEST * self.plan.best.seconds

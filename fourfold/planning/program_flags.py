@@ -1,4 +1,5 @@
-"""Define flags for differences between training programs that change the time or memory of a step."""
+"""Define flags for differences between training programs that change the time or memory of a step. The letters x, y, z,
+dp, and ep are the axes of the grid (docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Program(ArrayFields):
     split_residual: Flag = True
     """Whether the residual stream is sharded over x. False for tensor parallelism without sequence parallelism."""
     regather: Flag = False
-    """Whether inputs are kept sharded over x and gathered again in the backward pass, in every recompute mode
+    """Whether every recompute mode keeps inputs sharded over x, and gathers them again in the backward pass
     (Megatron-LM)."""
     overlap_x: Flag = True
     """Whether the backward's collectives over x and y overlap with the computation of weight gradients."""

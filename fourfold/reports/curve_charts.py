@@ -1,4 +1,5 @@
-"""Draw curves of training runs against tokens, steps, or time, with or without smoothing. The page's reader chooses."""
+"""Draw curves of training runs against tokens, steps, or time, with or without smoothing. The reader of the page
+chooses the axis and the smoothing."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def tune_command(result: PlanRecord) -> str:
 
 
 def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of ``PARTS_NAMED`` parts by column: the largest parts, and the sum of all others."""
+    """Return the seconds of ``PARTS_NAMED`` parts by column: the largest parts, and the sum of all other parts."""
     seconds: dict[str, list[float]] = dict(waterfall["seconds"])
     small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
     if not small:

@@ -45,7 +45,8 @@ class RecordedRun:
 
     @property
     def is_in_nats(self) -> bool:
-        """Return whether the losses are nats a token. [dpo] records another loss."""
+        """Return whether the losses are in nats per token. A run with a section [dpo] (preference optimization) records
+        another loss."""
         return not self.numbers("dpo_margin")
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:

@@ -164,7 +164,8 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Chart the canaries during training by their number of repeats. The result is empty if the run had no [audit]."""
+    """Chart the canaries during training by their number of repeats. The result is empty if the run file has no section
+    [audit]."""
     recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
     records = [each for each in recorded if each["step"] in run.places]
     if not records:

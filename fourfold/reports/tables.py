@@ -83,8 +83,8 @@ def _longest_word(cells: Iterable[str]) -> int:
 
 
 def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Shrink the widest columns until all fit. Shrink them to the widths of each stage in turn, and if necessary to one
-    character."""
+    """Shrink the widest columns until all columns fit. Each of ``stages`` gives the least widths, from wide to narrow.
+    If the columns do not even fit with the last ones, the least width is one character."""
     for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

@@ -211,8 +211,8 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Return a line that describes how tokens were chosen, the speed, the cache, and with Loki the fraction of the
-    cache that it reads."""
+    """Return a line with the sampling settings, the speed, and the size of the cache. If Loki (sparse attention) is on,
+    the line also says how much of the cache the next token reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     read = ""

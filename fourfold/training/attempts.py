@@ -20,8 +20,8 @@ from fourfold.training.run_folder import ATTEMPTS_FILE
 def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) -> None:
     """Record that an attempt starts to train. Only rank 0 calls this.
 
-    If the next step has failed more than ``fault_tolerance.max_restarts`` times, and the run file allows it
-    (``failing_step = "skip"``), record that its batch is to be left out.
+    If the next step has failed more than ``fault_tolerance.max_restarts`` times, and the run file has ``failing_step =
+    "skip"``, record that the step's batch is left out.
 
     Args:
         run_dir: Folder of the run.
@@ -30,7 +30,8 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
         first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
 
     Raises:
-        UserError: The next step keeps failing, and its batch either must not be left out or was already left out.
+        UserError: The next step keeps failing, and the run file does not allow to leave its batch out, or the batch is
+            already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0

@@ -1,4 +1,4 @@
-"""Open the corpora of a run file's [data], and turn its batches into this process's micro-batches."""
+"""Open the corpora that a run file's section [data] names, and turn batches into this process's micro-batches."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ class Corpora:
 
     @cached_property
     def first_samples(self) -> dict[str, str]:
-        """Return digests that detect changed data on disk, by what they cover: the first samples of each corpus and the
-        order that mixes them, and all flags of answers, because only a few of them may have changed."""
+        """Return digests that detect changed data on disk, by the name of what they cover. The digest of the data
+        covers the first samples of each corpus and of the mixture. The digest of the answer mask covers all flags,
+        because a change may affect only a few of them."""
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
         for name, mixture in (("training data", self.samples), ("validation data", validation)):
@@ -181,7 +182,8 @@ def _training_data(
 def micro_batches(
     batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
-    """Copy a loader's micro-batches to the device and take this rank's share of each sequence (``cp``)."""
+    """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context
+    parallelism)."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)

@@ -15,8 +15,8 @@ FLOP_FORMULA = (
     "documents that data.mask_documents keeps apart count as one sequence"
 )
 """PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
-the keys that a token sees count (S / 2 with a causal mask, not S). N counts only parameters that are multiplied. In an
-MoE model, these are the router and the experts that a token is routed to."""
+the keys that a token attends to are counted (S / 2 with a causal mask, not S). N counts only parameters that are
+multiplied. In an MoE model, these are the router and the experts that a token is routed to."""
 
 
 class FlopCount(NamedTuple):
@@ -94,8 +94,8 @@ def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = Fals
     Args:
         device_name: The name that `torch.cuda.get_device_name()` returns.
         dtype: A torch dtype or its name ("bfloat16", "bf16", "float16", "fp16", "float32", "fp32").
-        float8: Whether some matmuls run in float8. They count against the peak of `dtype` too, as in the planner. Then
-            runs that differ only in float8 have comparable MFUs.
+        float8: Whether some matmuls run in float8. Their FLOPs are divided by the peak of `dtype` too, as in the
+            planner, so that runs that differ only in float8 have comparable MFUs.
 
     Returns:
         The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a

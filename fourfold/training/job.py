@@ -1,4 +1,5 @@
-"""Run a model and its optimizer on the grid: forward, backward, clip, update, and evaluate."""
+"""Run a model and its optimizer on the grid: forward, backward, clip, update, and evaluate. If the run file has a
+section [dpo], the model is trained on preferences: pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ class StepResult:
     """The global gradient norm before clipping."""
 
     kept_tokens: Tensor
-    """The number of tokens that count in the loss. With [dpo], the number of pairs."""
+    """The number of tokens in the loss. With [dpo], the number of pairs."""
 
     skipped: bool = False
-    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. The trainer does not set it
+    """True if fp16 gradients overflowed in ``train_step``, or if the batch was left out. The trainer does not set this
     for bad steps."""
 
     @classmethod
@@ -126,7 +127,7 @@ class Job(TrainingState):
 
         Args:
             micro_batches: This rank's micro-batches.
-            kept: Number of tokens that count in the loss, over all ranks (``count_kept``).
+            kept: Number of tokens in the loss, over all ranks (``count_kept``).
         """
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
@@ -170,7 +171,7 @@ class Job(TrainingState):
         """Step the optimizer with the clipped gradients.
 
         Returns:
-            False if fp16 gradients overflowed. They were dropped, and the weights are unchanged.
+            False if fp16 gradients overflowed. The gradients were then dropped, and the weights are unchanged.
         """
         if self.copies is not None:
             self.copies.join()

@@ -25,8 +25,8 @@ TASKS_FILE = "tasks.jsonl"
 class StepMetrics:
     """The metrics of one optimizer step. The fields are the keys of metrics.jsonl.
 
-    They are global over all ranks unless the name says otherwise. JSON has no infinity and no NaN, so numbers that are
-    not finite are written as null.
+    Metrics are over all ranks unless the name says otherwise. JSON has no infinity and no NaN, so numbers that are not
+    finite are written as null.
     """
 
     step: int  # Step number. The first step is 1.
@@ -39,7 +39,7 @@ class StepMetrics:
     mfu: float | None  # Fraction of the peak FLOP/s. None if the peak is unknown.
     peak_memory_bytes: int  # Largest peak memory of any GPU, or of any process on the CPU.
     step_seconds: float
-    trained_token_share: float  # Fraction of the step's tokens (with [dpo], of its pairs) that the loss includes.
+    trained_token_share: float  # Fraction of the step's tokens (in preference training, pairs) in the loss.
     validation_loss: float | None = None  # Mean validation loss. Absent in steps without a validation.
     skipped: bool = False  # True if the update was not applied. Absent otherwise.
     # Metrics that only some runs have. Each becomes a key of the line.
@@ -119,7 +119,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True would pass as an int.
+        if not isinstance(record, dict) or type(record.get("step")) is not int:  # True is an int too.
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         try:
             if check is not None:

@@ -68,8 +68,8 @@ def _matches(group: ParameterGroup, name: str) -> bool:
 class ShardedOptimizer:
     """AdamW or Lion for all parameters, or Muon for matrices and AdamW for everything else.
 
-    It steps the plain local tensors behind FSDP2's parameters. On DTensors, Python would dispatch every operation of
-    every step, and the first step would compile a sharding strategy for each operation.
+    The optimizer steps the plain local tensors behind FSDP2's parameters. With DTensors, Python would dispatch every
+    operation of every step, and the first step would compile a sharding strategy for each operation.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:

@@ -126,7 +126,7 @@ def _read(places: list[Path], sources: list[PreferencePairs], digests: dict[str,
                 f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
                 "train on the pairs that the run started with, or start again with checkpoint.resume = 'never'"
             )
-        # Earlier versions wrote no digest.
+        # Files of earlier versions have no digest. They are accepted.
         if kept.get(_digest_key(source), digests[_digest_key(source)]) != digests[_digest_key(source)]:
             raise UserError(
                 f"{path} was computed for other pairs than {source.corpus.prefix} has now, or with other [masks]; set "

@@ -77,7 +77,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # Inside a dispatch mode, compiled code would run uncompiled.
+        if self.job.run.training.compile:  # Record nothing: inside a dispatch mode, this would run uncompiled.
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:

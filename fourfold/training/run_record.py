@@ -64,7 +64,7 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
-            write_output(run_dir / RUN_FILE, to_toml(run))  # A finished run keeps its original run file.
+            write_output(run_dir / RUN_FILE, to_toml(run))  # Do not replace the run file of a finished run.
         self.tracking = Tracking(run, run_dir, first_step)
         self.failure: WriteFailed | None = None
         """The error, if the record of a step could not be written. No other process knows of it yet."""

@@ -21,7 +21,7 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # If y splits the batch, each rank of y needs a sequence.
+    # If the tensor axis y splits the batch, each rank of y needs a sequence.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]

@@ -1,5 +1,5 @@
-"""Find steps with a bad loss or gradient norm before the update, record them, and take the action that [checks]
-names."""
+"""Find steps with a bad loss or gradient norm before the update, record them, and take the action that the run file's
+section [checks] names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SharedFigures(NamedTuple):
     loss: float
     grad_norm: float
     kept: int
-    """Number of tokens that count in the loss."""
+    """Number of tokens in the loss."""
 
     stopped: bool
     """Whether at least one process has been asked to stop."""

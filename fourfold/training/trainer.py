@@ -297,7 +297,7 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     run = job.run
     if run.model.from_hf is not None:
         check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
-    if checkpoint is None or run.lora.rank:  # A checkpoint of a LoRA run holds only the adapters.
+    if checkpoint is None or run.lora.rank:  # With LoRA, a checkpoint lacks the model's own weights.
         if run.model.from_hf is not None:
             load_pretrained(job, run.model.from_hf)
         else:

@@ -16,8 +16,8 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     """Compute the mean loss of the validation batches, which are the same every time. Every process calls this.
 
     Returns:
-        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. [dpo] adds the metrics of
-        ``Job.take_preferences``, prefixed with ``validation_``.
+        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. If the run file has a section
+        [dpo], also the metrics of ``Job.take_preferences``, with the prefix ``validation_``.
     """
     assert corpora.validation is not None, "open_corpora has made one"
     batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]
@@ -27,7 +27,7 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     if job.average is not None and job.average.has_begun:
         with job.averaged():
             found["ema_validation_loss"] = job.evaluate(mine).item()
-            job.take_preferences()  # The metrics of the averaged weights are not reported.
+            job.take_preferences()  # Drop the metrics of the averaged weights. They are not reported.
     return decided_by_rank_0(lambda: found)  # Ranks may round differently, but all of them must make the same decision.
 
 

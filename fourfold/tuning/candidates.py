@@ -66,8 +66,8 @@ class Candidates:
 
     @cached_property
     def features(self) -> np.ndarray:
-        """Return the knobs as features [n, features]. They are scaled so that a factor of two, or a different
-        choice, is a distance of one."""
+        """Return the knobs as features [n, features]. A knob that differs by a factor of two, or has another choice,
+        contributes a distance of one."""
         columns = []
         for name, values in self.knobs.items():
             if name in SIZES:
@@ -118,7 +118,7 @@ def search_candidates(
     candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
     if on_gpu:
         return candidates
-    # gloo allocates almost no buffers for its groups.
+    # Count the runtime, but no buffers of groups, because gloo allocates almost none.
     needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
     return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 

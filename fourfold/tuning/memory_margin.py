@@ -29,8 +29,8 @@ MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
 """Knobs that reduce memory when they grow."""
 AS_IT_IS = ("ep", "schedule", "stages_per_rank", "cp_method", "batch_parts")
-"""Knobs that make two layouts incomparable if they differ. For example, a larger ep can put the busiest experts on one
-rank."""
+"""Knobs that make two layouts incomparable if they differ. For example, a larger ep (the axis that splits experts) can
+put the busiest experts on one rank."""
 
 
 @dataclass

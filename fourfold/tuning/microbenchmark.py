@@ -18,7 +18,7 @@ from fourfold.environment import Place
 from fourfold.matmul_tuning.matmul_times import gpu_seconds
 
 SECONDS_PER_POINT = 0.4
-"""Each point is repeated for this many seconds. The fastest repetition counts, because slower repetitions were
+"""Each point is repeated for this many seconds. The result is the fastest repetition, because slower repetitions were
 disturbed."""
 
 

@@ -22,15 +22,15 @@ from fourfold.tuning.result import Trial
 BOUND = 1.0
 """Distance between the expected log seconds and the lower bound, in standard deviations."""
 BETTER, UNLIKELY = 0.02, 0.05
-"""A layout counts as better if it is faster than the best layout by the first number, as a fraction. The search ends if
-the probability that any layout is better falls below the second number."""
+"""The first number is the fraction of the best layout's step time that a better layout must save. The search ends if
+the probability that there is a better layout falls below the second number."""
 MOST_LIKELY_OUT = 0.2
 """Layouts that run out of memory with a higher probability than this are not tried."""
 MOST_TRIALS_OF_ONE = 3
-"""Largest number of trials of the same layout. Repeated trials tell noise from a real difference."""
+"""Largest number of trials of the same layout. Repeating a trial shows whether a difference is noise."""
 NOISE, NOISE_WEIGHT = 0.02, 2
-"""Assumed standard deviation of the logarithm of the step time between equal runs, and the number of repeated trials
-that this assumption counts as."""
+"""Assumed standard deviation of the logarithm of the step time between equal runs. The assumption weighs as much as
+this number of repeated trials."""
 CRASHES = 2
 """If a value of a knob has never worked, it is dropped after this many crashes."""
 DRAWN = 256

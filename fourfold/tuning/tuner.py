@@ -40,8 +40,8 @@ Start = Callable[[Path, Path, int], TrialProcess]
 class Settings:
     """Limits of a search.
 
-    ``trials`` limits the number of all trials, including trials of earlier calls. ``minutes`` limits the time of this
-    call (None means no limit).
+    ``trials`` limits the number of all trials in the folder, including trials of earlier calls. ``minutes`` limits the
+    time of this call (None means no limit).
     """
 
     trials: int

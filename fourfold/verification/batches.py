@@ -21,10 +21,12 @@ class RandomSamples:
 
     The samples are as uneven as real data can be:
 
-    - The labels that count are spread very unevenly (see ``kept``).
-    - One token in sixteen is at a border of eighths of the vocabulary, which x ranks may share.
+    - The labels in the loss are spread very unevenly (see ``kept``).
+    - One token in sixteen is at a border of eighths of the vocabulary. The tensor axis x may split the vocabulary
+      there.
     - Documents have random lengths. Every fourth sequence has several consecutive documents of only one token. In
-      another fourth of the sequences, a document starts at every eighth, and so at the borders of cp ranks' chunks.
+      another fourth of the sequences, a document starts at every eighth of the sequence. The context axis cp may split
+      the sequence there.
     - Every second sequence ends in padding, so the two answers of a pair differ in length. If documents are masked from
       each other, every fourth sequence also has a document of padding between its other documents.
     - One micro-batch of a step repeats a single token, so a few experts get all its rows and all other experts get
@@ -48,7 +50,7 @@ class RandomSamples:
         return masks if self.goldfish is None else [*masks, self.goldfish]
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """Return the samples with these indices. The labels that count are marked as the answers of the windows."""
+        """Return the samples with these indices. The labels in the loss are marked as the answers of the windows."""
         numbers = np.asarray(numbers, dtype=np.int64)
         length = self.look_back + self.seq_length + 1
         generators = [np.random.default_rng((1, number)) for number in numbers]
@@ -65,8 +67,8 @@ class RandomSamples:
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the labels that neither padding nor a mask of the run file leaves out, [samples, S].
 
-        In the first sequence of a batch all labels count, and in the last sequence only one label in twenty. Two
-        micro-batches of each batch are special, and every step chooses two different ones:
+        In the first sequence of a batch all labels are in the loss, and in the last sequence only one label in twenty.
+        Two micro-batches of each batch are special, and every step chooses two different ones:
             - One has no labels at all.
             - One has labels only in the last eighth of its sequences. So some cp or x ranks have none, and a mean over
               a rank's own tokens would divide by zero.

@@ -39,9 +39,9 @@ from fourfold.verification.transformers_reference import transformers_logits
 from fourfold.verification.uneven_experts import skew_router_biases
 
 OF_GRADIENTS = 4.0
-"""Gradients of [dpo] are expected to have errors this many times smaller than ``amplification`` says, because the
-errors of a step's pairs partly cancel. If a gradient deviates further, random rounding measures how large its errors
-can be."""
+"""In preference training (the section [dpo]), the errors of gradients are expected to be this many times smaller than
+``amplification`` says, because the errors of a step's pairs partly cancel. If a gradient deviates further, random
+rounding measures how large its errors can be."""
 
 
 class Comparison:
@@ -112,7 +112,7 @@ class Comparison:
             job, recorded = train_and_resume(run, other, place, overflows)
             weights = self.gather(job.shards, [shard.local for shard in job.shards])
             if weights is not None:
-                # The updates of this run are as noisy as the updates of the steps before, so their noise stays.
+                # Keep ``update_noise``: the updates of this run are as noisy as the updates of the steps before.
                 self.references = self._references(run, job.device, self.start)
                 self._add("resumed", compare_records(run, recorded, self.references))
                 self._compare_weights("resumed", weights)
@@ -128,9 +128,10 @@ class Comparison:
                 shutil.rmtree(run.output_dir, ignore_errors=True)
 
     def dropped_step(self, job: Job, step: int) -> None:
-        """Drop a step, as training does when gradients overflow. The references never see it.
+        """Drop a step, as training does when gradients overflow. The references do not take this step.
 
-        The load of experts also counts a dropped step, so models with experts do not drop steps.
+        Do nothing in models with experts: a dropped step changes the load of the experts, and the references would have
+        another load.
         """
         if job.run.model.num_experts:
             return

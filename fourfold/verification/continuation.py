@@ -35,7 +35,7 @@ def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
 
 
 def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
-    """Return the layers of each stage of one pp rank."""
+    """Return the layers of each stage of one pipeline rank."""
     stages = enumerate(stage_layers(run.model, run.parallel))
     return [layers for stage, layers in stages if rank_of_stage(stage, run.parallel) == pp_rank]
 

@@ -23,7 +23,8 @@ in float64, and its relative error is meaningless. An example is the gradient of
 def amplification(run: RunConfig) -> float:
     """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
 
-    [dpo] subtracts log-probabilities of whole answers, which are large numbers, and multiplies the result by beta.
+    Preference training (the section [dpo]) subtracts log-probabilities of whole answers, which are large numbers, and
+    multiplies the result by beta.
     """
     return max(1.0, run.dpo.beta * run.training.seq_length * math.log(run.model.vocab_size))
 

@@ -48,8 +48,8 @@ class Durations:
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq_length)
         self._gpus = run.parallel.world_size
         self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
-        """Number of scores per query and head that attention with soft-capping computes. It has no fused kernel. 0 if
-        scores are not soft-capped."""
+        """Number of scores per query and head that attention with soft-capping computes, because there is no fused
+        kernel for it. 0 if scores are not soft-capped."""
         self.exposed = float(self._constants.exposed)
         """A hidden collective slows down concurrent computation by this fraction of its own duration."""
         # Cache the results, because the same shapes occur in every layer.

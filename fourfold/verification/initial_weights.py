@@ -19,8 +19,8 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
 
     It compares the moments of each tensor, and the moments of each name's tensors of all layers together.
 
-    The result is infinite if the grid's weights differ from the weights of one process, if a constant has a wrong
-    value, if rows repeat within a tensor or between two tensors, or if the seed makes no difference.
+    The result is infinite in four cases: the grid's weights differ from the weights of one process, a constant has a
+    wrong value, rows repeat within a tensor or between two tensors, or the seed makes no difference.
     """
     model = build_model(run)
     own = dict(model.named_parameters())

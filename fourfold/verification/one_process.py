@@ -40,7 +40,8 @@ class Figures(NamedTuple):
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
     preferences: dict[str, Tensor]
-    """With [dpo], the metrics of the pairs, computed before the step. Otherwise empty."""
+    """In preference training (the section [dpo]), the metrics of the pairs, computed before the step. Otherwise
+    empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
@@ -223,7 +224,7 @@ class PlainLogits:
 class RouterLosses:
     """The auxiliary losses and the biases of routers.
 
-    Padding does not count. The losses use the load of the previous step.
+    Padding is not counted. The losses use the load of the previous step.
     """
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:

@@ -79,7 +79,7 @@ def parity(
     """
     asked, run = run, as_verified(run, steps)
     job = Job(run, Grid(run.parallel, device.type), device)
-    if asked.training.precision == "fp16":  # Scaling by a power of two adds no rounding in float32.
+    if asked.training.precision == "fp16":  # A loss scale that is a power of two adds no rounding.
         job.loss_scale = LossScale(asked.loss_scaling, asked.loss_scaling.initial)
     imported = compare_import(job) if against == "transformers" and run.model.from_hf is not None else []
     job.initialize(run.training.seed)
@@ -97,7 +97,7 @@ def parity(
         folder = Path(run.output_dir) / f".parity-{run.name}"
         rank, size = dist.get_rank(), dist.get_world_size()
         place = place or Place(rank, rank, size, size, launcher="local")
-        # The load of experts also counts a step that overflows.
+        # Let no step overflow with experts: the step would change the recorded load of the experts.
         overflows = asked.training.precision == "fp16" and not run.model.num_experts
         comparison.resumed(trained_run(run, folder, device), other.parallel, place, overflows)
     if in_own_types(asked):

@@ -41,7 +41,7 @@ OPERATIONS = {
 class Recorder(TorchDispatchMode):
     """Records a job's operations from ``start`` until the context closes.
 
-    A storage counts from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
+    The bytes of a storage are counted from its first appearance until Python frees it or FSDP2 shrinks it to nothing.
     """
 
     def __init__(self, grid: Grid, durations: Durations | None = None, is_for_gpu: bool = False) -> None:

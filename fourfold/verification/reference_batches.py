@@ -26,7 +26,8 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None = None
     reference_B: Tensor | None = None
-    """With [dpo], the log-probability of each sequence's kept tokens under the DPO reference model."""
+    """In preference training ([dpo]), the log-probability of each sequence's kept tokens under the DPO reference
+    model."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
 
@@ -42,7 +43,7 @@ def random_batch(run: RunConfig, step: int, device: torch.device) -> Sequences:
 
 
 def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, steps: int = 1) -> Sequences:
-    """Read the samples of one or several steps, and compute which of their labels count.
+    """Read the samples of one or several steps, and compute which of their labels are in the loss.
 
     Args:
         samples: The samples.

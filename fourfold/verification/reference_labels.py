@@ -17,10 +17,10 @@ WORD = 2**64
 
 
 def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[bool]) -> Tensor:
-    """Return as bool [B, S] whether the prediction of token i + 1 from token i counts in the loss.
+    """Return as bool [B, S] whether the prediction of token i + 1 from token i is in the loss.
 
     Args:
-        windows: The samples. Only tokens of their answers count.
+        windows: The samples. Only tokens of their answers are in the loss.
         goldfish: The goldfish mask.
         is_masked: For each sample, whether the goldfish mask is already in effect.
     """

@@ -25,7 +25,7 @@ from fourfold.verification.step_times import StepTimes
 from fourfold.verification.watched_collectives import WatchedCollectives
 
 WARM_UP = 2
-"""Number of steps before the first recorded one. They compile code and connect NCCL."""
+"""Number of steps before the first recorded step. These steps compile code and connect NCCL."""
 
 STEPS = 3
 """Number of recorded steps."""

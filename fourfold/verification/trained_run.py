@@ -105,7 +105,7 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     if dist.get_rank() > 0:
         return trainer.job, []
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    # A trainer that leaves steps out must not stop parity.
+    # Append empty records, so that parity reports a trainer that leaves steps out, instead of failing.
     return trainer.job, [*map(json.loads, lines), *[{}] * STEPS]
 
 
@@ -127,7 +127,7 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
     found = []
     for step, batch in enumerate(batches):
         if step == OVERFLOWS and recorded[step].get("skipped"):
-            continue  # The references never see a step that overflows.
+            continue  # The references do not take a step that overflows.
         one, exact = (_figures(reference, step, batch, held_out) for reference in references)
         is_undecided = step == 0  # The model is still the DPO reference, so only rounding distinguishes the answers.
         ties = {name.replace("ties", "accuracy"): float(exact.pop(name)) for name in [*exact] if name.endswith("ties")}

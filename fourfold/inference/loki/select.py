@@ -49,8 +49,8 @@ class DecodeStep:
 
 
 def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
-    """Return each key's combined score for its whole KV group, from the scores of each head. It is -inf for invisible
-    keys.
+    """Return each key's combined score for its whole KV group, from the scores of each head. Invisible keys have the
+    score -inf.
 
     A NaN score becomes the highest combined score, so that the NaN shows in the output. The whole group shares one
     choice of keys, so each key is read once. With separate choices for its G heads, up to G times as many keys would be

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
     """Return the size in bytes of all tensors in a cache, including recurrent states.
 
-    Unused memory of a growing cache does not count. Return None for a model without a cache.
+    Unused memory of a growing cache is not counted. Return None for a model without a cache.
     """
     if cache is None:
         return None

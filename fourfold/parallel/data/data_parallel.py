@@ -80,7 +80,8 @@ class DataParallel(ABC):
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     def split_experts(self) -> set[nn.Parameter]:
-        """Return the parameters that differ between the ranks that split the tokens: experts over ep."""
+        """Return the parameters that differ between the ranks that split the tokens: experts that the axis ep
+        splits."""
         tiles = tile_table(self.model)
         if self.grid.ep.size == 1:
             return set()

@@ -1,4 +1,5 @@
-"""Shard weights with torch's FSDP2. Weights are always sharded over z, and ``zero`` also shards over dp·cp."""
+"""Shard weights with torch's FSDP2. Weights are always sharded over the axis z. The run file's ``zero`` also shards
+them over dp·cp, the ranks of data and context parallelism."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ class FullySharded(DataParallel):
         groups = self.fsdp_groups()
         self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in groups)
         for group in groups:
-            # Otherwise FSDP2 would sum the gradients of micro-batches in the weights' dtype.
+            # Without this, FSDP2 would sum the gradients of micro-batches in the weights' dtype.
             group._orig_dtype = self.types.reduced
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
@@ -152,7 +153,7 @@ class FullySharded(DataParallel):
     def finish_gradients(self) -> None:
         """Finish the gradients.
 
-        FSDP2 does this itself at the end of the last backward pass, unless weight gradients were computed after that.
+        FSDP2 sums them itself at the end of the last backward pass, unless weight gradients were computed after that.
         """
         if not self._is_complete:
             self.begin_backward(last=True)

@@ -18,7 +18,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class Replicated(DataParallel):
-    """Keeps whole weights on every rank. This needs z = 1, and either ``zero`` 0 or only one replica.
+    """Keeps whole weights on every rank. This needs size 1 of the sharding axis z, and either ``zero`` 0 or only one
+    replica.
 
     If the step computes in another dtype than the stored weights have, the model holds working copies, and the
     optimizer updates the stored weights.
@@ -174,7 +175,7 @@ class Bucket:
             weight.summed.grad = None
 
     def _summand(self, summed: nn.Parameter) -> Tensor:
-        if summed.grad is None:  # This step did not use the weight.
+        if summed.grad is None:  # This step did not use the weight, so its gradient is 0.
             return torch.zeros(summed.numel(), dtype=self.dtype, device=summed.device)
         return summed.grad.flatten()
 

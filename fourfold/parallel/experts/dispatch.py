@@ -1,8 +1,9 @@
 """Send rows of tokens to the ranks that have their experts, and bring the results back.
 
-Each rank sends the rows of its own tokens to the ranks of ep. The rows of all x ranks are gathered only after that, so
-no row is sent twice (TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h
-channels, E experts, e of them on this rank.
+The axis ep splits the experts, and the tensor axis x splits tokens and the width of each expert. Each rank sends the
+rows of its own tokens to the ranks of ep. The rows of all x ranks are gathered only after that, so no row is sent twice
+(TED, Singh et al. 2023, arXiv 2303.06318, section 4.1). Shapes: N rows of (token, choice), h channels, E experts, e of
+them on this rank.
 """
 
 from __future__ import annotations

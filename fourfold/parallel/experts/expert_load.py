@@ -1,4 +1,4 @@
-"""Count the load of the experts in every step, and use it to balance the router. Padding does not count.
+"""Count the load of the experts in every step, and use it to balance the router. Padding is not counted.
 
 With a balance loss, each token t adds E · Σ_e f_e P_te, with P its router probabilities (Fedus et al. 2021, arXiv
 2101.03961, eq. 4) and f_e the fraction of rows that went to e in the *last step's whole batch*. The loss is then a
@@ -81,7 +81,7 @@ class ExpertLoad:
         return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
-        """Sum the counts over all ranks. The y ranks have all counted the same rows, so divide by y."""
+        """Sum the counts over all ranks. All ranks of the tensor axis y have counted the same rows, so divide by y."""
         self.counting = False
         with purpose("load of experts"):
             dist.all_reduce(self._sums)

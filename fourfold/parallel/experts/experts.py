@@ -1,5 +1,5 @@
-"""A mixture-of-experts (MoE) layer on the grid. Experts are split over ep, and their widths over x and y as in the
-dense MLP.
+"""A mixture-of-experts (MoE) layer on the grid. Experts are split over the axis ep, and their widths over the tensor
+axes x and y as in the dense MLP.
 
 Shapes: T tokens of this rank, h = H/y channels, E experts, K experts per token, N rows of (token, choice), and F/x as
 this rank's share of an expert's width F.
@@ -44,7 +44,7 @@ class ParallelMixture(nn.Module):
 
         Args:
             x_BTh: This rank's tokens.
-            is_data_BS: False for padding. It covers the tokens of all x ranks.
+            is_data_BS: False for padding. This mask covers the tokens of all x ranks.
         """
         out_BTh = self._routed(x_BTh, is_data_BS)
         return out_BTh if self.shared_expert is None else out_BTh + self._shared(x_BTh)
@@ -125,7 +125,7 @@ class ParallelExperts(Tiled):
         out_Nh = grouped_matmul(active_Nf, self.down_proj, groups)
         if self.down_proj_bias is None or self.x.rank == 0:
             return add_biases(out_Nh, self.down_proj_bias, groups)
-        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # The ranks sum the gradients, so each needs one.
+        return add_biases(out_Nh, 0 * self.down_proj_bias, groups)  # Gradients are summed, so all ranks need one.
 
 
 class SharedExpertGate(Tiled):

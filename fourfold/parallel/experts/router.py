@@ -1,4 +1,5 @@
-"""The router of an MoE layer. Each x rank has its own tokens, and each y rank has its own channels."""
+"""The router of an MoE layer. Each rank of the tensor axis x has its own tokens, and each rank of y has its own
+channels."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
-    """Apply ``within_capacity`` to this rank's tokens of sequences that the ranks of cp and x share."""
+    """Apply ``within_capacity`` to whole sequences, and return this rank's tokens. The axes cp and x split the tokens
+    of a sequence."""
     if grid.x.size * grid.cp.size == 1:
         return within_capacity(experts_BTK, num_experts, factor)
     whole_BSK = all_gather(experts_BTK.int(), grid.x, 1, "router: chosen experts")

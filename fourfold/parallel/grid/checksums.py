@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.parallel.grid.communicate import PURPOSE
 
 CHUNK = 1 << 22
-"""Number of elements that are summed at once. It limits the memory for the weights, which take eight bytes per
-element."""
+"""Number of elements that are summed at once. A small number limits the memory of the sum's weights, which take eight
+bytes per element."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,7 +63,7 @@ class CollectiveInputs(TorchDispatchMode):
     def given(self) -> list[Given]:
         """Return all records in order. Waits for the device."""
         if any(each.is_cuda for each in self._checksums):
-            torch.cuda.synchronize()  # FSDP2 sends from its own streams.
+            torch.cuda.synchronize()  # Wait for all streams, because FSDP2 sends from its own.
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 

@@ -321,8 +321,8 @@ def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather in the forward pass, for work that every rank repeats. In the backward pass, keep this rank's gradient
-    part."""
+    """All-gather in the forward pass, for work that every rank repeats. In the backward pass, keep this rank's part of
+    the gradient."""
     return _over_ranks(axis, part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 

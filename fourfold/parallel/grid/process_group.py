@@ -48,7 +48,7 @@ GLOO_RELEASE_SECONDS = 0.2
 def ensure_process_group(device_type: str, world_size: int) -> None:
     """Start the default process group unless the program has started it, and end it when the program ends.
 
-    The launcher is torchrun or srun. A grid of one process needs none.
+    The launcher is torchrun or srun. A grid of one process needs no launcher.
     """
     if dist.is_initialized():
         if device_type == "cuda":
@@ -224,7 +224,7 @@ def _device(device_type: str, place: Place) -> torch.device:
 
 
 def end_process_group(failed: bool) -> None:
-    """Destroy all groups. If a job ``failed`` on several GPUs, leave them until the process ends.
+    """Destroy all groups. If a job ``failed`` on several GPUs, leave the groups until the process ends.
 
     In that case, NCCL would wait for peers that may never answer. gloo's groups must always be destroyed: if one of
     their threads releases a tensor while the interpreter ends, it waits for the GIL and aborts the process

@@ -1,4 +1,4 @@
-"""Choose a style for every module of any model, which says how to split the module over x and y.
+"""Choose a style for every module of any model. A style says how to split a module over the tensor axes x and y.
 
 A table (plan) has styles by patterns of module names. transformers' models publish such plans.
 

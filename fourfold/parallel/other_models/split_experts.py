@@ -1,4 +1,4 @@
-"""Split a transformers model's experts over x and y: each rank computes some experts for all tokens.
+"""Split a transformers model's experts over the tensor axes x and y: each rank computes some experts for all tokens.
 
 The model's own code runs on stacks [E / (x·y), …] of its weights. It skips tokens whose expert number is past the last
 expert. As in transformers' own expert parallelism, experts of other ranks get this number.
@@ -33,8 +33,8 @@ def is_stack(module: nn.Module) -> bool:
 def split_experts(module: Any, grid: Grid, name: str) -> None:
     """Keep this rank's experts of a module that transformers' decorator ``use_experts_implementation`` made.
 
-    Its input and output are whole on every rank. It maps tokens [N, H], with the chosen experts and their weights [N,
-    K], to [N, H].
+    Its input and output are whole on every rank. The module maps tokens [N, H], with the chosen experts and their
+    weights [N, K], to [N, H].
 
     Raises:
         UserError: The module is not such a stack, or its experts do not divide evenly over x·y.

@@ -1,4 +1,5 @@
-"""Lay out any model on x and y: replace each module by this rank's part of it, as the module's style says."""
+"""Lay out any model on the tensor axes x and y: replace each module by this rank's part of it, as the module's style
+says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tensor-parallel layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
+"""The tensor-parallel layers in models whose code needs the whole residual stream [B, S, H] on every rank of the tensor
+axes x and y.
 
 Weights and their matmuls are split over x and y as in our own models. Between the linear layers, every rank of x and y
 repeats the same work (residual, norms), so the model's code need not know about the grid. Every rank that holds a copy

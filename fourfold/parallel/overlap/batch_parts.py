@@ -35,7 +35,7 @@ def run_in_parts(model: Transformer, number: int, split: AttentionSplit, grid: G
 
     Args:
         number: parts per micro-batch.
-        split: how the y ranks share attention.
+        split: how the ranks of the tensor axis y share attention.
         across_blocks: whether a part may enter the next block without waiting for the other parts.
     """
     multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
@@ -57,8 +57,8 @@ class Parts:
     """Number of ranks among which the tokens of a sequence are divided between the layers. Attention must join their
     tokens, if it needs whole sequences."""
     run_ahead: bool
-    """Whether parts may be at different steps. With y > 1 they may not. If they did, most collectives could hide
-    behind only one part's matmuls."""
+    """Whether parts may be at different steps. They may not if the size of the tensor axis y is above 1, because most
+    collectives could then hide behind only one part's matmuls."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
         """Return the dim to divide, sequences (0) or tokens (1). None if neither can be divided."""
@@ -110,8 +110,8 @@ class BlocksInParts(BlockStack):
 
 
 class BlockInParts(nn.Module):
-    """A block whose collectives run while other parts of the micro-batch compute. It takes over the modules of an
-    ordinary block."""
+    """A block that processes a micro-batch in parts: the collectives of one part run while another part computes. The
+    block takes over the modules of an ordinary block."""
 
     def __init__(self, block: Block, parts: Parts) -> None:
         super().__init__()

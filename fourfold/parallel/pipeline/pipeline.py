@@ -69,7 +69,8 @@ class Pipeline:
         return _PipelineStep(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
-        """Allocate memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
+        """Allocate memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]. The axes cp and x
+        split the tokens, and y splits the channels."""
         training, axes = self.run.training, self.run.parallel
         shape = (sequences, training.seq_length // (axes.cp * axes.x), self.run.model.hidden_size // axes.y)
         return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)

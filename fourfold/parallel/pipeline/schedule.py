@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
 
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
-    """Return the computations of each pp rank, in order.
+    """Return the computations of each pipeline rank, in order.
 
     GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are implemented here. All other
     schedules come from torch's lists.
@@ -102,7 +102,7 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """Return alternative sets of operations. This operation can run once any one of the sets is complete."""
+    """Return alternative sets of operations. The operation ``op`` can run once any one of the sets is complete."""
     needs = needs_of(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]

@@ -1,4 +1,5 @@
-"""An embedding table [vocab/x, hidden/y]. Each rank looks up its own rows, and a reduce-scatter over x adds them up."""
+"""An embedding table [vocab/x, hidden/y]. Each rank looks up its own rows, and a reduce-scatter over the tensor axis x
+adds them up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The LM head and its cross-entropy. The vocabulary is split over x, the tokens over y, and the logits into chunks.
+"""The LM head and its cross-entropy. The vocabulary is split over the tensor axis x, the tokens over the tensor axis y,
+and the logits into chunks.
 
 The loss and the gradients are computed together, chunk by chunk, so logits and their gradients exist for only one chunk
 at a time (as in Hsu et al. 2024, arXiv 2410.10989).

@@ -20,7 +20,7 @@ class Norm(Tiled):
     Args:
         axis: the axis whose ranks share the channels, by default y.
         tile: the tile of the weights. By default they belong to the residual stream, and their gradients are sums over
-            the tokens of all x ranks.
+            the tokens of all ranks of the tensor axis x.
     """
 
     weight: nn.Parameter
@@ -74,7 +74,7 @@ class _Normalize(Function):
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
         if layer.rounds_last:
             return torch.mul(_standardize(x_BTh, mean, rstd), weight.float(), out=out)
-        # Round from float32 as the values are written. This saves half the passes over memory.
+        # Round from float32 while the values are written. A separate operation would read and write them once more.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 

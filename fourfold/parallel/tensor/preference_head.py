@@ -54,8 +54,8 @@ class PreferenceHead(ParallelHead):
             reference_B: the reference model's log-probability of each row.
 
         Returns:
-            The sum of the pairs' losses, as equal shares on the ranks of cp. Without a reference, the log-probabilities
-            [B]. Without labels, the logits.
+            The sum of the pairs' losses, as equal shares on the ranks of the context axis cp. Without a reference, the
+            log-probabilities [B]. Without labels, the logits.
         """
         if labels_BS is None:
             return self._logits(x_BTh)

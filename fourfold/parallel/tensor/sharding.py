@@ -1,5 +1,5 @@
-"""Describe how each parameter is cut into tiles on the (x, y) plane. Checkpoints, parity, and gradient norms use this
-description."""
+"""Describe how each parameter is cut into tiles over the tensor axes x and y. Checkpoints, parity, and gradient norms
+use this description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold.parallel.grid.grid import Axis, Grid
 
 @dataclass(frozen=True)
 class Tile:
-    """How the ranks of one (x, y) plane, and of ep, cut a parameter.
+    """How the ranks of one (x, y) plane, and of the expert axis ep, cut a parameter.
 
     Attributes:
         x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same

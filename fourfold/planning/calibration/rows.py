@@ -293,7 +293,7 @@ def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
 def _divided(work: Workload, measured: MeasuredRow) -> Workload:
     """Divide the layers into stages.
 
-    Embedding and head count as layers if the row says so, or if the number of layers is not divisible otherwise.
+    Embedding and head count as one layer each if the row says so, or if the layers alone cannot be divided equally.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

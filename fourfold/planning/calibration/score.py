@@ -97,7 +97,8 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
     """Predict the rows of each source, or of each machine, with constants fitted to the rows of all other sources or
     machines.
 
-    Without ``known_source``, a row's source counts as new, even if there are rows of this source on another machine.
+    Without ``known_source``, a row's source is treated as new, even if the fit has rows of this source on another
+    machine.
     """
     key = KEYS[by]
     scored = []

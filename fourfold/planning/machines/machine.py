@@ -28,7 +28,8 @@ class Machine(ArrayFields):
     - units: number of processors that share the tiles of a matmul.
     - attention: rate of the fastest fused attention kernel for long sequences. The kernel reaches half of it at
       attention_half tokens.
-    - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if no other kernel is faster.
+    - flash2, flash2_half: the same two values for FlashAttention-2. They are 0 if FlashAttention-2 is the fastest
+      kernel.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to a group of 2, 4, or 8 neighbors.
     - intra_far: bandwidth to members of a group that are not neighbors.
     - host: bandwidth to the host's memory, 0 if unknown.

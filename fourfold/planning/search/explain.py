@@ -57,7 +57,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the fastest layout on another grid."""
+    """Return the fastest layout whose grid differs from the best layout's grid."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)

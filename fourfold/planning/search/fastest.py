@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit into memory. All legal layouts are evaluated, without sampling.
 
-Batch parts are the exception, because they only hide communication over x and y. A layout is evaluated with several
-parts only if it could be among the fastest if all of this communication were hidden.
+Batch parts are the exception, because they only hide communication over the tensor axes x and y. A layout is evaluated
+with several parts only if it could be among the fastest if all of this communication were hidden.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from fourfold.planning.workload import Workload
 
 MAX_P_OUT_OF_MEMORY = 0.05
 TIED = 1.01
-"""Ratio of two step times that still counts as a tie. The planner's error is far larger (docs/planner_figures.json)."""
+"""Largest ratio of two step times that are treated as a tie. The planner's error is far larger
+(docs/planner_figures.json)."""
 HOPELESS = 0.9
-"""A layout is discarded with all its numbers of batch parts if its probability of running out of memory is at least
-this."""
+"""If a layout runs out of memory with at least this probability, it is not evaluated with more batch parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch_size", "cp_method", "batch_parts", "ep")
 """Fields that the time of one block depends on within a search."""
 TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
@@ -51,14 +51,19 @@ RANKED = 400
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that can get shorter if communication over x and y is hidden. The bubble can get shorter too."""
 COPIES = 0.95
-"""Batch parts with one sequence save copies before and after collectives. This is the smallest fraction of a step's
-time that can be left without the copies."""
+"""If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
+step takes at least this fraction of its time."""
 
 
 class SearchScores(NamedTuple):
-    """Scores of the points of a search. Each is an array [n]: the seconds of a step (infinite if illegal), a lower
-    bound on the seconds for every possible number of batch parts, the peak bytes of the rank that needs the most
-    memory, P(OOM), and the index of the reason for a refusal."""
+    """Scores of the points of a search, each an array [n].
+
+    - seconds: the time of a step. Infinite if the point is illegal.
+    - least: a lower bound on the seconds for every possible number of batch parts.
+    - memory: the peak bytes of the rank that needs the most memory.
+    - p_oom: the probability of running out of memory.
+    - reason: the index of the reason for a refusal.
+    """
 
     seconds: np.ndarray
     least: np.ndarray

@@ -18,7 +18,7 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 LIMITED = (*AXES, "ep")
-"""Axes whose size a limit can restrict. ep adds no ranks of its own."""
+"""Axes whose size a limit can restrict. The expert axis ep uses the ranks of dp, cp, and z."""
 MOST_GPUS = 1 << 24
 """Largest number of GPUs. With more GPUs, sizes do not fit into the 32 bits that the search uses."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -28,9 +28,9 @@ PIPELINES = (
     *(("InterleavedZeroBubble", chunks) for chunks in (2, 4)),
     ("ZBVZeroBubble", 2),
 )
-"""Schedules that the search tries, each with its number of stages per rank. It leaves out GPipe and LoopedBFS, which
-take as long as 1F1B and need more memory, and DualPipeV, which is like ZBVZeroBubble. These are predicted only if a run
-file names them."""
+"""Schedules that the search tries, each with its number of stages per rank. GPipe and LoopedBFS are not among them,
+because they take as long as 1F1B and need more memory. Neither is DualPipeV, which is like ZBVZeroBubble. They are
+predicted only if a run file or a limit of the search names them."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
 """Recompute choices to try. Each has the mode (an index into ``workload.RECOMPUTE``), every, and offload."""
 BATCH_PARTS = (1, 2, 4)
