@@ -82,7 +82,7 @@ class ModelConfig(Strict):
     """Stretch the rotary frequencies for longer contexts. By default, or with rope_type = 'default', they stay as
     trained."""
     sliding_window: int = Field(0, ge=0)
-    """Number of tokens that a query in a sliding_attention layer sees, including itself. 0 turns windows off."""
+    """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
     layer_types: list[LayerType] = Field([])
     """Attention types of the first layers. The list repeats for the remaining layers. Only sliding_attention layers use
     sliding_window. If the list is empty, all layers use it."""
@@ -181,7 +181,8 @@ class ModelConfig(Strict):
     @field_validator("rope_scaling", mode="before")
     @classmethod
     def _default_is_none(cls, value: Any) -> Any:
-        """Read rope_type = 'default' as no scaling, as in Hugging Face's files. It removes a preset's scaling."""
+        """Read rope_type = 'default' as no scaling, as in Hugging Face's files. This value removes a preset's
+        scaling."""
         return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
@@ -334,7 +335,8 @@ class ModelConfig(Strict):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the number of rows of embedding and head. It is the same on every grid, so checkpoints are too."""
+        """Return the number of rows of embedding and head. This number does not depend on the grid, so checkpoints do
+        not depend on it either."""
         multiple = self.pad_vocab_size_to_multiple_of
         return math.ceil(self.vocab_size / multiple) * multiple
 

@@ -57,7 +57,8 @@ class TensorPiece:
                 ours += len(part)
 
     def grouped(self, ours: Tensor) -> Tensor:
-        """Return our rows as [groups, rows of a group, …], in the order of the Hugging Face tensor."""
+        """Split the rows of our parameter into groups, [groups, rows of a group, …]. The rows of each group are in the
+        order of the Hugging Face tensor."""
         whole: Tensor = ours[: self.rows].unflatten(0, (self.groups, -1))
         if not self.paired_rows:
             return whole
@@ -67,7 +68,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
+    """A tensor of a Hugging Face model, and those of our parameters that it joins."""
 
     name: str
     shape: tuple[int, ...]

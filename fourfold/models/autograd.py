@@ -68,7 +68,7 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # A recomputation returns them only once.
+        kept = ctx.saved_tensors  # Read once: a recomputation returns them only once.
         return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 

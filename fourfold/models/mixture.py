@@ -214,7 +214,7 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
 
 
 def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Return the number of rows of each expert, [E]. Rows with the index ``num_experts`` do not count."""
+    """Return the number of rows of each expert, [E]. Rows with the index ``num_experts`` (padding) are not counted."""
     ones = torch.ones((), dtype=torch.int64, device=experts_TK.device).expand(experts_TK.numel())
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts_TK.flatten(), ones)[:num_experts]
 
@@ -230,7 +230,7 @@ def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
-    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows count as zero. They come last and may be missing."""
+    """Return Σ_k w_tk · row_tk, [T, H]. Dropped rows add zero. They come last and may be missing from ``rows_NH``."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
         rows_NH,
@@ -257,7 +257,7 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, given: Tensor | None, chosen: 
 def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) -> Tensor:
     """Return how many rows of each sequence an expert accepts (GShard, arXiv 2006.16668, section 3.2).
 
-    Padding does not count towards a sequence's length.
+    Padding is not included in a sequence's length.
     """
     return (factor * lengths_B.double() * chosen / num_experts).ceil()
 

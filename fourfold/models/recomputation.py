@@ -49,7 +49,7 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Call a function, keep only its inputs, and call the function again in the backward pass."""
     # Blocks contain no randomness, so there is no random state to restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if not torch.compiler.is_compiling():  # Compiled code accepts no context managers and needs none.
+    if not torch.compiler.is_compiling():  # Compiled code cannot enter this context, and does not need it.
         options["context_fn"] = _first_and_again
     out: Tensor = checkpoint(forward, *inputs, **options)
     return out

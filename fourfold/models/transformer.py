@@ -86,7 +86,7 @@ class Transformer(nn.Module):
             return x_BSH
         reference = () if reference_B is None else (reference_B,)
         x_BSH = self.norm(x_BSH)
-        if self.config.logits_scaling != 1:  # As a factor on the head's inputs, it changes the head nowhere.
+        if self.config.logits_scaling != 1:  # Scale the head's inputs, so that no head needs to know the factor.
             x_BSH = x_BSH / self.config.logits_scaling
         out: Tensor = self.lm_head(x_BSH, labels_BS, loss_scale, *reference)
         return out

@@ -63,8 +63,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules:
-    """Return the layout of a decoder's modules over (x, y). If several patterns match a name, the first of them
-    applies.
+    """Return the layout of a decoder's modules over the tensor axes x and y. If several patterns match a name, the
+    first of them applies.
 
     Args:
         own_matmuls: replace every linear layer of the blocks, even with x = y = 1.

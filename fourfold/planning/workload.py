@@ -1,4 +1,5 @@
-"""Describe workloads to predict: models, layouts, steps, and programs, as arrays with one entry per case."""
+"""Describe workloads to predict: models, layouts, steps, and programs, as arrays with one entry per case. x, y, z, dp,
+cp, pp, and ep are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of ranks that a weight is sharded over, not counting x and y."""
+        """Return the number of ranks that hold different shards of one tile of a weight: z, times dp · cp if ``zero``
+        shards too. (The tensor axes x and y cut a weight into tiles.)"""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -180,7 +182,8 @@ class Workload(ArrayFields):
 
     @property
     def tokens(self) -> Number:
-        """Return the number of tokens of a micro-batch on one rank, after gathering over x."""
+        """Return the number of tokens of a micro-batch on one rank, after the ranks of the tensor axis x have gathered
+        them."""
         return self.layout.micro_batch_size * self.step.seq_length / self.layout.cp
 
     @property

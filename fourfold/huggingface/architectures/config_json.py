@@ -183,7 +183,7 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
         return none
     layers = _count_layers(given, family, where)
     if kinds is not None and not family.lists_layer_types and kinds != [SLIDING] * layers:
-        # transformers reads such a Mistral file as a Ministral model.
+        # Refuse such a Mistral file, because transformers reads it as a Ministral model.
         raise UserError(
             f"{where}: layer_types = {kinds!r}; with a sliding_window every layer of model_type "
             f"'{given['model_type']}' slides here; set sliding_window = null if no layer does"

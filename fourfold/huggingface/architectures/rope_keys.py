@@ -79,7 +79,7 @@ def _local_rope(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers, to which
     rope_scaling applies."""
-    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores a single table for all layers.
+    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers would silently ignore one table for all layers.
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
     own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
     if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:

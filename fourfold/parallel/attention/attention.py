@@ -28,10 +28,11 @@ OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "s
 class SharedAttentionCore(AttentionCore, Tiled):
     """The attention core, for this rank's share of the work.
 
-    ``split`` sets how the y ranks share the work: by "heads" if x·y divides the number of heads. Otherwise they share
-    it by "batch" or by "sequence" (of the queries), and only x splits the heads. If the number of ranks that split the
-    query heads does not divide the number of key-value heads, these ranks gather the key-value heads and sum their
-    gradients. ``method`` sets how the cp ranks, which share the sequence, attend.
+    ``split`` sets how the ranks of the tensor axis y share the work. If x·y divides the number of heads, they share it
+    by "heads". Otherwise only x splits the heads, and the ranks of y share the work by "batch", or by "sequence" (each
+    has some of the queries). If the number of ranks that split the query heads does not divide the number of key-value
+    heads, these ranks gather the key-value heads and sum their gradients. ``method`` sets how the ranks of the context
+    axis cp, which split the sequence, attend.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Causal attention over sequences that are split over the cp ranks, which pass keys and values around a ring.
+"""Causal attention over sequences that are split over the context axis cp. The ranks of cp pass keys and values around
+a ring.
 
 This is ring attention (Liu et al. 2023, arXiv 2310.01889) with the head-tail layout of ``context``. Every rank attends
 to the keys and values of each rank in turn, while the next block is in flight. Partial results are merged by their

@@ -155,7 +155,8 @@ def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tens
 def weight_gradients(
     layers: Layers, grads: Tensors, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Compute the weight gradient gᵀ x of each layer. It is None for a frozen matrix, or if a pipeline defers it."""
+    """Compute the weight gradient gᵀ x of each layer. It is None for a frozen matrix, or if a pipeline schedule
+    computes it later."""
     gradients = list[Tensor | None]()
     by_layers = zip(layers, grads, by_layer(layers, needed), by_layer(layers, matrices), strict=True)
     for layer, grad, flags, own in by_layers:

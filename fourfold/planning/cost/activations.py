@@ -1,4 +1,5 @@
-"""Compute the activations that blocks keep on one rank for the backward pass, and the rank's peak memory."""
+"""Compute the activations that blocks keep on one rank for the backward pass, and the rank's peak memory. x, y, z, and
+cp are the axes of the grid."""
 
 from __future__ import annotations
 
@@ -240,7 +241,7 @@ class BlockBytes(ArrayFields):
         layout, program = work.layout, work.program
         full = layout.recompute == 2
         by_module = (layout.recompute == 1) & ~np.asarray(program.recomputes_per_op, bool)
-        # The input of a recomputed block is in memory already, so it does not count again.
+        # Subtract the input of a recomputed block, which is in memory already.
         made = self.whole - np.where(layout.offload, 0, self.full)
         again = np.where(full, made, np.where(by_module & program.recomputes_mlp, self.mlp_again, 0))
         core_again = np.where(by_module & program.recomputes_attention, self.core_again, 0)

@@ -19,8 +19,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
-    """Return the seconds that a rank needs for the forward and the backward of the attention core. The ranks of x, y,
-    and cp divide the heads, sequences, or queries among them."""
+    """Return the seconds that a rank needs for the forward and the backward of the attention core. The ranks of the
+    axes x, y, and cp divide the heads, sequences, or queries among themselves."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     seq, ranks = step.seq_length, layout.x * layout.y * layout.cp
     queries = layout.micro_batch_size * seq * model.queries / model.head_dim / ranks

@@ -1,4 +1,5 @@
-"""List the events of blocks whose batch parts take turns, in the order in which the layers run them."""
+"""List the events of blocks whose batch parts take turns, in the order in which the layers run them. x and y are the
+tensor axes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Kind:
 
     batch_parts: int
     x: bool
-    """Whether x is larger than 1."""
+    """Whether the axis x has more than one rank."""
     y: bool
     tokens: bool
     """Whether each part holds some tokens of all sequences, so that attention waits for all parts."""
@@ -36,8 +37,8 @@ class Kind:
     whole_keys: bool
     """Whether the y ranks share the queries, and gather keys and values."""
     attention_again: bool
-    """Whether selective recompute repeats the attention. The next fields tell the same for the activation, the norms
-    before attention and MLP, and the gathers."""
+    """Whether selective recompute repeats the attention. The next three fields say whether it repeats the activation,
+    the norms before attention and MLP, and the gathers."""
     activation_again: bool
     norms_again: bool
     gathers_again: bool

@@ -1,4 +1,5 @@
-"""Compute the time of one block and of the head for one micro-batch: computation, and communication over x and y."""
+"""Compute the time of one block and of the head for one micro-batch: computation, and communication over the tensor
+axes x and y."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ def _matmuls(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     latents to heads. The second layer's inputs are a mean, so that its FLOPs are exact.
     """
     model, layout = work.model, work.layout
-    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. A block without an MLP counts as 0.
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # Widths are means. Without an MLP, a block adds 0.
     to_heads = model.attention_weights - model.hidden_size * (model.latents + model.values)
     shapes = (
         (to_heads / model.projected / layout.y, model.projected / layout.x, 1),

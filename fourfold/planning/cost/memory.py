@@ -89,7 +89,7 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
 class Tables(NamedTuple):
     """Number of entries in a rank's tables.
 
-    If embedding and head share a table, it counts once in ``every``, and not as a separate head.
+    If embedding and head share a table, ``every`` includes it once, and there is no separate head.
     """
 
     every: Number

@@ -61,7 +61,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
     Args:
         work: The workload.
-        blocks: Number of layers whose matrices count, without their experts.
+        blocks: Number of layers whose matrices are counted, without their experts.
         rest: Number of entries of tables.
     """
     if not np.any(work.step.optimizer):

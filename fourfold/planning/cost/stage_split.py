@@ -98,7 +98,7 @@ def blocks_of_ranks(
 ) -> tuple[Blocks, ...]:  # fmt: skip
     """Return the blocks on each pipeline rank, over all its stages."""
     stages = pp * stages_per_rank
-    if stages > layers:  # Such a layout is refused elsewhere. Return any numbers.
+    if stages > layers:  # Return any numbers, because a layout with more stages than layers is illegal.
         return (Blocks(-(-layers // pp), 0),) * pp
     numbers, of_dense, begin = [0] * pp, [0] * pp, 0
     for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):

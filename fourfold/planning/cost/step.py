@@ -32,8 +32,9 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication. If weights are sharded over z · dp · cp, the time
-that their traffic would take over z alone counts as z, and the remaining time counts as dp."""
+"""Parts of a step. x, y, z, cp, ep, and dp are exposed communication over this axis of the grid. If weights are sharded
+over z · dp · cp, the time that their traffic would take over z alone counts as z, and the remaining time counts as
+dp."""
 
 
 class _Layer(NamedTuple):
@@ -84,8 +85,8 @@ def step_parts(
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Assume a rank with an average stage: an average number of layers, and a share of head and embedding. All other
-    # time is waiting.
+    # Assume a rank with an average stage: an average number of layers, and a share of head and embedding. The time that
+    # this rank does not work is waiting for the pipeline.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -167,7 +168,7 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    copy = residual / np.maximum(machine.host, 1.0)  # Unknown bandwidths were refused earlier.
+    copy = residual / np.maximum(machine.host, 1.0)  # Never divide by 0. Offload is refused if the rate is unknown.
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)

@@ -1,4 +1,4 @@
-"""Compute the bytes of one block's tensors on a rank, and how the y ranks share attention."""
+"""Compute the bytes of one block's tensors on a rank, and how the ranks of the tensor axis y share attention."""
 
 from __future__ import annotations
 
