@@ -154,8 +154,9 @@ def _open_reader(path: Path, text_key: str, start: int, stop: int | None) -> Ite
 
 
 def _read_text(path: Path) -> Iterator[str]:
+    content = _read_content(path)
     try:
-        text = _read_content(path).decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         if (control := re.search("[\0\x1b]", text)) is not None:  # Text in UTF-16 or ISO 2022 has these characters.
             raise ValueError(f"it has the control character {control.group()!r}")
     except ValueError as problem:

@@ -138,7 +138,7 @@ def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli, monkeypatc
         ("plan scaling", [*PRESETS, *machine_names()]),
         ("launch slurm", site_names()),
         ("checkpoint export-hf", list(FAMILIES)),
-        ("generate", list(LokiConfig.__dataclass_fields__)),
+        ("generate", list(LokiConfig.model_fields)),
         ("evaluate", ["lm-eval ls tasks"]),
     ],
 )

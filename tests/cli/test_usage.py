@@ -112,8 +112,8 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
             "--from: no.csv cannot be read: No such file or directory; give",
         ),
         ("machine calibrate --out x.toml --from no", "--from: no does not exist; give the metrics.jsonl of a run"),
-        ("loki evaluate --model x --basis no --text t --loki k=a", "--loki k=a: 'a' must be a number, such as 8"),
-        ("loki evaluate --model x --basis no --text t --loki kk=1", "--loki kk=1: there is no key kk; use k"),
+        ("loki evaluate --model x --basis no --text t --loki k=a", "loki: k = 'a': must be an integer ≥ 1, such as 1"),
+        ("loki evaluate --model x --basis no --text t --loki kk=1", "loki: there is no key kk; use k"),
         ("loki evaluate --model x --basis no", "--text and --tasks are missing; give one, such as --text held_out.txt"),
         (
             "loki calibrate --model x --text t --out no/x",
