@@ -55,6 +55,8 @@ class Recipe:
     """Fields of a workload's layout that are given instead of planned."""
     tuned: bool = False
     """Whether the run fine-tunes a model's weights on conversations."""
+    schedule: tuple[str, int] = ("1e-4", 1000)
+    """The learning rate, and its warmup steps."""
 
     @property
     def file(self) -> Path:
@@ -128,12 +130,20 @@ def of_tuning(size: str, gpus: int, batch: int) -> Recipe:
     return Recipe(f"finetuning/{model}.toml", "dgx-h100", title, model, gpus, batch, 8192, tuned=True)
 
 
+def of_mlperf(model: str, title: str, gpus: int, batch: int, seq: int, schedule: tuple[str, int]) -> Recipe:
+    """Return a run with the batch, the sequence length, and the learning rate of MLPerf Training v6.0."""
+    title = f"{title} on {gpus:,} H100, with the batch and the learning rate of MLPerf Training v6.0"
+    return Recipe(f"mlperf/{model}.toml", "dgx-h100", title, model, gpus, batch, seq, schedule=schedule)
+
+
 RECIPES = (
     Recipe("laptop.toml", "laptop"),
     Recipe("pretraining/gpt2-xl-1gpu.toml", "dgx-h100", "GPT-2 XL on one H100", "gpt2-xl", 1, 512, 1024),
     Recipe("llama3-8b-8gpus.toml", "dgx-h100"),
     Recipe("pretraining/llama3-70b-64gpus.toml", "dgx-h100", "Llama 3 70B on 64 H100", "llama3-70b", 64, 512, 8192),
     Recipe("llama3-70b-512gpus.toml", "dgx-h100"),
+    of_mlperf("gpt-oss-20b", "GPT-OSS 20B", 8, 16, 8192, ("4e-4", 128)),
+    of_mlperf("deepseek-v3", "DeepSeek-V3", 2048, 15360, 4096, ("2.3e-5", 4)),
     *of_axonn(),
     Recipe("gpt-320b-32768gpus.toml", "frontier"),
     *of_frontier_study(),
@@ -180,7 +190,7 @@ def run_file(recipe: Recipe, parallel: dict[str, Any], micro_batch: int, recompu
     corpus = (
         'format = "sft"\ntrain = [{ path = "corpora/talks" }]' if recipe.tuned else 'train = [{ path = "corpora/web" }]'
     )
-    rate, warmup = ("1e-5", 30) if recipe.tuned else ("1e-4", 1000)
+    rate, warmup = ("1e-5", 30) if recipe.tuned else recipe.schedule
     sections = [
         f"# {recipe.title}.\n# docs/recipes.md has its memory and predicted time.",
         f'name = "{recipe.name}"',
