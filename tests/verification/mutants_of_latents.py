@@ -72,9 +72,9 @@ LATENTS = [
     ),
     Mutant(
         "scores lack the factor of mscale_all_dim",
-        "config.model:ModelConfig._fill_and_check",
-        "self.kv_lora_rank and self.rope_scaling is not None and self.rope_scaling.mscale_all_dim",
-        "False",
+        "models.causal_attention:AttentionCore.__init__",
+        "config.attention_multiplier",
+        "config.query_pre_attn_scalar**-0.5",
         YOUTU | YARN,
     ),
     Mutant(
