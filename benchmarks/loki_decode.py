@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     if shape.device != "cpu":
         return step, None
     with CacheTraffic([buffer.filled for buffer in layer.buffers]) as traffic:
-        step(replace(config, kernels="torch"))
+        step(config.model_copy(update={"kernels": "torch"}))
     return step, traffic.bytes_read
 
 

@@ -33,7 +33,14 @@ LayerNumbers = Annotated[
 
 
 class LokiConfig(BaseModel):
-    """Settings for how keys are ranked and how many keys are attended to. Raises ``UserError`` for invalid values."""
+    """Settings for how keys are ranked and how many keys are attended to.
+
+    Args:
+        values: The settings, by name.
+
+    Raises:
+        UserError: A setting is unknown, or its value is impossible.
+    """
 
     model_config = ConfigDict(frozen=True)
 
