@@ -8,6 +8,12 @@ from pydantic import Field
 
 from fourfold.config.strict import Strict
 
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "q_a_proj", "kv_a_proj", "q_nope_proj", "q_rope_proj", "k_nope_proj", "k_rope_proj",
+]  # fmt: skip
+"""The linear layers that can have an adapter. The second line has those of latent attention."""
+
 
 class LoRAConfig(Strict):
     """Fine-tuning with low-rank adapters. The model itself is frozen. It is stored in the dtype of training.precision,
@@ -21,7 +27,5 @@ class LoRAConfig(Strict):
     """Rank r of the adapters. 0 trains the whole model."""
     alpha: float = Field(32.0, gt=0)
     """The adapters' outputs are multiplied by alpha / rank."""
-    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None, min_length=1, examples=[["q_proj", "v_proj"]]
-    )
+    targets: list[Target] | None = Field(None, min_length=1, examples=[["q_proj", "v_proj"]])
     """Linear layers with an adapter. Default: all linear layers of a block."""

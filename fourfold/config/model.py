@@ -118,8 +118,7 @@ class ModelConfig(Strict):
     """Width of the latents from which keys and values are computed (multi-head latent attention, DeepSeek-V3). 0
     computes them from the hidden states."""
     q_lora_rank: int = Field(0, ge=0)
-    """With kv_lora_rank, width of the latents from which queries are computed. 0 computes them from the hidden
-    states."""
+    """With kv_lora_rank, width of the latents of queries. 0 computes queries from the hidden states."""
     qk_nope_head_dim: int = Field(0, ge=0)
     """With kv_lora_rank, number of a head's query and key channels without rotary embeddings."""
     qk_rope_head_dim: int = Field(0, ge=0)
@@ -255,11 +254,12 @@ class ModelConfig(Strict):
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, key) == 0:
                 raise ValueError(f"kv_lora_rank = {self.kv_lora_rank} needs {key}; {key} = 64 works")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim = {self.qk_rope_head_dim} is odd, but must be even; 64 works")
         width = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.v_head_dim > width:
             raise ValueError(
-                f"v_head_dim = {self.v_head_dim} is more than qk_nope_head_dim + qk_rope_head_dim = {width}; "
-                f"v_head_dim = {width} works"
+                f"v_head_dim = {self.v_head_dim} is above qk_nope_head_dim + qk_rope_head_dim = {width}; {width} works"
             )
         only = {"head_dim": width, "num_key_value_heads": self.num_attention_heads, "position_embedding": "rope"}
         for key, value in (NOT_WITH_LATENTS | only).items():

@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.data.files import write_whole
+from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.model_folder import PATTERNS
 from fourfold.huggingface.weight_names import TensorPiece, TheirTensor
@@ -72,6 +73,11 @@ def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> 
     lora = _lora(saved)
     entries: list[Entry] = []
     adapted = _adapted(saved, pretrained.tensors, lora.rank)
+    if saved.model.num_experts and any(".mlp." in each.module for each in adapted):
+        raise UserError(
+            "peft reads adapters of gate_proj, up_proj, and down_proj in an MoE model as adapters of its experts, "
+            "which have none; export the merged model with --merge, or train with lora.targets in the attention"
+        )
     for each in adapted:
         dtype = saved.dtypes[_layer(each.parts[0]) + ".lora_A"]
         out, inner = each.features

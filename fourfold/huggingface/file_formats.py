@@ -218,7 +218,7 @@ FORMATS = dict.fromkeys(_OF_LLAMA, Format(_LLAMA)) | {
     "helium": Format(_LLAMA, rotated_in_pairs=_PAIRS),
     "ernie4_5": Format(_LLAMA, rotated_in_pairs=_PAIRS),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+        ("deepseek_v2", "deepseek_v3", "youtu"),
         Format(
             _LATENT,
             by_head=(".q_proj.", ".q_b_proj.", ".kv_b_proj."),

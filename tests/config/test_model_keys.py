@@ -50,6 +50,10 @@ def test_a_base_that_is_that_of_the_others_is_none() -> None:
     assert stretched.rope_local_base_freq == 10000.0
 
 
+LATENTS = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -66,6 +70,21 @@ def test_a_base_that_is_that_of_the_others_is_none() -> None:
         (
             {"norm_placement": "after", "parallel_residual": True},
             "norm_placement = 'after' has no meaning with model.parallel_residual = true",
+        ),
+        ({"q_lora_rank": 8}, "q_lora_rank = 8 has no meaning with model.kv_lora_rank = 0"),
+        ({"kv_lora_rank": 16}, "kv_lora_rank = 16 needs qk_nope_head_dim; qk_nope_head_dim = 64 works"),
+        (LATENTS | {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3 is odd, but must be even; 64 works"),
+        (LATENTS | {"v_head_dim": 20}, r"v_head_dim = 20 is above qk_nope_head_dim \+ qk_rope_head_dim = 12; 12 works"),
+        (LATENTS | {"head_dim": 16}, "head_dim = 16 does not go with kv_lora_rank = 16; head_dim = 12 works"),
+        (LATENTS | {"qk_norm": True}, "qk_norm = true does not go with kv_lora_rank = 16; qk_norm = false works"),
+        (MIXTURE | {"n_group": 3}, "n_group = 3 must divide num_experts = 8 into groups of at least 1; n_group = 1"),
+        (
+            MIXTURE | {"n_group": 8, "topk_group": 4, "router_score": "sigmoid"},
+            "n_group = 8 must divide num_experts = 8 into groups of at least 2; n_group = 1 works",
+        ),
+        (
+            MIXTURE | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+            "topk_group = 1 must be at most n_group = 4, and at least 2 to hold num_experts_per_tok = 3 experts",
         ),
     ],
 )

@@ -124,6 +124,26 @@ def test_what_transformers_cannot_read_in_gpt_oss_is_refused(
         model_of(config, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
+        ("deepseek_v3", {"n_group": None}, "n_group is null"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is null"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0 is not a width"),
+        ("deepseek_v3", {"head_dim": 2}, "head_dim = 2; in this family it is qk_rope_head_dim = 4"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4 does not go with kv_lora_rank"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("youtu", {"head_dim": 2}, "head_dim = 2; in this family it is qk_rope_head_dim = 4"),
+    ],
+)
+def test_other_latent_attention_is_refused(name: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    config = read_config(make_model(tmp_path / "hf", name)) | changes
+    with pytest.raises(UserError, match=says):
+        model_of(config, "config.json")
+
+
 def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
     """transformers rotates nothing in such a model. Our decoder would silently rotate whole heads."""
     folder = make_model(tmp_path / "hf", "gpt_neox")

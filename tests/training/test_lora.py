@@ -145,6 +145,7 @@ def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path
         pytest.param("gpt2", None, marks=pytest.mark.slow),
         ("gpt_neox", ["q_proj", "v_proj", "down_proj"]),
         ("glm", ["q_proj", "k_proj", "up_proj"]),
+        ("deepseek_v3", ["q_nope_proj", "q_rope_proj", "kv_a_proj", "k_nope_proj", "v_proj", "o_proj"]),
         pytest.param("phi3", ["up_proj", "o_proj", "k_proj"], marks=pytest.mark.slow),
     ],
 )
@@ -164,6 +165,15 @@ def test_adapters_of_joined_layers_are_one_of_pefts(
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
     assert tuned["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert (model.merge_and_unload()(input_ids=batch.tokens).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def test_adapters_that_peft_gives_to_experts_are_not_exported(pool: Pool, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "base", "deepseek_v3", vocab_size=208)
+    run = tuning_run(folder, {"x": 2}, tmp_path / "runs")
+    pool.run(2, tuned_body, run)
+    with pytest.raises(UserError, match="as adapters of its experts, which have none; export the merged model"):
+        export_huggingface(tmp_path / "runs" / "run", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
 
 
 def resumed_body(rank: int, world_size: int, run: RunConfig, checkpoint: Path) -> float:

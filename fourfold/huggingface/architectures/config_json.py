@@ -39,14 +39,18 @@ DECISIVE_KEYS = (
 MOST_LAYERS = 10_000
 """Largest number of layers whose types are listed one by one. No model has more layers."""
 
-NEVER_NULL = ("swiglu_limit", "num_experts_per_tok")
-"""Keys that transformers refuses to read as null."""
+NEVER_NULL = (
+    "swiglu_limit", "num_experts_per_tok", "norm_topk_prob", "first_k_dense_replace", "n_group", "topk_group",
+    "routed_scaling_factor", "kv_lora_rank",
+)  # fmt: skip
+"""Keys that must not be null, unless null is the family's default. transformers refuses null, or reads it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys for which config.json uses null to mean none, and [model] uses 0."""
 
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null is no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
+    "kv_lora_rank": "is not a width; 512 works",
     "swiglu_limit": "cuts every gate; 7.0 works",
     "attention_multiplier": "gives all keys the same score; 0.125 works",
 }
@@ -103,7 +107,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if given.get("rope_parameters") is None:
         given["rope_parameters"] = family.defaults.get("rope_parameters")
     for key in NEVER_NULL:
-        if key in config and config[key] is None:
+        if key in config and config[key] is None and family.defaults.get(key, 0) is not None:
             raise UserError(f"{where}: {key} is null; a number works, and without the key the family's default applies")
     for key, values in {**REQUIRED, **family.required}.items():
         if given.get(key, values[0]) not in values:
@@ -122,8 +126,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if ours not in keys and family.keys[ours] != "n_inner":  # In GPT-2's files, the default is 4 × n_embd.
             raise UserError(f"{where}: {family.keys[ours]} is missing")
-    if "kv_lora_rank" not in family.keys:  # With latent attention, transformers ignores head_dim.
-        _check_head_dim(keys, family, given.get("head_dim"), where)
+    _check_head_dim(keys, family, given.get("head_dim"), where)
     _check_zeros(given, keys, family, where)
     # In these families, attention_bias also determines whether the output projection has a bias.
     if "attention_bias" in family.keys and "attention_output_bias" not in {**family.keys, **family.fixed}:
@@ -248,6 +251,12 @@ def _first_dense(given: Mapping[str, Any], family: Family, where: str) -> int:
 def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: str) -> None:
     """Refuse a head size other than hidden_size / num_attention_heads if the family supports no other size."""
     if size is None or "head_dim" in family.keys or keys["position_embedding"] != "rope":
+        return
+    if "kv_lora_rank" in keys:
+        if size != keys["qk_rope_head_dim"]:
+            raise UserError(
+                f"{where}: head_dim = {size!r}; in this family it is qk_rope_head_dim = {keys['qk_rope_head_dim']}"
+            )
         return
     counts = (size, keys["num_attention_heads"], keys["hidden_size"])
     if not all(isinstance(n, int) for n in counts) or counts[0] * counts[1] != counts[2]:

@@ -59,6 +59,7 @@ def variants_of(families: dict[str, Family]) -> dict[str, Family]:
             | {"first_k_dense_replace": 0, "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0}
             | {"topk_method": "greedy"},
             {"router_score": "softmax", "router_bias": False, "norm_topk_prob": False},
+            other_names={"num_experts": "n_routed_experts"},
             required={
                 "attention_bias": (False,),
                 "mlp_bias": (False,),
