@@ -28,6 +28,7 @@ ROOMS = (
     "planning/array_fields",
     "planning/machines",
     "planning/program_flags",
+    "planning/model_shape",
     "planning/workload",
     "planning/run_workload",
     "planning/cost",

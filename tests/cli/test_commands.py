@@ -75,7 +75,10 @@ def test_a_command_of_a_group_is_not_a_command_of_its_own(cli: Cli) -> None:
 @pytest.mark.parametrize("columns", [80, 100])
 def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for command, words in (("train", "as set in [fault_tolerance]."), ("evaluate", "--set parallel.z=2.")):
+    for command, words in (
+        ("train", "as set in [fault_tolerance]."),
+        ("evaluate", "--set parallel.z=2 scores on two processes."),
+    ):
         _, page, _ = cli(command, "--help")
         paragraph = page.partition("╭")[0].rstrip().split("\n \n")[-1].split("\n \n")[-1]
         lines = [line.strip() for line in paragraph.splitlines() if line.strip()]

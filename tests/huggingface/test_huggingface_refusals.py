@@ -34,7 +34,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"model_type": "deepseek_v3"}, ["deepseek_v3", "latent attention"]),
+        ({"model_type": "phimoe"}, ["phimoe", "sparsemixer"]),
         ({"model_type": "falcon"}, ["falcon", "side by side"]),
         ({"model_type": "gemma3"}, ["gemma3", "images beside text"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
@@ -50,7 +50,7 @@ def refusal(folder: Path) -> str:
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
         ({"rope_parameters": None, "partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, ["mscale"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}}, ["mscale"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 8", "num_key_value_heads = 3"]),
         ({"hidden_size": "64"}, ["hidden_size"]),

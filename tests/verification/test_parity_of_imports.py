@@ -142,8 +142,8 @@ WEIGHT_FAULTS = {
         "glm4",
         (
             "fourfold.huggingface.weight_names:_their_tensor",
-            "any(part in theirs for part in files.rotated_in_pairs)",
-            "any(part in theirs and 'weight' in theirs for part in files.rotated_in_pairs)",
+            "any(part in name for part in files.rotated_in_pairs)",
+            "any(part in name and 'weight' in name for part in files.rotated_in_pairs)",
         ),
     ),
     "the tokenizer drops spaces": (
