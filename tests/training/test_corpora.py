@@ -200,7 +200,7 @@ def test_missing_corpus(tmp_path: Path) -> None:
         (lambda content: content.__delitem__(slice(-8, None)), ".idx", "it is truncated or damaged"),
         (lambda content: content.__setitem__(slice(34, 38), b"\xff\xff\xff\xff"), ".idx", "negative length"),
         (lambda content: content.__setitem__(slice(17, 18), b"\x09"), ".idx", "unknown token type 9"),
-        (lambda content: content.__delitem__(slice(-100, None)), ".bin", ".idx expects 11328 bytes of tokens"),
+        (lambda content: content.__delitem__(slice(-100, None)), ".bin", ".idx expects"),
         (lambda content: content.extend(b"ab"), ".bin", ".idx expects"),
         (lambda content: content.clear(), ".json", ".json is not JSON"),
         (lambda content: content.__setitem__(slice(None), b'{"vocab_size": 3}'), ".json", "is not the manifest"),
