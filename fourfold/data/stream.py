@@ -18,7 +18,7 @@ from fourfold.data.dataset import Windows, windows_of
 from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
-_GLANCE = 0.1  # Number of seconds between checks for a request to end.
+_GLANCE = 0.1  # Number of seconds between checks whether the thread must stop.
 _PATIENCE = 2.0  # Number of seconds to wait for threads to end. They may never end if the network is down.
 # Number of steps whose end positions are kept. The loader is at most one step ahead, so this is more than enough.
 _KEPT = 8

@@ -57,7 +57,7 @@ class WorkerProcesses:
         )
         self._starter.start()
         for end in (self._starters_control, *self._senders):
-            end.close()  # Close our copies of their ends, so that each pipe closes when its process dies.
+            end.close()  # Close our copies of the other ends. Then a pipe closes when the process at its end dies.
 
     def wait_for_start(self) -> None:
         """Wait until all workers exist, or until the starter has failed and reported why."""

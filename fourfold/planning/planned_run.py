@@ -71,8 +71,8 @@ def rate_to_choose(request: Request) -> str | None:
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
     """Write the run file of a planned layout. Comments tell the user what is left to choose.
 
-    If the run file sets no checkpoint interval, and the machine file says how often GPUs fail, the new run file gets
-    the interval that loses the least time.
+    If the user's run file sets no checkpoint interval, and the machine file says how often GPUs fail, the written file
+    gets the interval that loses the least time to failures and checkpoints.
     """
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:

@@ -64,7 +64,8 @@ class Comparison:
         """For each tensor, the largest deviation of AdamW's update that rounding in one process's gradients can
         cause."""
         if against == "transformers":
-            config_of(job.run.model)  # Raise an error on every process, not only on rank 0.
+            # If transformers cannot compute this model, fail here on every process, not later on rank 0 alone.
+            config_of(job.run.model)
         initial = self.gather(job.shards, [shard.local for shard in job.shards])
         skew_router_biases(job)
         weights = self.gather(job.shards, [shard.local for shard in job.shards])

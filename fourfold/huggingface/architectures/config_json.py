@@ -150,7 +150,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the model that a config.json describes. Raise ``UserError`` if the decoder cannot compute it."""
+    """Return the model that a config.json describes. Raise ``UserError`` if fourfold's decoder cannot compute it."""
     try:
         return ModelConfig(**model_keys(config, where))
     except ValidationError as error:

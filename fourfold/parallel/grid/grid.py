@@ -251,8 +251,8 @@ class Grid:
         pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
         rings = self.ranks.flatten(1)
         found = {}
-        # Each set holds pairs that share no process: every second pair, the remaining pairs, and the last pair if the
-        # number of pairs is odd.
+        # Make up to three sets. The pairs of a set share no process: the pairs with even numbers, the pairs with odd
+        # numbers, and the last pair alone if the number of pairs is odd.
         for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
             group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
             for first, second in those:

@@ -193,8 +193,11 @@ def is_replicated(work: Workload) -> Flag:
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of the z shards of weights that zero 1 and 2 keep between forward and backward
-    (docs/parallelism.md). The first number is for one block with its experts, and the second for embedding and head."""
+    """Return the bytes of gathered weights that a rank keeps between forward and backward if ``zero`` is 1 or 2.
+
+    A rank keeps its shard over z (docs/parallelism.md). The first number is for one block with its experts, and the
+    second for embedding and head.
+    """
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)

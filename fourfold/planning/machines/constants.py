@@ -16,9 +16,10 @@ from fourfold.planning.array_fields import ArrayFields, Number
 
 @dataclass(frozen=True)
 class Constants(ArrayFields):
-    """Fractions of the machine's rates, and times.
+    """Constants of the cost formulas: fractions of a machine's rates, factors on times, and times.
 
-    - matmul: fraction of the achieved rate. It is below 1 because training runs longer and hotter than a benchmark.
+    - matmul: fraction of the machine file's ``achieved`` rate, which a benchmark measured. It is below 1 because
+      training runs longer and hotter than a benchmark.
     - attention: fraction of the fused kernel's best rate.
     - memory: fraction of the memory bandwidth in pointwise operations.
     - launch: factor on the host time of a kernel.

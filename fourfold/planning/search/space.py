@@ -86,8 +86,10 @@ def all_grids(base: Workload, gpus: int, limits: SearchLimits) -> dict[str, np.n
 
 
 def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimits) -> Workload:
-    """Return ``base`` with every grid and every choice, except recompute modes, because no rule depends on
-    recompute."""
+    """Return ``base`` with every combination of grids and choices.
+
+    Recompute modes are added later, because no rule of legality depends on them.
+    """
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "stages_per_rank": [c for _, c in pipelines]})
