@@ -112,7 +112,8 @@ def test_a_wrong_value_is_refused_with_one_that_works(path: Path) -> None:
          "0.0, bias_update_rate = 0.0 }"),
         (("lora", "targets"), "q_proj",
          "lora.targets = 'q_proj': must be a list of 'q_proj', 'k_proj', 'v_proj', 'o_proj', "
-         "'gate_proj', 'up_proj' or 'down_proj', not empty, such as ['q_proj']"),
+         "'gate_proj', 'up_proj', 'down_proj', 'q_a_proj', 'kv_a_proj', 'q_nope_proj', 'q_rope_proj', 'k_nope_proj' or "
+         "'k_rope_proj', not empty, such as ['q_proj']"),
         (("masks", "responses", "start"), 3,
          "masks.responses.start = 3: must be a string or list of integers, such as [3]"),
         (("training", "seed"), 2**63,
