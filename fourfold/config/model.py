@@ -188,8 +188,7 @@ class ModelConfig(Strict):
     def _fill_and_check(self) -> ModelConfig:
         if self.num_key_value_heads == UNSET:
             self.num_key_value_heads = self.num_attention_heads
-        if self.kv_lora_rank:
-            self._check_latents()
+        if self.kv_lora_rank and self.head_dim == UNSET:
             self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.head_dim == UNSET:
             if self.hidden_size % self.num_attention_heads:
@@ -219,6 +218,8 @@ class ModelConfig(Strict):
                 f"{self.num_attention_heads}; num_key_value_heads = "
                 f"{math.gcd(self.num_key_value_heads, self.num_attention_heads)} works"
             )
+        if self.kv_lora_rank:
+            self._check_latents()
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
             is_derived = self.head_dim * self.num_attention_heads == self.hidden_size
             raise ValueError(no_pairs(self.head_dim, is_derived, self.partial_rotary_factor, self.rotary_dim))
@@ -286,17 +287,16 @@ class ModelConfig(Strict):
                 f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of num_hidden_layers = "
                 f"{self.num_hidden_layers} with experts; first_k_dense_replace = 0 works"
             )
-        rated = 2 if self.router_score == "sigmoid" and self.n_group > 1 else 1
-        if self.num_experts % (rated * self.n_group):
+        few = 2 if self.router_score == "sigmoid" and self.n_group > 1 else 1
+        if self.num_experts % (few * self.n_group):
             raise ValueError(
-                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least "
-                f"{rated}; n_group = 1 works"
+                f"n_group = {self.n_group} must split num_experts = {self.num_experts} into groups of ≥ {few}; 1 works"
             )
         fewest = math.ceil(self.num_experts_per_tok * self.n_group / self.num_experts)
         if not fewest <= self.topk_group <= self.n_group:
             raise ValueError(
-                f"topk_group = {self.topk_group} must be at most n_group = {self.n_group}, and at least {fewest} to "
-                f"hold num_experts_per_tok = {self.num_experts_per_tok} experts; topk_group = {self.n_group} works"
+                f"topk_group = {self.topk_group} must be {fewest} to n_group = {self.n_group} for num_experts_per_tok "
+                f"= {self.num_experts_per_tok} of num_experts = {self.num_experts}; topk_group = {self.n_group} works"
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError(

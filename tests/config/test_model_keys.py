@@ -77,14 +77,14 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
         (LATENTS | {"v_head_dim": 20}, r"v_head_dim = 20 is above qk_nope_head_dim \+ qk_rope_head_dim = 12; 12 works"),
         (LATENTS | {"head_dim": 16}, "head_dim = 16 does not go with kv_lora_rank = 16; head_dim = 12 works"),
         (LATENTS | {"qk_norm": True}, "qk_norm = true does not go with kv_lora_rank = 16; qk_norm = false works"),
-        (MIXTURE | {"n_group": 3}, "n_group = 3 must divide num_experts = 8 into groups of at least 1; n_group = 1"),
+        (MIXTURE | {"n_group": 3}, "n_group = 3 must split num_experts = 8 into groups of ≥ 1; 1 works"),
         (
             MIXTURE | {"n_group": 8, "topk_group": 4, "router_score": "sigmoid"},
-            "n_group = 8 must divide num_experts = 8 into groups of at least 2; n_group = 1 works",
+            "n_group = 8 must split num_experts = 8 into groups of ≥ 2; 1 works",
         ),
         (
             MIXTURE | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
-            "topk_group = 1 must be at most n_group = 4, and at least 2 to hold num_experts_per_tok = 3 experts",
+            "topk_group = 1 must be 2 to n_group = 4 for num_experts_per_tok = 3 of num_experts = 8; topk",
         ),
     ],
 )

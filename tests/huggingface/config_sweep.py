@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import model_of
+from fourfold.huggingface.architectures.families import FAMILIES
 
 
 class Sweep:
@@ -72,7 +73,14 @@ class Sweep:
                 return None if _same(theirs, got) else f"{change} gives other logits"
             except UserError as error:
                 ours = str(error)
-        return None if any(name in ours for name in _names(change)) else f"{change} is refused by another name: {ours}"
+        names = _names(change) | self._our_names(change)
+        return None if any(name in ours for name in names) else f"{change} is refused by another name: {ours}"
+
+    def _our_names(self, change: dict[str, Any]) -> set[str]:
+        """Return the names that the keys of a change have in the run file."""
+        family = FAMILIES[self.raw["model_type"]]
+        theirs = {family.other_names.get(key, key) for key in change}
+        return {ours for ours, key in family.keys.items() if key in theirs}
 
     def _changes_nothing(self, change: dict[str, Any]) -> bool:
         found = self._theirs(change)
