@@ -189,7 +189,7 @@ class Checkpointer:
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):
                 mine = write()
-            written = gather_written(mine)
+            written = gather_written(mine, self.job.grid.device_type)
             with failing_together():
                 if dist.get_rank() == 0:
                     with writing(folder):
