@@ -68,7 +68,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of a Hugging Face model, and those of our parameters that it joins."""
+    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
 
     name: str
     shape: tuple[int, ...]

@@ -21,7 +21,7 @@ from fourfold.huggingface.weights import Pretrained
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 160, "intermediate_size": 136, "q_lora_rank": 144, "rope_parameters": {"rope_type": "default"}}
-"""Rows and columns of several blocks, of which the last ones are smaller."""
+"""Rows and columns fill several blocks. The last blocks are smaller."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
