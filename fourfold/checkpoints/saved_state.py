@@ -15,7 +15,7 @@ from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import Rule
 from fourfold.config.parameter_counts import check_countable
-from fourfold.config.run import RunConfig
+from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
@@ -77,6 +77,14 @@ class BestValidation(Strict):
     """Number of validations since the model reached this loss."""
 
 
+class SavedSchedule(SchedulerConfig, alias_generator="lr_scheduler.{}".format, extra="ignore"):
+    """The keys of `CheckpointState.optimization` that determine the learning rate."""
+
+    train_steps: int = Field(gt=0, alias="training.train_steps")
+    lr: float = Field(gt=0, alias="optimizer.lr")
+    optimizer: Rule = Field(alias="optimizer.name")
+
+
 class CheckpointState(Strict):
     """Content of `state.json`."""
 
@@ -122,6 +130,8 @@ class CheckpointState(Strict):
             raise ValueError(f"optimizer_steps = {self.optimizer_steps} is more than step = {self.step}")
         if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):
             raise ValueError(f"loss_scale = {self.loss_scale} is negative")
+        if self.optimization is not None:
+            SavedSchedule(**self.optimization)
         model = ModelConfig(**self.model)
         check_countable(model)
         rows = self.expert_rows

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoints.saved_state import compared_settings, read_state
-from fourfold.config.run import RunConfig, SchedulerConfig
+from fourfold.checkpoints.saved_state import SavedSchedule, compared_settings, read_state
+from fourfold.config.run import RunConfig
 from fourfold.training.corpora import Corpora
 from fourfold.training.optimizer import learning_rate
 
@@ -56,17 +56,18 @@ def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int,
         step: Number of steps that were taken before the checkpoint.
         checkpoint: Path of the checkpoint, for the message.
     """
+    old, new = SavedSchedule(**was), SavedSchedule(**now)
     changed = [
         f"{key} = {json.dumps(was[key])} → {json.dumps(value)}"
         for key, value in now.items()
-        if was.get(key, value) != value and (has_effect(key, was) or has_effect(key, now))
+        if was.get(key, value) != value and (has_effect(key, old) or has_effect(key, new))
     ]
-    if changed and step < now["training.train_steps"]:
+    if changed and step < new.train_steps:
         yield (
             f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}. The next steps and "
             "their measurements use the new values; set a key back to go on as before"
         )
-        last, planned, rate = rate_at(was, max(step - 1, 0)), rate_at(was, step), rate_at(now, step)
+        last, planned, rate = rate_at(old, max(step - 1, 0)), rate_at(old, step), rate_at(new, step)
         if abs(rate - planned) > JUMP * max(rate, planned):
             yield (
                 f"the learning rate jumps from {last:.3g} in step {step} to {rate:.3g} in step {step + 1}; the "
@@ -74,24 +75,20 @@ def settings_warnings(was: Mapping[str, Any], now: Mapping[str, Any], step: int,
             )
 
 
-def rate_at(settings: Mapping[str, Any], step: int) -> float:
+def rate_at(schedule: SavedSchedule, step: int) -> float:
     """Return the learning rate of step ``step``. The first step is 0."""
-    schedule = {
-        name: settings[key] for name in SchedulerConfig.model_fields if (key := f"lr_scheduler.{name}") in settings
-    }
-    return learning_rate(step, settings["training.train_steps"], settings["optimizer.lr"], SchedulerConfig(**schedule))
+    return learning_rate(step, schedule.train_steps, schedule.lr, schedule)
 
 
-def has_effect(key: str, settings: Mapping[str, Any]) -> bool:
+def has_effect(key: str, schedule: SavedSchedule) -> bool:
     """Return False if the other settings make a key meaningless."""
-    style = settings["lr_scheduler.decay_style"]
     match key:
         case "training.train_steps" | "lr_scheduler.min_lr_ratio":
-            return bool(style != "constant")
+            return schedule.decay_style != "constant"
         case "lr_scheduler.decay_ratio":
-            return bool(style == "wsd")
+            return schedule.decay_style == "wsd"
         case "optimizer.momentum":
-            return bool(settings["optimizer.name"] == "muon")
+            return schedule.optimizer == "muon"
     return True
 
 

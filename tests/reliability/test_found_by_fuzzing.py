@@ -110,14 +110,17 @@ def test_a_good_description_of_a_corpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"optimizer_steps": 10**30}, {"optimizer_steps": 2**40}, {"optimizer_steps": -1}, {"step": 2**63},
-     {"loss_scale": [-1.0, 0]}, {"model": {"": 1}}, {"model": {"hidden_size": 2**50}}],
+     {"loss_scale": [-1.0, 0]}, {"model": {"": 1}}, {"model": {"hidden_size": 2**50}},
+     {"optimization": {"lr_scheduler.warmup_steps": "0"}}, {"optimization": {"lr_scheduler.decay_style": "none"}},
+     {"optimization": {"training.train_steps": None}}, {"optimization": {"optimizer.lr": "3e-4"}},
+     {"optimization": {"optimizer.name": "adamx"}}],
     ids=str,
 )  # fmt: skip
 def test_the_state_of_a_checkpoint(change: dict[str, Any], tmp_path: Path) -> None:
     write_state(tmp_path, state_of(tiny_run(), 1))
     state = json.loads((tmp_path / STATE_FILE).read_text())
-    if "model" in change:
-        change = {"model": {**state["model"], **change["model"]}}
+    if isinstance(value := change.get(key := next(iter(change))), dict):
+        change = {key: {**state[key], **value}}
     (tmp_path / STATE_FILE).write_text(json.dumps({**state, **change}))
     seal(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=r"state\.json is damaged"):
