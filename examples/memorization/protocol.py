@@ -130,10 +130,9 @@ def make_corpora(out: Path) -> None:
             canaries=CORPORA["tutorial"])  # fmt: skip
 
 
-def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
+def train(arm: Arm, seed: int, out: Path, steps: int | None) -> Path:
+    """Train one model, and return its folder."""
     folder = out / f"{arm.name}-{seed}"
-    if (folder / "audit.json").is_file():
-        return
     corpus = out / "corpora" / arm.corpus
     held_back = out / "corpora" / ("tutorial-validation" if arm.corpus == "tutorial" else "exact-validation")
     overrides = [
@@ -149,6 +148,14 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     outcome = run_on_grid("fourfold.training.trainer:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
         raise SystemExit(3)  # A signal stopped the run. The next start continues from its checkpoint.
+    return folder
+
+
+def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
+    if (out / f"{arm.name}-{seed}" / "audit.json").is_file():
+        return
+    folder = train(arm, seed, out, steps)
+    corpus = out / "corpora" / arm.corpus
     # Audit the suffix, given all preceding text, in the same way for members and for documents planted 0 times.
     prefix = CORPORA[arm.corpus].length - SUFFIX
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)

@@ -54,8 +54,9 @@ def audit(
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
     ] = None,
-    generate: Annotated[
-        int, typer.Option(help="Number of documents to continue token by token (ROUGE-L, edit similarity).")
+    generate: Annotated[int, typer.Option(help="Number of members, and of controls, to continue token by token.")] = 0,
+    beams: Annotated[
+        int, typer.Option(help="Search for near-verbatim continuations of these documents with this many beams.")
     ] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Number of documents that one rank scores in a pass.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
@@ -82,7 +83,7 @@ def audit(
     request = AuditRequest(
         model=model, documents=documents, control=control, reference=reference, run=run, tokenizer=tokenizer,
         suffix=suffix, prefix=prefix, offset=offset, sampling=AttackSampling(temperature, top_k, top_p),
-        generate=generate, micro_batch_size=micro_batch_size, text_key=text_key, count_key=counts,
+        generate=generate, beams=beams, micro_batch_size=micro_batch_size, text_key=text_key, count_key=counts,
         overrides=tuple(overrides),
     )  # fmt: skip
     with working("Scoring the documents"):

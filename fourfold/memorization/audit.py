@@ -18,10 +18,12 @@ from fourfold.environment import Place
 from fourfold.errors import UserError, given_as
 from fourfold.inference.generate import check_sampling
 from fourfold.launch.job_processes import choose_device
-from fourfold.memorization.audit_record import AuditInputs, audit_record
+from fourfold.memorization.audit_record import TOLERANCES, AuditInputs, audit_record
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
+from fourfold.memorization.extraction import extraction
 from fourfold.memorization.generation import continue_greedily
 from fourfold.memorization.goldfish_check import check_replayable, is_replayable
+from fourfold.memorization.near_verbatim import NearVerbatim, near_verbatim
 from fourfold.memorization.scored_model import (
     ScoredModel,
     ScoringRequest,
@@ -55,7 +57,10 @@ class AuditRequest(ScoringRequest):
     offset: int = 0
     """Number of tokens from unrelated documents to put before each document."""
     generate: int = 0
-    """Number of documents to continue token by token."""
+    """Number of members to continue token by token, and number of controls."""
+    beams: int = 0
+    """Number of texts that the search for near-verbatim continuations of these documents keeps for each document. 0
+    means no search."""
     text_key: str = "text"
     """Key of the text in each line."""
     count_key: str = "count"
@@ -67,10 +72,22 @@ class AuditRequest(ScoringRequest):
         Raises:
             UserError: A size or a sampling option is out of range.
         """
-        for name, least in (("suffix", 1), ("prefix", 1), ("generate", 0), ("offset", 0), ("micro_batch_size", 1)):
+        for name, least in (
+            ("suffix", 1),
+            ("prefix", 1),
+            ("generate", 0),
+            ("beams", 0),
+            ("offset", 0),
+            ("micro_batch_size", 1),
+        ):
             if not least <= getattr(self, name) < 2**31:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UserError(f"{option} must be from {least} to {2**31 - 1:,}, such as {least}")
+        if self.beams and not self.generate:
+            raise UserError(
+                f"--beams {self.beams} searches from the documents that --generate selects; add --generate, such as "
+                "--generate 100"
+            )
         check_sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
 
@@ -92,7 +109,9 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     documents, truncated = _documents(request, scorer, tokenizer)
     inputs = with_others_before(documents, request.offset)
     scores = _scores(scorer, inputs, request.offset)
-    generated = _generated(scorer, documents, inputs, request)
+    chosen = _chosen(documents, request.generate)
+    generated = _generated(scorer, inputs, chosen, request)
+    near = _near_verbatim(scorer, inputs, chosen, scores, request) if request.beams else None
     reference = None
     if other_model is not None:
         del scorer  # Free the first model's memory before the second model is loaded.
@@ -109,6 +128,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
             scores=scores,
             reference=reference,
             generated=generated,
+            near_verbatim=near,
             suffix=request.suffix,
             offset=request.offset,
             sampling=request.sampling,
@@ -220,15 +240,41 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
 
 
+def _chosen(documents: Sequence[AuditDocument], count: int) -> list[int]:
+    """Return the indices of the first ``count`` members and of the first ``count`` controls."""
+    members = [number for number, document in enumerate(documents) if document.count != 0]
+    controls = [number for number, document in enumerate(documents) if document.count == 0]
+    return members[:count] + controls[:count]
+
+
 def _generated(
-    scorer: Scorer, documents: Sequence[AuditDocument], inputs: Sequence[Tokens], request: AuditRequest
+    scorer: Scorer, inputs: Sequence[Tokens], chosen: Sequence[int], request: AuditRequest
 ) -> dict[int, Tokens] | None:
-    """Continue the first members greedily. Return the continuations by document index."""
-    members = [number for number, document in enumerate(documents) if document.count != 0][: request.generate]
-    if not members:
+    """Continue the chosen documents greedily. Return the continuations by document index."""
+    if not chosen:
         return None
-    texts = continue_greedily(scorer, [inputs[number] for number in members], request.suffix)
-    return dict(zip(members, texts, strict=True))
+    texts = continue_greedily(scorer, [inputs[number] for number in chosen], request.suffix)
+    return dict(zip(chosen, texts, strict=True))
+
+
+def _near_verbatim(
+    scorer: Scorer,
+    inputs: Sequence[Tokens],
+    chosen: Sequence[int],
+    scores: Sequence[TokenScores] | None,
+    request: AuditRequest,
+) -> dict[int, NearVerbatim]:
+    """Return the bounds of the chosen documents by document index. The result is empty on ranks without scores."""
+    found = near_verbatim(
+        scorer,
+        [inputs[number] for number in chosen],
+        [] if scores is None else [extraction(scores[number], request.suffix).log_p for number in chosen],
+        request.suffix,
+        int(max(TOLERANCES) * request.suffix),
+        request.beams,
+        request.sampling,
+    )
+    return dict(zip(chosen, found, strict=False))
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:

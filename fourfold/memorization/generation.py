@@ -10,8 +10,12 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from fourfold.memorization.intervals import mean_with_interval
+from fourfold.memorization.intervals import mean_with_interval, wilson
 from fourfold.memorization.scorers import Scorer
+
+APPROXIMATE = 0.1
+"""A continuation matches approximately if at most this fraction of its tokens is edited, as in the reports on Gemma and
+Gemini."""
 
 
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
@@ -24,10 +28,10 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     for _ in range(suffix):
         # A pass predicts each token of its input from the tokens before it. So append a 0, in place of the token to
         # predict.
-        fields = scorer.score([np.append(text, 0) for text in texts])
+        fields = scorer.score([np.append(text, 0) for text in texts], last=1)
         new = [0] * len(texts)
-        if fields is not None:  # Drop the columns of padding.
-            new = [int(of_text[1, len(text) - 1]) for of_text, text in zip(fields, texts, strict=True)]
+        if fields is not None:
+            new = [int(of_text[1, -1]) for of_text in fields]
         if dist.is_initialized():
             dist.broadcast_object_list(new, src=0)
         texts = [np.append(text, token) for text, token in zip(texts, new, strict=True)]
@@ -38,16 +42,24 @@ def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray
     """Return the means over documents of ROUGE-L (F1), edit similarity, and longest common span of token ids, with
     intervals.
 
-    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length.
+    ROUGE-L uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. The
+    approximate match rate is the share of documents with a distance of at most 10 % of the length.
     """
     pairs = list(zip(generated, true, strict=True))
+    edited = [edit_distance(a, b) / max(len(a), len(b)) for a, b in pairs]
     measures: dict[str, Sequence[float]] = {
         "rouge_l": [2 * common_subsequence(a, b) / (len(a) + len(b)) for a, b in pairs],
-        "edit_similarity": [1 - edit_distance(a, b) / max(len(a), len(b)) for a, b in pairs],
+        "edit_similarity": [1 - share for share in edited],
         "longest_common_span": [common_span(a, b) for a, b in pairs],
         "exact_match": [float(np.array_equal(a, b)) for a, b in pairs],
     }
-    return {"documents": len(pairs), **{name: mean_with_interval(values) for name, values in measures.items()}}
+    approximate = sum(share <= APPROXIMATE for share in edited)
+    return {
+        "documents": len(pairs),
+        **{name: mean_with_interval(values) for name, values in measures.items()},
+        "approximate_match": approximate / len(pairs),
+        "approximate_match_ci": list(wilson(approximate, len(pairs))),
+    }
 
 
 def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:

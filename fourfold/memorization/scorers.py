@@ -3,7 +3,7 @@ Hugging Face models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -31,6 +31,8 @@ from fourfold.parallel.tensor.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]
+Fields = Callable[[Tensor, Tensor], Tensor]
+"""Computes the fields [F, m] of m tokens from the logits [m, V], which it may overwrite, and the targets [m]."""
 
 
 class Scorer(Protocol):
@@ -40,9 +42,19 @@ class Scorer(Protocol):
     max_length: int | None
     """Longest input in tokens. None if unknown."""
 
-    def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        """Return on rank 0, for each document of T tokens, the fields [5, T - 1] of ``score_logits``. Return None on
-        other ranks."""
+    def score(
+        self, documents: Rows, fields: Fields | None = None, last: int | None = None
+    ) -> list[NDArray[np.float32]] | None:
+        """Score each token after the first of each document.
+
+        Args:
+            documents: Token ids of each document [T].
+            fields: What to compute for each token. Default: ``score_logits`` with the attacker's sampling scheme.
+            last: Return only the fields of this many tokens at each document's end.
+
+        Returns:
+            On rank 0, the fields [F, T - 1] of each document. On other ranks None.
+        """
         ...
 
 
@@ -54,7 +66,7 @@ class GridScorer:
     """
 
     def __init__(self, job: Job, sampling: AttackSampling) -> None:
-        self.job, self.sampling = job, sampling
+        self.job, self.fields = job, partial(score_logits, sampling=sampling)
         self.vocab_size = job.run.model.vocab_size
         self.max_length: int | None = job.run.training.seq_length
 
@@ -68,7 +80,9 @@ class GridScorer:
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 
-    def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
+    def score(
+        self, documents: Rows, fields: Fields | None = None, last: int | None = None
+    ) -> list[NDArray[np.float32]] | None:
         grid, size = self.job.grid, self.job.run.training.micro_batch_size
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
         at_once = size * grid.batch.size
@@ -82,12 +96,12 @@ class GridScorer:
                 strict=True,
             )
         ]
-        with scoring_head(self.job, self.sampling):
+        with scoring_head(self.job, fields or self.fields):
             outputs = self.job.outputs(micro_batches)  # On ranks without the last stage, the result is empty.
         scored = [
-            (number, fields_5S)
-            for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
-            for number, fields_5S in zip(here, self._in_order(fields_5BT).unbind(1), strict=False)
+            (number, _of_document(fields_FS, documents[number], last))
+            for here, fields_FBT in zip(mine, outputs, strict=bool(outputs))
+            for number, fields_FS in zip(here, self._in_order(fields_FBT).unbind(1), strict=False)
         ]
         return self._gather(scored, len(documents))
 
@@ -99,10 +113,10 @@ class GridScorer:
         divisor = axes.x * axes.y * (2 * axes.cp if axes.cp > 1 else 1)
         return -(-(len(longest) - 1) // divisor) * divisor
 
-    def _in_order(self, fields_5BT: Tensor) -> Tensor:
-        """Return the fields [5, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
+    def _in_order(self, fields_FBT: Tensor) -> Tensor:
+        """Return the fields [F, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
         cp = self.job.grid.cp
-        whole = all_gather(fields_5BT, cp, 2, "audit: scores")
+        whole = all_gather(fields_FBT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
         order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
         return whole[:, :, order_S.argsort()].cpu()
@@ -125,13 +139,16 @@ class HuggingFaceScorer:
         self.model = load_model(name, device=str(device))
         self.vocab_size: int = self.model.config.vocab_size
         self.max_length: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
+        self.device, self.micro_batch_size = device, micro_batch_size
+        self.fields = partial(score_logits, sampling=sampling)
         types = [str(getattr(module, "rope_type", "")) for module in self.model.modules()]
         self.depends_on_length = any("dynamic" in each or "longrope" in each for each in types)
         """Whether the rotary frequencies depend on the longest sequence of a batch."""
 
     @torch.no_grad()
-    def score(self, documents: Rows) -> list[NDArray[np.float32]]:
+    def score(
+        self, documents: Rows, fields: Fields | None = None, last: int | None = None
+    ) -> list[NDArray[np.float32]]:
         order, at_once = sorted(range(len(documents)), key=lambda n: len(documents[n])), self.micro_batch_size
         alike = groupby(order, lambda number: len(documents[number]) if self.depends_on_length else 0)
         groups = [list(group) for _, group in alike]
@@ -145,22 +162,22 @@ class HuggingFaceScorer:
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
             # Padding on the right is invisible to a causal model.
             logits = self.model(input_ids=inputs, use_cache=False).logits
-            fields = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), self.sampling)
-            fields_5BS = fields.unflatten(1, inputs.shape).cpu().numpy()
-            found |= {number: fields_5BS[:, row] for row, number in enumerate(together)}
+            fields_FN = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), fields or self.fields)
+            fields_FBS = fields_FN.unflatten(1, inputs.shape).cpu()
+            found |= {n: _of_document(fields_FBS[:, row], documents[n], last).numpy() for row, n in enumerate(together)}
         return [found[number] for number in range(len(documents))]
 
 
 @contextmanager
-def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
-    """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
+def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
+    """Make the last stage return the fields [F, B, S] of its targets instead of a loss.
 
     This replaces the head's ``forward`` instead of the head, so that FSDP2 still gathers the head's weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:
         assert isinstance(head, ParallelHead), type(head)
-        vars(head)["forward"] = partial(_scored, head, sampling=sampling)
+        vars(head)["forward"] = partial(_scored, head, fields=fields)
     try:
         yield
     finally:
@@ -169,7 +186,7 @@ def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
 
 
 def _scored(
-    head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: AttackSampling
+    head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, fields: Fields
 ) -> Tensor:
     """Score one chunk of tokens at a time. Each rank of the tensor axis y computes whole logits for its share of the
     chunk."""
@@ -183,15 +200,19 @@ def _scored(
         logits_mV = all_gather(logits_mv, head.x, 1, "audit: logits")[:, : head.vocab_size]
         logits_mV = softcapped(logits_mV, head.softcap)
         targets_m = targets_N[chunk].chunk(head.y.size)[head.y.rank]
-        fields_5m = score_logits(logits_mV, targets_m, sampling)
-        parts.append(all_gather(fields_5m, head.y, 1, "audit: scores"))
+        parts.append(all_gather(fields(logits_mV, targets_m), head.y, 1, "audit: scores"))
     return torch.cat(parts, dim=1).view(-1, *targets_BS.shape)
 
 
-def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: AttackSampling) -> Tensor:
+def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, fields: Fields) -> Tensor:
     size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
     pairs = zip(logits_NV.split(size), targets_N.split(size), strict=True)
-    return torch.cat([score_logits(logits, targets, sampling) for logits, targets in pairs], dim=1)
+    return torch.cat([fields(logits, targets) for logits, targets in pairs], dim=1)
+
+
+def _of_document(fields_FS: Tensor, document: NDArray[np.int64], last: int | None) -> Tensor:
+    """Return the fields of a document's ``last`` tokens, or of all tokens after the first, without padding."""
+    return fields_FS[:, : len(document) - 1][:, -(last or len(document)) :]
 
 
 def _padded(documents: Rows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -58,8 +58,8 @@ class TokenScores:
 
     @classmethod
     def of(cls, tokens: NDArray[np.int64], fields: NDArray[np.float32]) -> TokenScores:
-        """Convert the fields [5, at least T - 1] of ``score_logits``."""
-        log_prob, predicted, mean, variance, sampled = fields[:, : len(tokens) - 1].astype(np.float64)
+        """Convert the fields [5, T - 1] of ``score_logits``."""
+        log_prob, predicted, mean, variance, sampled = fields.astype(np.float64)
         return cls(tokens, log_prob, predicted.astype(np.int64), mean, variance, sampled)
 
 
@@ -84,18 +84,42 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
     return torch.stack([log_prob_m, predicted_m.float(), mean_m - normalizer_m, variance_m, sampled_m])
 
 
+def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling, count: int) -> Tensor:
+    """Return the most likely tokens in float32, [2 * count, m]: their ids, and then ln p of each under the sampling
+    scheme. The targets are not used.
+
+    ln p is -inf for tokens that top-k or top-p excludes. ``count`` is at most V.
+    """
+    scaled_mV = logits_mV.float() / sampling.temperature
+    top_mK, ids_mK = scaled_mV.topk(count, dim=1)
+    kept_mV = _kept(scaled_mV, sampling)
+    log_p_mK = (top_mK - kept_mV.logsumexp(1, keepdim=True)).masked_fill(top_mK < _smallest(kept_mV), -math.inf)
+    return torch.cat([ids_mK.float(), log_p_mK], dim=1).T
+
+
 def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
     """Return ln p of the targets after temperature, top-k, and top-p, in this order. It is -inf for tokens that top-k
     or top-p excludes."""
     scaled_mV = logits_mV / sampling.temperature
-    target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
-    columns = scaled_mV.shape[1]
+    target_m1 = scaled_mV.gather(1, targets_m[:, None])
+    kept_mV = _kept(scaled_mV, sampling)
+    log_p_m1 = target_m1 - kept_mV.logsumexp(1, keepdim=True)
+    return log_p_m1.masked_fill(target_m1 < _smallest(kept_mV), -math.inf)[:, 0]
+
+
+def _kept(scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
+    """Return the logits from which an attacker draws, with -inf in place of those that top-p excludes."""
     if sampling.top_k is None and sampling.top_p is None:
-        return target_m - scaled_mV.logsumexp(1)
+        return scaled_mV
+    columns = scaled_mV.shape[1]
     kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # topk sorts in descending order.
-    if sampling.top_p is not None:
-        share_mK = kept_mK.softmax(1)
-        before_mK = share_mK.cumsum(1) - share_mK
-        kept_mK = kept_mK.masked_fill(before_mK >= sampling.top_p, -math.inf)
-    smallest_m = kept_mK.masked_fill(kept_mK == -math.inf, math.inf).amin(1)
-    return (target_m - kept_mK.logsumexp(1)).masked_fill(target_m < smallest_m, -math.inf)
+    if sampling.top_p is None:
+        return kept_mK
+    share_mK = kept_mK.softmax(1)
+    before_mK = share_mK.cumsum(1) - share_mK
+    return kept_mK.masked_fill(before_mK >= sampling.top_p, -math.inf)
+
+
+def _smallest(kept_mV: Tensor) -> Tensor:
+    """Return the smallest finite logit of each row, [m, 1]."""
+    return kept_mV.masked_fill(kept_mV == -math.inf, math.inf).amin(1, keepdim=True)

@@ -13,10 +13,16 @@ from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart
 from fourfold.reports.numbers import counted
 
+NEAR_EXPLANATION = (
+    "A document leaks if one sample in a thousand, or more, is its last part with at most this many tokens inserted, "
+    "removed, or replaced. A range means that the search could not decide for some documents."
+)
+
 Record = Mapping[str, Any]
 Rows = list[list[str]]
 
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
+NEAR_HEADER = ("edited tokens", "members that leak", "95 % interval", "controls that leak", "mean probability")
 ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1 % FPR")
 
 
@@ -74,6 +80,40 @@ def attack_rows(record: Record) -> Rows:
     ]
 
 
+def generation_facts(record: Record) -> dict[str, str]:
+    """Return labels and values of the greedy continuations. The result is empty if nothing was generated."""
+    generation = record["generation"]
+    if generation is None:
+        return {}
+    control = generation["control"]
+    return {
+        "documents": str(generation["documents"]),
+        "exact match": f"{generation['exact_match']['mean']:.1%}",
+        "approximate match (at most 10 % of the tokens edited)": f"{generation['approximate_match']:.1%} "
+        f"({_interval(generation['approximate_match_ci'])})"
+        + (f"; controls: {control['approximate_match']:.1%} of {control['documents']}" if control else ""),
+        "ROUGE-L": _mean(generation["rouge_l"]),
+        "edit similarity": _mean(generation["edit_similarity"]),
+        "longest common span": _mean(generation["longest_common_span"]),
+        "agreement with the one pass": f"{generation['agrees_with_one_pass']:.1%}",
+    }
+
+
+def near_rows(record: Record) -> Rows:
+    """Return a row for each number of edited tokens, or no rows if near-verbatim texts were not searched."""
+    near = record["near_verbatim"]
+    return [
+        [
+            f"at most {row['edits']}" if row["edits"] else "none",
+            f"{_bounds(row['members'])} of {row['members']['documents']}",
+            _interval(row["members"]["extractable_ci"]),
+            f"{_bounds(row['control'])} of {row['control']['documents']}" if "control" in row else "",
+            f"{row['members']['mean_p']:.2g}",
+        ]
+        for row in (near["tolerances"] if near else [])
+    ]
+
+
 def replay_facts(record: Record) -> dict[str, str]:
     """Return labels and values that show the effect of the goldfish mask. The result is empty if no mask was
     replayed."""
@@ -112,7 +152,10 @@ def _sections(record: Record) -> list[str]:
     if record["mask_replay"]:
         sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(replay_facts(record))]
     if record["generation"]:
-        sections += ["<h2>Greedy continuations</h2>", html.facts(_generation(record["generation"]))]
+        sections += ["<h2>Greedy continuations</h2>", html.facts(generation_facts(record))]
+    if record["near_verbatim"]:
+        sections += ["<h2>Nearly word for word</h2>", f"<p>{escape(NEAR_EXPLANATION)}</p>"]
+        sections.append(html.table(NEAR_HEADER, near_rows(record)))
     return sections
 
 
@@ -159,16 +202,6 @@ def _count_chart(record: Record) -> list[str]:
     return [line_chart(title, series, x_label="times trained on", y_label=y_label, from_zero=True)]
 
 
-def _generation(generation: Record) -> dict[str, str]:
-    return {
-        "documents": str(generation["documents"]),
-        "ROUGE-L": _mean(generation["rouge_l"]),
-        "edit similarity": _mean(generation["edit_similarity"]),
-        "longest common span": _mean(generation["longest_common_span"]),
-        "agreement with the one pass": f"{generation['agrees_with_one_pass']:.1%}",
-    }
-
-
 def _mean(value: Record | None) -> str:
     if value is None:
         return "n/a"
@@ -177,6 +210,11 @@ def _mean(value: Record | None) -> str:
 
 def _interval(ends: Sequence[float]) -> str:
     return f"{ends[0]:.1%} to {ends[1]:.1%}"
+
+
+def _bounds(side: Record) -> str:
+    low, high = f"{side['extractable']:.1%}", f"{side['extractable_at_most']:.1%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _rate(value: float | None) -> str:

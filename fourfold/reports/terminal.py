@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
+from fourfold.reports.audit_report import (
+    ATTACK_HEADER,
+    COUNT_HEADER,
+    NEAR_EXPLANATION,
+    NEAR_HEADER,
+    attack_rows,
+    count_rows,
+    generation_facts,
+    near_rows,
+    replay_facts,
+)
 from fourfold.reports.loki_report import (
     LAYER_HEADER,
     PERPLEXITY_HEADER,
@@ -126,10 +136,16 @@ def _pipeline_memory(report: TraceReport) -> None:
 
 
 def audit_tables(record: Mapping[str, Any]) -> None:
-    """Print extraction by repetition, membership attacks, the effect of the goldfish mask, and warnings."""
+    """Print extraction by repetition, generated text, membership attacks, the effect of the goldfish mask, and
+    warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, count_rows(record))
+    if record["generation"]:
+        print_table("Greedy continuations", ("", ""), [[*fact] for fact in generation_facts(record).items()])
+    if record["near_verbatim"]:
+        print_table(f"The last {record['suffix']} tokens nearly word for word", NEAR_HEADER, near_rows(record))
+        console.print(NEAR_EXPLANATION)
     if record["membership"]:
         print_table("Membership inference", ATTACK_HEADER, attack_rows(record))
         console.print(record["membership"]["conclusion"])

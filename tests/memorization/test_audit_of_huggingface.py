@@ -63,10 +63,12 @@ def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(line(text=text, count=int(n < 8)) for n, text in enumerate(texts)))
     code, output, errors = cli(
-        "audit", "--model", folder, "--documents", documents, "--suffix", 10, "--prefix", 20, "--generate", 8, "--json"
-    )
+        "audit", "--model", folder, "--documents", documents, "--suffix", 10, "--prefix", 20, "--generate", 8,
+        "--beams", 3, "--json",
+    )  # fmt: skip
     assert code == 0, errors
     record = json.loads(output)
+    assert [row["edits"] for row in record["near_verbatim"]["tolerances"]] == [0, 1, 2]
     assert record["generation"]["agrees_with_one_pass"] == 1
     assert record["token_agreement"]["mean"] > record["control"]["token_agreement"]["mean"]
 
