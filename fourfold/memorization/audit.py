@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from fourfold.launch.job_processes import choose_device
 from fourfold.memorization.audit_record import TOLERANCES, AuditInputs, audit_record
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
 from fourfold.memorization.extraction import extraction
-from fourfold.memorization.generation import continue_greedily
+from fourfold.memorization.generation import continue_greedily, edit_distance, passage
 from fourfold.memorization.goldfish_check import check_replayable, is_replayable
 from fourfold.memorization.near_verbatim import NearVerbatim, near_verbatim
 from fourfold.memorization.scored_model import (
@@ -35,6 +35,9 @@ from fourfold.memorization.scored_model import (
 from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import FIELDS, TokenScores
 from fourfold.run_file.load import load_run
+
+SHOWN = 20
+"""Largest number of continuations in the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         return None
     if tokenizer is not None:
         documents = [_with_text(document, tokenizer) for document in documents]
+    passages = [] if tokenizer is None else _passages(documents, generated or {}, tokenizer, request.suffix)
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
         AuditInputs(
@@ -129,6 +133,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
             reference=reference,
             generated=generated,
             near_verbatim=near,
+            passages=passages,
             suffix=request.suffix,
             offset=request.offset,
             sampling=request.sampling,
@@ -255,6 +260,20 @@ def _generated(
         return None
     texts = continue_greedily(scorer, [inputs[number] for number in chosen], request.suffix)
     return dict(zip(chosen, texts, strict=True))
+
+
+def _passages(
+    documents: Sequence[AuditDocument], generated: Mapping[int, Tokens], tokenizer: AnyTokenizer, suffix: int
+) -> list[dict[str, Any]]:
+    """Return what the model wrote next to what it should have written, for the most similar continuations of
+    members."""
+    members = [number for number in generated if documents[number].count != 0]
+    members.sort(key=lambda number: edit_distance(generated[number], documents[number].tokens[-suffix:]))
+    return [
+        passage(tokens[:-suffix], tokens[-suffix:], generated[number], tokenizer)
+        for number in members[:SHOWN]
+        for tokens in [documents[number].tokens]
+    ]
 
 
 def _near_verbatim(

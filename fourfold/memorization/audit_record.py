@@ -54,6 +54,8 @@ class AuditInputs:
     """Greedy continuations by document index."""
     near_verbatim: Mapping[int, NearVerbatim] | None = None
     """Bounds on the near-verbatim extraction probability by document index."""
+    passages: Sequence[Mapping[str, Any]] = ()
+    """Continuations as text (``generation.passage``)."""
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
@@ -99,6 +101,7 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
         "mask_replay": replay,
         "generation": _generation(inputs),
         "near_verbatim": _near_verbatim(inputs),
+        "passages": list(inputs.passages),
         "truncated_documents": inputs.truncated,
         "copied_documents": len(documents) - len({document.tokens.tobytes() for document in documents}),
     }

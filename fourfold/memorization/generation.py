@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -60,6 +60,25 @@ def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray
         "approximate_match": approximate / len(pairs),
         "approximate_match_ci": list(wilson(approximate, len(pairs))),
     }
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns tokens back into text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def passage(prefix: NDArray[np.int64], true: NDArray[np.int64], written: NDArray[np.int64], tokenizer: Decoder) -> Any:
+    """Return the end of a prefix, the true continuation, and the model's continuation, for a record.
+
+    Both continuations are lists of pieces. A piece is a text and whether both continuations have it.
+    """
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for kind, *ends in SequenceMatcher(None, true.tolist(), written.tolist(), autojunk=False).get_opcodes():
+        for side, tokens, begin, end in zip(sides, (true, written), ends[::2], ends[1::2], strict=True):
+            if end > begin:
+                side.append([tokenizer.decode(tokens[begin:end].tolist()), kind == "equal"])
+    return {"before": tokenizer.decode(prefix[-len(true) :].tolist()), "true": sides[0], "written": sides[1]}
 
 
 def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:

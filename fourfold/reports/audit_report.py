@@ -153,6 +153,15 @@ def _sections(record: Record) -> list[str]:
         sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(replay_facts(record))]
     if record["generation"]:
         sections += ["<h2>Greedy continuations</h2>", html.facts(generation_facts(record))]
+    if record["passages"]:
+        sections.append(
+            "<p>The most similar continuations: the text that the model got, the text that follows it in the document, "
+            "and the text that the model wrote. The marked parts of both are the same.</p>"
+        )
+        sections += [
+            html.comparison(each["before"], {"document": each["true"], "model": each["written"]})
+            for each in record["passages"]
+        ]
     if record["near_verbatim"]:
         sections += ["<h2>Nearly word for word</h2>", f"<p>{escape(NEAR_EXPLANATION)}</p>"]
         sections.append(html.table(NEAR_HEADER, near_rows(record)))

@@ -82,6 +82,16 @@ def text_block(heading: str, text: str, wrap: bool = False) -> str:
     return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
 
 
+def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> str:
+    """Show the start of a text, and two or more continuations under each other. Pieces that the continuations share are
+    marked."""
+    blocks = [f"<p>{escape(before)}</p>"]
+    for label, pieces in sides.items():
+        text = "".join(f"<mark>{escape(piece)}</mark>" if shared else escape(piece) for piece, shared in pieces)
+        blocks.append(f'<p><b>{escape(label)}</b> <span class="text">{text}</span></p>')
+    return f'<div class="comparison">{"".join(blocks)}</div>'
+
+
 def notice(text: str) -> str:
     """Highlight one sentence."""
     return f'<p class="notice">{escape(text)}</p>'

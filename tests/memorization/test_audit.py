@@ -104,6 +104,14 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
     assert generation["control"]["documents"] == 10
     assert generation["control"]["approximate_match"] < generation["approximate_match"]
     assert 0 < generation["rouge_l"]["mean"] <= 1
+    shared = [
+        "".join(text for text, same in each[side] if same)
+        for each in record["passages"]
+        for side in ("true", "written")
+    ]
+    assert len(shared) == 20
+    assert shared[::2] == shared[1::2]
+    assert [len(each["true"]) for each in record["passages"][:2]] == [1, 1]  # Both are repeated whole.
 
 
 @pytest.mark.fast_cases(2)
@@ -138,24 +146,28 @@ def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: 
 
 def test_command(trained: Path, cli: Cli) -> None:
     arguments = [*audit_of_run(trained), "--suffix", 20]
-    code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", trained / "out")
+    more = ["--generate", 4, "--beams", 4]
+    code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", trained / "out", *more)
     assert (code, errors) == (0, "")
     record = json.loads(output)
     assert record == json.loads((trained / "out" / "audit.json").read_text())
     assert {"documents", "exact_match", "exact_match_ci", "by_count", "control"} <= record.keys()
     page = (trained / "out" / "audit.html").read_text()
     assert "Membership inference" in page
+    assert "Nearly word for word" in page
+    assert page.count('class="comparison"') == len(record["passages"]) == 4
     assert "The goldfish mask, replayed" in page
     assert "http" not in without_scripts(page).replace("http-equiv", "")
-    code, output, errors = cli(*arguments, "--prefix", 10)
+    code, output, errors = cli(*arguments, "--prefix", 10, *more)
     assert (code, errors) == (0, "")
+    assert "nearly word for word" in output
     assert "60 times" in output
     assert "does not protect membership" in " ".join(output.split())
 
 
 @pytest.mark.slow
 def test_nothing_of_the_page_is_cut(trained: Path, cli: Cli, browser: Browser) -> None:
-    arguments = [*audit_of_run(trained), "--suffix", 20, "--prefix", 10, "--out", trained / "seen"]
+    arguments = [*audit_of_run(trained), "--suffix", 20, "--prefix", 10, "--generate", 4, "--out", trained / "seen"]
     assert cli(*arguments)[0] == 0
     drawn = check_page(browser, trained / "seen" / "audit.html")
     assert {"tokens of the prefix", "% of the documents"} <= set(drawn["Exact match of the next 20 tokens"].texts)
