@@ -76,7 +76,7 @@ def close(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def record(trained: Path, pool: Pool) -> dict[str, Any]:
-    request = request_of(trained, generate=10, sampling=AttackSampling(1.0, 50, 0.95))
+    request = request_of(trained, generate=10, beams=2, sampling=AttackSampling(1.0, 50, 0.95))
     return pool.run(1, on_grid, request)[0]
 
 
@@ -111,7 +111,8 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
     ]
     assert len(shared) == 20
     assert shared[::2] == shared[1::2]
-    assert [len(each["true"]) for each in record["passages"][:2]] == [1, 1]  # Both are repeated whole.
+    edits = [sum(not same for _, same in each["true"]) for each in record["passages"]]
+    assert edits[0] < edits[-1]
 
 
 @pytest.mark.fast_cases(2)
@@ -133,15 +134,11 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
 def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
     overrides = [f"parallel.{axis}={size}" for axis, size in grid.items()]
     request = request_of(
-        trained, *overrides, generate=3, beams=2, sampling=AttackSampling(1.0, 50, 0.95), micro_batch_size=4
+        trained, *overrides, generate=10, beams=2, sampling=AttackSampling(1.0, 50, 0.95), micro_batch_size=4
     )
     found, *others = pool.run(int(np.prod(list(grid.values()))), on_grid, request)
     assert others == [None] * len(others)
-    compared = [key for key in record if key != "generation"]
-    assert all(close(record[key], found[key]) for key in compared), [
-        k for k in compared if not close(record[k], found[k])
-    ]
-    assert found["generation"]["agrees_with_one_pass"] == 1
+    assert not [key for key in record if not close(record[key], found[key])]
 
 
 def test_command(trained: Path, cli: Cli) -> None:
