@@ -101,7 +101,9 @@ def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
         "title": arm.title,
         "seeds": len(records),
         "exact_match": pooled([(r["exact_match"], r["documents"]) for r in records]),
-        "approximate_match": pooled([(r["approximate_match"], r["documents"]) for r in generated]),
+        "approximate_match": pooled(
+            [(r["members"]["approximate_match"], r["members"]["documents"]) for r in generated]
+        ),
         "control_approximate_match": pooled(
             [(r["control"]["approximate_match"], r["control"]["documents"]) for r in generated]
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,10 @@ from fourfold.environment import Place
 from fourfold.errors import UserError, given_as
 from fourfold.inference.generate import check_sampling
 from fourfold.launch.job_processes import choose_device
-from fourfold.memorization.audit_record import TOLERANCES, AuditInputs, audit_record
+from fourfold.memorization.audit_record import AuditInputs, audit_record
+from fourfold.memorization.continuations import continuations
 from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
-from fourfold.memorization.extraction import extraction
-from fourfold.memorization.generation import continue_greedily, edit_distance, passage
 from fourfold.memorization.goldfish_check import check_replayable, is_replayable
-from fourfold.memorization.near_verbatim import NearVerbatim, near_verbatim
 from fourfold.memorization.scored_model import (
     ScoredModel,
     ScoringRequest,
@@ -35,9 +33,6 @@ from fourfold.memorization.scored_model import (
 from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import FIELDS, TokenScores
 from fourfold.run_file.load import load_run
-
-SHOWN = 20
-"""Largest number of continuations in the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +70,8 @@ class AuditRequest(ScoringRequest):
         Raises:
             UserError: A size or a sampling option is out of range.
         """
-        for name, least in (
-            ("suffix", 1),
-            ("prefix", 1),
-            ("generate", 0),
-            ("beams", 0),
-            ("offset", 0),
-            ("micro_batch_size", 1),
-        ):
+        positive, counts = ("suffix", "prefix", "micro_batch_size"), ("generate", "beams", "offset")
+        for name, least in [*((name, 1) for name in positive), *((name, 0) for name in counts)]:
             if not least <= getattr(self, name) < 2**31:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UserError(f"{option} must be from {least} to {2**31 - 1:,}, such as {least}")
@@ -112,9 +101,17 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     documents, truncated = _documents(request, scorer, tokenizer)
     inputs = with_others_before(documents, request.offset)
     scores = _scores(scorer, inputs, request.offset)
-    chosen = _chosen(documents, request.generate)
-    generated = _generated(scorer, inputs, chosen, request)
-    near = _near_verbatim(scorer, inputs, chosen, scores, request) if request.beams else None
+    continued = continuations(
+        scorer,
+        documents,
+        inputs,
+        scores,
+        tokenizer,
+        count=request.generate,
+        suffix=request.suffix,
+        beams=request.beams,
+        sampling=request.sampling,
+    )
     reference = None
     if other_model is not None:
         del scorer  # Free the first model's memory before the second model is loaded.
@@ -123,7 +120,6 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
         return None
     if tokenizer is not None:
         documents = [_with_text(document, tokenizer) for document in documents]
-    passages = [] if tokenizer is None else _passages(documents, generated or {}, tokenizer, request.suffix)
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
         AuditInputs(
@@ -131,9 +127,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
             documents=documents,
             scores=scores,
             reference=reference,
-            generated=generated,
-            near_verbatim=near,
-            passages=passages,
+            continuations=continued,
             suffix=request.suffix,
             offset=request.offset,
             sampling=request.sampling,
@@ -243,57 +237,6 @@ def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[Token
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
-
-
-def _chosen(documents: Sequence[AuditDocument], count: int) -> list[int]:
-    """Return the indices of the first ``count`` members and of the first ``count`` controls."""
-    members = [number for number, document in enumerate(documents) if document.count != 0]
-    controls = [number for number, document in enumerate(documents) if document.count == 0]
-    return members[:count] + controls[:count]
-
-
-def _generated(
-    scorer: Scorer, inputs: Sequence[Tokens], chosen: Sequence[int], request: AuditRequest
-) -> dict[int, Tokens] | None:
-    """Continue the chosen documents greedily. Return the continuations by document index."""
-    if not chosen:
-        return None
-    texts = continue_greedily(scorer, [inputs[number] for number in chosen], request.suffix)
-    return dict(zip(chosen, texts, strict=True))
-
-
-def _passages(
-    documents: Sequence[AuditDocument], generated: Mapping[int, Tokens], tokenizer: AnyTokenizer, suffix: int
-) -> list[dict[str, Any]]:
-    """Return what the model wrote next to what it should have written, for the most similar continuations of
-    members."""
-    members = [number for number in generated if documents[number].count != 0]
-    members.sort(key=lambda number: edit_distance(generated[number], documents[number].tokens[-suffix:]))
-    return [
-        passage(tokens[:-suffix], tokens[-suffix:], generated[number], tokenizer)
-        for number in members[:SHOWN]
-        for tokens in [documents[number].tokens]
-    ]
-
-
-def _near_verbatim(
-    scorer: Scorer,
-    inputs: Sequence[Tokens],
-    chosen: Sequence[int],
-    scores: Sequence[TokenScores] | None,
-    request: AuditRequest,
-) -> dict[int, NearVerbatim]:
-    """Return the bounds of the chosen documents by document index. The result is empty on ranks without scores."""
-    found = near_verbatim(
-        scorer,
-        [inputs[number] for number in chosen],
-        [] if scores is None else [extraction(scores[number], request.suffix).log_p for number in chosen],
-        request.suffix,
-        int(max(TOLERANCES) * request.suffix),
-        request.beams,
-        request.sampling,
-    )
-    return dict(zip(chosen, found, strict=False))
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:

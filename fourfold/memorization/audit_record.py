@@ -11,17 +11,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Vocabulary
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import Extraction, exposure, extraction, match_rate, matches_after, prefix_lengths
-from fourfold.memorization.generation import text_likeness
 from fourfold.memorization.goldfish_check import goldfish_check
-from fourfold.memorization.intervals import difference, mean_with_interval, wilson
+from fourfold.memorization.intervals import difference, mean_with_interval
 from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard, conclusion, membership_scores
-from fourfold.memorization.near_verbatim import NearVerbatim
 from fourfold.memorization.scores import AttackSampling, TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
@@ -29,13 +26,6 @@ QUERIES = (1, 100, 10_000, 1_000_000)
 
 CHANCE = 0.5
 """The probability p in (n, p)-discoverable extraction."""
-
-TOLERANCES = (0.0, 0.05, 0.1, 0.2)
-"""Fractions of the suffix that may be edited. For each, the record gives the near-verbatim extraction probability."""
-
-EXTRACTABLE = 0.001
-"""A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
-2505.12546)."""
 
 POSITION_BINS = 10
 
@@ -49,13 +39,9 @@ class AuditInputs:
     scores: Sequence[TokenScores]
     suffix: int
     sampling: AttackSampling
+    continuations: Mapping[str, Any]
+    """The result of ``continuations``."""
     reference: Sequence[TokenScores] | None = None
-    generated: Mapping[int, NDArray[np.int64]] | None = None
-    """Greedy continuations by document index."""
-    near_verbatim: Mapping[int, NearVerbatim] | None = None
-    """Bounds on the near-verbatim extraction probability by document index."""
-    passages: Sequence[Mapping[str, Any]] = ()
-    """Continuations as text (``generation.passage``)."""
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
@@ -99,9 +85,7 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
         "membership": membership,
         "bag_of_words_guard": guard,
         "mask_replay": replay,
-        "generation": _generation(inputs),
-        "near_verbatim": _near_verbatim(inputs),
-        "passages": list(inputs.passages),
+        **inputs.continuations,
         "truncated_documents": inputs.truncated,
         "copied_documents": len(documents) - len({document.tokens.tobytes() for document in documents}),
     }
@@ -193,62 +177,6 @@ def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | 
         **_summary(found),
         "only_the_model_repeats": sum(a and not b for a, b in zip(ours, theirs, strict=True)),
         "only_the_reference_repeats": sum(b and not a for a, b in zip(ours, theirs, strict=True)),
-    }
-
-
-def _generation(inputs: AuditInputs) -> dict[str, Any] | None:
-    """Return how similar the greedy continuations of members and controls are to the true text, and how often they
-    confirm the result of the single pass."""
-    generated = inputs.generated
-    if not generated:
-        return None
-    true = {number: inputs.documents[number].tokens[-inputs.suffix :] for number in generated}
-    agree = sum(
-        np.array_equal(text, true[number]) == bool(inputs.scores[number].agrees[-inputs.suffix :].all())
-        for number, text in generated.items()
-    )
-    members, controls = (
-        [number for number in generated if (inputs.documents[number].count == 0) == is_control]
-        for is_control in (False, True)
-    )
-    likeness = [
-        text_likeness([generated[n] for n in side], [true[n] for n in side]) if side else None
-        for side in (members, controls)
-    ]
-    return {**(likeness[0] or {}), "control": likeness[1], "agrees_with_one_pass": agree / len(generated)}
-
-
-def _near_verbatim(inputs: AuditInputs) -> dict[str, Any] | None:
-    """Summarize the bounds of the members and of the controls, for each tolerance."""
-    found = inputs.near_verbatim
-    if found is None:
-        return None
-    sides = {
-        name: [each for n, each in found.items() if (inputs.documents[n].count == 0) == is_control]
-        for name, is_control in (("members", False), ("control", True))
-    }
-    return {
-        "documents": len(found),
-        "cost": float(np.mean([each.cost for each in found.values()])),
-        "tolerances": [
-            {"edits": edits, **{name: _extractable(side, edits) for name, side in sides.items() if side}}
-            for edits in sorted({int(share * inputs.suffix) for share in TOLERANCES})
-        ],
-    }
-
-
-def _extractable(found: Sequence[NearVerbatim], edits: int) -> dict[str, Any]:
-    """Return bounds on the share of documents whose suffix is extractable with at most this many edits."""
-    at_least, at_most = (
-        sum(bound[edits] >= math.log(EXTRACTABLE) for bound in bounds)
-        for bounds in ([each.lower for each in found], [each.upper for each in found])
-    )
-    return {
-        "documents": len(found),
-        "extractable": at_least / len(found),
-        "extractable_ci": [wilson(at_least, len(found))[0], wilson(at_most, len(found))[1]],
-        "extractable_at_most": at_most / len(found),
-        "mean_p": float(np.exp([each.lower[edits] for each in found]).mean()),
     }
 
 

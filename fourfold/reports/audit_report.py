@@ -85,16 +85,16 @@ def generation_facts(record: Record) -> dict[str, str]:
     generation = record["generation"]
     if generation is None:
         return {}
-    control = generation["control"]
+    members, control = generation["members"], generation.get("control")
     return {
-        "documents": str(generation["documents"]),
-        "exact match": f"{generation['exact_match']['mean']:.1%}",
-        "approximate match (at most 10 % of the tokens edited)": f"{generation['approximate_match']:.1%} "
-        f"({_interval(generation['approximate_match_ci'])})"
+        "documents": str(members["documents"]),
+        "exact match": f"{members['exact_match']['mean']:.1%}",
+        "approximate match (at most 10 % of the tokens edited)": f"{members['approximate_match']:.1%} "
+        f"({_interval(members['approximate_match_ci'])})"
         + (f"; controls: {control['approximate_match']:.1%} of {control['documents']}" if control else ""),
-        "ROUGE-L": _mean(generation["rouge_l"]),
-        "edit similarity": _mean(generation["edit_similarity"]),
-        "longest common span": _mean(generation["longest_common_span"]),
+        "ROUGE-L": _mean(members["rouge_l"]),
+        "edit similarity": _mean(members["edit_similarity"]),
+        "longest common span": _mean(members["longest_common_span"]),
         "agreement with the one pass": f"{generation['agrees_with_one_pass']:.1%}",
     }
 

@@ -1,0 +1,119 @@
+"""Continue some documents with the model, and describe for the record how close the model comes to the true text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fourfold.data.transformers_tokenizer import AnyTokenizer
+from fourfold.memorization.documents import AuditDocument, Tokens
+from fourfold.memorization.generation import continue_greedily, edit_distance, passage, text_likeness
+from fourfold.memorization.intervals import wilson
+from fourfold.memorization.near_verbatim import NearVerbatim, near_verbatim
+from fourfold.memorization.scorers import Scorer
+from fourfold.memorization.scores import AttackSampling, TokenScores
+
+TOLERANCES = (0.0, 0.05, 0.1, 0.2)
+"""Fractions of the suffix that may be edited. For each, the record gives the near-verbatim extraction probability."""
+
+EXTRACTABLE = 0.001
+"""A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
+2505.12546)."""
+
+SHOWN = 20
+"""Largest number of continuations in the record."""
+
+
+def continuations(
+    scorer: Scorer,
+    documents: Sequence[AuditDocument],
+    inputs: Sequence[Tokens],
+    scores: Sequence[TokenScores] | None,
+    tokenizer: AnyTokenizer | None,
+    *,
+    count: int,
+    suffix: int,
+    beams: int,
+    sampling: AttackSampling,
+) -> dict[str, Any]:
+    """Replace the suffixes of the first ``count`` members and of the first ``count`` controls by greedy decoding, and
+    search for near-verbatim texts.
+
+    Every process of the model's grid must call this.
+
+    Args:
+        scorer: The model.
+        documents: The documents.
+        inputs: Token ids of each document, with the unrelated tokens before it.
+        scores: On rank 0, the scores of each document. Elsewhere None.
+        tokenizer: The tokenizer, to show the texts.
+        count: Number of members, and number of controls.
+        suffix: Number of tokens at the end of a document to replace.
+        beams: Number of texts that the search keeps for each document. 0 means no search.
+        sampling: The attacker's sampling scheme.
+
+    Returns:
+        On rank 0, the record's entries "generation", "near_verbatim", and "passages". The first two are None if there
+        is nothing to describe.
+    """
+    members, controls = (
+        [number for number, document in enumerate(documents) if (document.count == 0) == is_control][:count]
+        for is_control in (False, True)
+    )
+    chosen = members + controls
+    texts = [inputs[number] for number in chosen]
+    written = continue_greedily(scorer, texts, suffix) if chosen else []
+    found = []
+    if chosen and beams:
+        log_p = [] if scores is None else [float(scores[number].sampled[-suffix:].sum()) for number in chosen]
+        found = near_verbatim(scorer, texts, log_p, suffix, int(max(TOLERANCES) * suffix), beams, sampling)
+    if scores is None or not chosen:
+        return {"generation": None, "near_verbatim": None, "passages": []}
+    true = [text[-suffix:] for text in texts]
+    agree = [
+        np.array_equal(text, tokens) == scores[number].agrees[-suffix:].all()
+        for number, text, tokens in zip(chosen, written, true, strict=True)
+    ]
+    sides = {"members": slice(0, len(members)), "control": slice(len(members), None)}
+    sides = {name: side for name, side in sides.items() if chosen[side]}
+    generation = {name: text_likeness(written[side], true[side]) for name, side in sides.items()}
+    order = sorted(range(len(members)), key=lambda n: edit_distance(written[n], true[n]))
+    return {
+        "generation": {**generation, "agrees_with_one_pass": float(np.mean(agree))},
+        "near_verbatim": _near_verbatim({name: found[side] for name, side in sides.items()}, suffix) if found else None,
+        "passages": [
+            passage(documents[chosen[n]].tokens[:-suffix], true[n], written[n], tokenizer) for n in order[:SHOWN]
+        ]
+        if tokenizer
+        else [],
+    }
+
+
+def _near_verbatim(sides: dict[str, list[NearVerbatim]], suffix: int) -> dict[str, Any]:
+    """Summarize the bounds of members and controls for each tolerance."""
+    return {
+        "cost": float(np.mean([each.cost for side in sides.values() for each in side])),
+        "tolerances": [
+            {"edits": edits, **{name: _extractable(side, edits) for name, side in sides.items()}}
+            for edits in sorted({int(share * suffix) for share in TOLERANCES})
+        ],
+    }
+
+
+def _extractable(found: Sequence[NearVerbatim], edits: int) -> dict[str, Any]:
+    """Return bounds on the share of documents whose suffix is extractable with at most this many edits."""
+    least = math.log(EXTRACTABLE)
+    at_least, at_most = (
+        sum(each.lower[edits] >= least for each in found),
+        sum(each.upper[edits] >= least for each in found),
+    )
+    return {
+        "documents": len(found),
+        "extractable": at_least / len(found),
+        "extractable_ci": [wilson(at_least, len(found))[0], wilson(at_most, len(found))[1]],
+        "extractable_at_most": at_most / len(found),
+        "mean_p": float(np.exp([each.lower[edits] for each in found]).mean()),
+    }
