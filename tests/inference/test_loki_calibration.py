@@ -189,7 +189,7 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"d": 5, "variance": 0.5}, "d and variance exclude each other"),
         ({"k": 5, "sink": 3, "recent": 3}, "raise k to at least 6"),
         ({"min_seq": -1}, "≥ 0"),
-        ({"group_reduce": "sum"}, "'softmax', 'max' or 'mean'"),
+        ({"kernels": "cuda"}, "'auto', 'torch', 'triton' or 'numba'"),
         ({"prefill": "sparse"}, "'dense' or 'simulate'"),
         ({"cache": "small"}, "'proxy' or 'rotated'"),
         ({"basis": "worst"}, "'best', 'pre' or 'post'"),
