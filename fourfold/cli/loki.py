@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,13 +37,6 @@ def calibrate(
     out: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to read.")] = 100_000,
-    basis: Annotated[
-        Literal["pre", "post", "both"],
-        typer.Option(
-            help="Use keys before (pre) or after (post) their rotary embedding. both takes the better kind for "
-            "each layer."
-        ),
-    ] = "both",
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
@@ -64,9 +57,8 @@ def calibrate(
     check_writable(out, "--out", "basis.safetensors")
     with as_huggingface(model) as names:
         opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
-        kinds = ("pre", "post") if basis == "both" else (basis,)
         with working("Calibrating"):
-            found = find_basis(opened, windows, kinds)
+            found = find_basis(opened, windows)
     found.save(out)
     record = {"basis": str(out), "model": model, **found.record()}
     show(record, as_json, rank_table)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
 from fourfold.cli.working import working
-from fourfold.errors import UserError, given_as
 
 
 def tune_matmul(
@@ -17,13 +15,6 @@ def tune_matmul(
     again: Annotated[
         bool, typer.Option("--again", help="Also measure sizes that are already in this machine's table.")
     ] = False,
-    machine: Annotated[
-        Path | None, typer.Option(metavar="MACHINE.toml", help="With --out: the machine file to start from.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="TUNED.toml", help="A machine file for `fourfold plan` with the rates of these matmuls."),
-    ] = None,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer only reads it)
 ) -> None:
@@ -33,26 +24,14 @@ def tune_matmul(
     with transposed operands and with padded rows. A layout that is faster than the default, by more than the noise, is
     saved to a table in your cache directory. Runs with training.tuned_products read this table.
     """
-    from fourfold.data.files import check_writable, write_output
-    from fourfold.planning.machines.machine import load_machine
-    from fourfold.planning.machines.write import machine_toml, machine_with_matmul_rates
     from fourfold.run_file.load import load_run
 
-    if (machine is None) != (out is None):
-        raise UserError(f"--machine {machine} and --out {out}: one is read and one is written; give both, or neither")
-    if out is not None:
-        check_writable(out, "--out", "tuned.toml")
     run = load_run(run_file, overrides)
     # Import torch late, so that a mistake in the run file is reported immediately.
     from fourfold.matmul_tuning.matmul_report import tune_matmuls
 
-    base = load_machine(str(machine)) if machine is not None else None
     with working("Timing the matmuls"):
         record = tune_matmuls(run, again)
-    if base is not None and out is not None:
-        tuned = machine_with_matmul_rates(base, out.stem, record["rates"], record["precision"])
-        with given_as("--out"):
-            write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the matmuls of {run.name}", base))
     show(record, as_json, _print_tables)
 
 

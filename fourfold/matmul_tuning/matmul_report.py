@@ -17,10 +17,6 @@ from fourfold.matmul_tuning.matmul_table import TunedLayer, machine_of, table_fi
 from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
 
-KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
-"""Maps the three matmuls of a layer to their keys in the section ``layouts`` of a machine file. A key gives the
-layouts of the stored operands."""
-
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
     """Measure the matmuls of one rank that this machine's table lacks, and report all of them.
@@ -42,7 +38,6 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
         "file": str(table_file(machine)),
         "precision": run.training.precision,
         "layers": layer_records(matmul_sizes(run), layers),
-        "rates": rates(layers),
     }
 
 
@@ -62,10 +57,3 @@ def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes,
         }
         for sizes, tuned in layers.items()
     ]
-
-
-def rates(layers: Mapping[MatmulSizes, TunedLayer]) -> dict[str, float]:
-    """Return the FLOP/s of each of the three matmuls, over all sizes, in the chosen layouts."""
-    flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
-    gains = {kind: [tuned.gains[matmul] for tuned in layers.values()] for matmul, kind in KINDS.items()}
-    return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

@@ -49,8 +49,7 @@ class PlanRecord:
     within_error: WithinError
     """The best layouts, whose predicted times differ by less than the planner's error."""
     curve: list[ScalingPoint]
-    """The strong-scaling curve around the requested number of GPUs. Without the HTML page, it ends at twice this
-    number."""
+    """The strong-scaling curve around the requested number of GPUs. Only the HTML page shows it."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """Return the ranked layouts with their ranks as labels, and the run file's own layout."""
@@ -128,10 +127,9 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    factors = (0.25, 0.5, 1, 2, 4) if for_page else (2,) if explained else ()
+    factors = (0.25, 0.5, 1, 2, 4) if for_page else ()
     sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
     curve = scaling_curve(request.base, machine, constants, sizes, False, limits, known=plan)
-    doubled = next((point.best for point in curve if point.gpus == 2 * request.gpus), None)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, num_parameters(request.model)))
     return PlanRecord(
@@ -139,7 +137,7 @@ def plan_request(
         plan=plan,
         own=own,
         own_refused=refused,
-        explanation=explain(plan, factor, own, doubled) if explained else None,
+        explanation=explain(plan, factor, own) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),

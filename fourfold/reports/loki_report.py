@@ -13,7 +13,7 @@ VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 def rank_header(record: Record) -> list[str]:
     """Return the column headers for ``rank_rows``."""
     header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
-    return [*header, *(f"recall, {kind}" for kind in record["recall"]), *(["ranked by"] if record["recall"] else [])]
+    return [*header, *(f"recall, {kind}" for kind in record["recall"]), "ranked by"]
 
 
 def rank_rows(record: Record) -> Rows:
@@ -25,7 +25,7 @@ def rank_rows(record: Record) -> Rows:
             heads = ranks[layer]
             row.append(f"{sum(heads) / len(heads):.1f} ({max(heads)})")
         row += [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
-        rows.append([*row, *([record["best"][layer]] if record["recall"] else [])])
+        rows.append([*row, record["best"][layer]])
     return rows
 
 

@@ -122,13 +122,7 @@ def _explanation(explanation: dict[str, Any]) -> list[str]:
     points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     steps = html.table(["one step away", "step time"], rows, words=True)
-    sections = [
+    return [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
         f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",
     ]
-    if more := explanation["next_doubling"]:
-        sections.append(
-            f"<p>{more['gpus']:,} GPUs with the same batch: {more['step_seconds']:.4g} s a step, "
-            f"{more['speedup']:.2f} times as fast; {escape(more['layout'])}.</p>"
-        )
-    return sections

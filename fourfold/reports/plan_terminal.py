@@ -186,11 +186,6 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     print_table("One step away", ["change", "step time"], rows, words=["step time"])
     console.print(explanation["basin"])
-    if more := explanation["next_doubling"]:
-        console.print(
-            f"{more['gpus']} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} "
-            f"times as fast ({more['efficiency']:.0%} of a doubling): {more['layout']}."
-        )
 
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:

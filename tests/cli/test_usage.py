@@ -66,7 +66,6 @@ def test_every_option_of_every_command_refuses_a_wrong_value_in_one_sentence(cli
         ("plan --model gpt3 --gpus 2", "--model 'gpt3' is not a preset; did you mean 'gpt2'?"),
         ("plan --model gpt2 --gpus 2 --write no/such/file", "--write: cannot write no/such/file: No such"),
         ("machine calibrate --out no/x.toml", "--out no/x.toml: there is no folder no, or it is read-only; choose"),
-        ("machine tune-matmul x --machine m --out no/x", "--out no/x: there is no folder no, or it is read-only"),
         (
             "machine calibrate --out x.toml --machine no.toml",
             "--machine no.toml cannot be read: No such file",

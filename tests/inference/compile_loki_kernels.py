@@ -15,7 +15,7 @@ TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "g
 NVIDIA's limit is for compute capability 8.6 and 8.9, which have the least."""
 
 ALIGNED = [["tt.divisibility", 16]]
-SIZES = {"G": 4, "GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
+SIZES = {"GP": 16, "PP": triton_kernels.MOST_SPLITS, "MASKED": True, "ENDS": True, "LEVEL": 2}
 TYPES = {
     **dict.fromkeys(("scores", "maxima", "sums", "partial"), "*fp32"),
     **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), "*i32"),
@@ -24,8 +24,9 @@ TYPES = {
 }
 
 
-def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
-    """Compile kernels for heads of this width that rank by d dims. Sizes and pointers are aligned, as at run time."""
+def compile_all(dtype: torch.dtype, width: int, d: int, group: int) -> None:
+    """Compile kernels for groups of heads of this width that rank by d dims. Sizes and pointers are aligned, as at run
+    time."""
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
@@ -35,7 +36,7 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
         most = of_kernel.get(name, triton_kernels.BLOCK)
         reads_rows = name in ("_score", "_attend")
         values = SIZES | {
-            "D": width, "d": d, "DP": padded, "REDUCE": reduce, "of_dim": 1,
+            "D": width, "d": d, "DP": padded, "G": group, "of_dim": 1,
             "SPLIT": triton_kernels.CHOSEN_SPLIT if name == "_attend" else triton_kernels.MOST_SPLIT,
             "BLOCK": triton_kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
         }  # fmt: skip
@@ -54,11 +55,11 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
             assert binary.metadata.shared <= most_shared, (name, dtype, d, width, binary.metadata.shared)
             if code == "cubin":
                 assert usage_of(binary.asm[code]).stack == 0, (name, dtype, d, width, "registers spill")
-            print(name, dtype, width, d, reduce, target.arch, binary.metadata.warp_size, binary.metadata.shared)
+            print(name, dtype, width, d, group, target.arch, binary.metadata.warp_size, binary.metadata.shared)
 
 
 if __name__ == "__main__":
-    compile_all(torch.bfloat16, 128, 32, "softmax")
-    compile_all(torch.bfloat16, 128, 128, "mean")
-    compile_all(torch.float32, 128, 128, "max")
-    compile_all(torch.float32, 256, 64, "softmax")
+    compile_all(torch.bfloat16, 128, 32, 4)
+    compile_all(torch.bfloat16, 128, 128, 1)
+    compile_all(torch.float32, 128, 128, 4)
+    compile_all(torch.float32, 256, 64, 4)

@@ -1,4 +1,4 @@
-"""Caches that Loki reads: cropped, copied, of fixed size, and filled by another attention before."""
+"""Caches that Loki reads: cropped, copied, and filled by another attention before."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
-from fourfold.inference.loki import LokiBasis, LokiConfig, disable_loki, enable_loki
-from fourfold.inference.loki.cache import LokiLayer, RotatedLayer, StaticLokiLayer
+from fourfold.inference.loki import LokiBasis, disable_loki, enable_loki
+from fourfold.inference.loki.cache import LokiLayer, RotatedLayer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -52,22 +52,6 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], c
     again = step_by_step(model, tokens[:, :46], 45, cache=held)[:, 45]
     disable_loki(model)
     torch.testing.assert_close(again, expected)
-
-
-def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
-    """The zeros at its end are never chosen, and the number of keys does not depend on its size."""
-    model, basis = llama
-    tokens = prompt()
-    enable_loki(model, basis, SPARSE)
-    expected = step_by_step(model, tokens, 40)
-    fixed = StaticCache(config=model.config, max_cache_len=90)
-    found = step_by_step(model, tokens, 40, cache=fixed)
-    assert isinstance(fixed.layers[0], StaticLokiLayer)
-    torch.testing.assert_close(found, expected)
-    enable_loki(model, basis, LokiConfig(k_f=0.25, min_seq=0))
-    with pytest.raises(UserError, match="give k instead of k_f"):
-        step_by_step(model, tokens, 40, cache=StaticCache(config=model.config, max_cache_len=90))
-    disable_loki(model)
 
 
 def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:

@@ -193,21 +193,6 @@ def test_padding_does_not_count(llama: tuple[Any, LokiBasis], config: LokiConfig
         torch.testing.assert_close(together[row, begin:], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    tokens = prompt()
-    held = StaticCache(config=model.config, max_cache_len=90)
-    with torch.no_grad():
-        enable_loki(model, basis, LokiConfig(k=20, min_seq=60))
-        with pytest.raises(UserError, match="give min_seq = 0, or k of at least 60"):
-            model(tokens, **with_cache(held))
-        enable_loki(model, basis, SPARSE)
-        model(tokens[:, :40], **with_cache(held))
-        enable_loki(model, basis, LokiConfig(d=4, k_f=0.25, min_seq=0))
-        with pytest.raises(UserError, match="give k instead of k_f"):
-            model(tokens[:, 40:41], **with_cache(held))
-
-
 @pytest.mark.parametrize("kind", ["static", "chunk"])
 def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind: str) -> None:
     model, basis = llama
@@ -342,25 +327,25 @@ def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], ca
     assert caplog.text.count("a cache of type OwnLayer is dense") == 1
 
 
+def test_attention_to_a_cache_of_fixed_size_is_dense(
+    llama: tuple[Any, LokiBasis], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, basis = llama
+    tokens, found = prompt(), []
+    with torch.no_grad():
+        for kind in ("dense", "proxy", "rotated"):
+            if kind != "dense":
+                enable_loki(model, basis, changed(SPARSE, cache=kind))
+            held = StaticCache(config=model.config, max_cache_len=90)
+            model(tokens[:, :40], **with_cache(held))
+            found.append(model(tokens[:, 40:41], **with_cache(held)).logits)
+            disable_loki(model)
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+    assert caplog.text.count("a cache of type StaticLayer is dense") == 2
+
+
 def test_a_benchmark_of_a_short_context() -> None:
     from benchmarks.loki_decode import Shape, measure
 
     row = measure(Shape(1, 4, 2, 16, 4, 2048, torch.float32, "cpu"), 100, 1)
     assert row.ratio > 0
-
-
-def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention fills it. Then Loki ranks its keys with two widths in turn."""
-    model, basis = llama
-    tokens, found = prompt(), []
-    with torch.no_grad():
-        for kind in (DynamicCache, StaticCache):
-            disable_loki(model)
-            held = kind(config=model.config, **({"max_cache_len": 90} if kind is StaticCache else {}))
-            model(tokens[:, :40], **with_cache(held))
-            place = held.layers[0].keys.data_ptr()
-            for row, d in ((40, 4), (41, 6)):
-                enable_loki(model, basis, changed(SPARSE, d=d))
-                found.append(model(tokens[:, row : row + 1], **with_cache(held)).logits)
-    assert held.layers[0].keys.data_ptr() == place
-    torch.testing.assert_close(found[:2], found[2:])

@@ -58,7 +58,7 @@ def decode(
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # Triton launches kernels on the current device.
                 return _compiled(step, kernels).flatten(1, 2)
-    worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
+    worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), visible_B1S)
     return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
 
 

@@ -68,7 +68,7 @@ class LokiBasis:
     """The result of a calibration."""
 
     components: dict[str, Components]
-    """Principal components by kind ("pre", "post")."""
+    """Principal components by kind ("pre" and "post"). A random basis has only "post"."""
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys better."""
     fingerprint: Fingerprint
@@ -79,7 +79,7 @@ class LokiBasis:
     """Number of calibration tokens."""
     recall: dict[str, list[float]] = field(default_factory=dict)
     """For each kind, one recall per layer: the fraction of the best quarter of the keys that a ranking with a quarter
-    of the dims finds. Empty if no windows were held out."""
+    of the dims finds. Empty for a random basis."""
 
     @property
     def layers(self) -> int:
@@ -104,7 +104,7 @@ class LokiBasis:
             config: Loki's settings.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
-        components = self._of_kind(kind)
+        components = self.components[kind]
         d = config.dim_count(self.head_dim)
         if config.variance is not None:
             d = int(components.ranks_at(config.variance)[layer].max())
@@ -162,12 +162,11 @@ class LokiBasis:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
             raise UserError(f"{path} is not a basis of this version; {AGAIN}")
-        kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
         try:
             basis = cls(
                 {
                     kind: Components(tensors[f"{kind}.vectors"].float(), tensors[f"{kind}.variances"].float())
-                    for kind in kinds
+                    for kind in KINDS
                 },
                 tuple(str(kind) for kind in parse_json(about["best"])),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
@@ -179,8 +178,8 @@ class LokiBasis:
             raise UserError(f"{path} is damaged ({error}); {AGAIN}") from None
         for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
-        if not kinds or not set(basis.best) <= set(kinds):
-            raise UserError(f"{path} is damaged: components of {kinds}, and layers by {set(basis.best)}; {AGAIN}")
+        if not set(basis.best) <= set(KINDS):
+            raise UserError(f"{path} is damaged: components of {KINDS}, and layers by {set(basis.best)}; {AGAIN}")
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
@@ -217,12 +216,6 @@ class LokiBasis:
             "recall": self.recall,
             "best": list(self.best),
         }
-
-    def _of_kind(self, kind: str) -> Components:
-        if kind not in self.components:
-            there = " and ".join(self.components)
-            raise UserError(f"the basis has only {there}-rotary components; calibrate with --basis {kind} or both")
-        return self.components[kind]
 
 
 def _check(components: Components, where: str) -> None:

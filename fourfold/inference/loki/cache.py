@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.attend import project
@@ -147,64 +147,5 @@ class RotatedLayer(GrowingLayer):
         return keys, values
 
 
-class StaticLokiLayer(StaticLayer):
-    """A ``LokiLayer`` whose buffers have fixed sizes and addresses for CUDA graphs. The unfilled part is masked."""
-
-    def __init__(self, basis_KDd: Tensor, max_cache_len: int, proxy_dtype: torch.dtype | None = None) -> None:
-        super().__init__(max_cache_len)
-        self.basis, self.proxy_dtype = basis_KDd, proxy_dtype
-        self.held_proxy_BKSd: Tensor | None = None
-        self.proxy_BKSd: Tensor | None = None
-
-    def release(self) -> None:
-        self.proxy_BKSd = None
-
-    @property
-    def held_bytes(self) -> int:
-        held = (self.keys, self.values, self.held_proxy_BKSd)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        shape = (self.batch_size, self.num_heads, self.max_cache_len, self.basis.shape[-1])
-        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.proxy_dtype or key_states.dtype, device=self.device)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.held_proxy_BKSd is not None
-        places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
-        self.held_proxy_BKSd.index_copy_(2, places, project(key_states, self.basis, self.proxy_dtype))
-        self.proxy_BKSd = self.held_proxy_BKSd
-        return super().update(key_states, value_states)
-
-    def take_over(self, layer: StaticLayer) -> None:
-        """Use the buffers of ``layer`` at their current addresses, and compute the proxy of its keys."""
-        own = ("basis", "proxy_dtype", "held_proxy_BKSd", "proxy_BKSd")
-        vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
-        if self.keys is not None:
-            self.held_proxy_BKSd = project(self.keys, self.basis, self.proxy_dtype)
-
-    def offload(self) -> None:
-        super().offload()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        if self.held_proxy_BKSd is not None:
-            self.held_proxy_BKSd = self.held_proxy_BKSd.to("cpu", non_blocking=True)
-
-    def prefetch(self) -> None:
-        super().prefetch()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        if self.held_proxy_BKSd is not None:
-            self.held_proxy_BKSd = self.held_proxy_BKSd.to(self.device, non_blocking=True)
-
-    def reset(self) -> None:
-        super().reset()
-        if self.held_proxy_BKSd is not None:
-            self.held_proxy_BKSd.zero_()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.held_proxy_BKSd is not None:
-            self.held_proxy_BKSd = self.held_proxy_BKSd.index_select(0, beam_idx.to(self.held_proxy_BKSd.device))
-
-
-RankedLayer = LokiLayer | RotatedLayer | StaticLokiLayer
+RankedLayer = LokiLayer | RotatedLayer
 """Layers whose keys can be ranked."""

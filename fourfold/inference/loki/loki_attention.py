@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import AttentionModule
 from fourfold.inference.loki.attend import decode, project
-from fourfold.inference.loki.cache import GrowingLayer, RankedLayer, RotatedLayer, StaticLokiLayer
+from fourfold.inference.loki.cache import GrowingLayer, RankedLayer, RotatedLayer
 from fourfold.inference.loki.replace_cache import LayerRecipe, replace_layer
 from fourfold.inference.loki.select import keys_per_sequence
 from fourfold.inference.loki.simulate import Probe, simulate
@@ -36,7 +36,7 @@ class LayerState:
     before: str
     """The attention implementation that the model used before."""
     hooks: tuple[RemovableHandle, ...] = ()
-    layer: GrowingLayer | StaticLokiLayer | None = None
+    layer: GrowingLayer | None = None
     """The layer of the cache during a pass."""
     probe: Probe | None = None
     """Records, for evaluation, which keys the simulated rows choose."""
@@ -125,7 +125,7 @@ def loki_attention(
         assert layer.proxy_BKSd is not None
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
         k, k_B = config.key_count(length), None
-        if visible_B1S is not None and not isinstance(layer, StaticLokiLayer):
+        if visible_B1S is not None:
             k, k_B = config.largest_key_count(length), keys_per_sequence(visible_B1S[:, 0].sum(-1), config)
         out = decode(query[:, :, 0], key, value, layer.proxy_BKSd, basis_KDd, k, config, scaling, visible_B1S, k_B)
         return out[:, None], None

@@ -27,8 +27,6 @@ from torch import Tensor
 from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
 
-SOFTMAX, MAX, MEAN = range(3)
-REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}
 NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
@@ -73,14 +71,12 @@ def decode(step: DecodeStep) -> Tensor:
     # Compiled code does not check bounds.
     assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
     assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
-    # With a single query head, scores need no normalization to rank keys.
-    reduce = MEAN if group == 1 else REDUCTIONS[step.config.group_reduce]
     k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
         _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
         *_rows(step.proxy_BKSd), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
-        heads, length, group, k_B, k_B.max(), reduce, _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
+        heads, length, group, k_B, k_B.max(), _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
         out_RHD.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
@@ -131,7 +127,7 @@ def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
 @_compiled_for_threads
 def _decode(
     threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
-    heads, length, group, k_B, largest_k, reduce, visible_BS, kept_BS, out_RHD,
+    heads, length, group, k_B, largest_k, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
     """Let each thread compute its rows one after another in the same workspace. Threads synchronize once, at the end.
 
@@ -147,7 +143,7 @@ def _decode(
             sequence = row // heads
             visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]
             _score(query_RHd[row], proxies[proxy_R[row] : proxy_R[row] + length], scores_HS)
-            seen = _rank(scores_HS[:group], reduce, visible_S, kept_S, ranks_S)
+            seen = _rank(scores_HS[:group], visible_S, kept_S, ranks_S)
             chosen = chosen_k[: min(k_B[sequence], seen)]
             _choose(ranks_S, chosen)
             of_keys, of_values = keys[key_R[row] : key_R[row] + length], values[value_R[row] : value_R[row] + length]
@@ -166,7 +162,7 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 
 @_compiled
-def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
+def _rank(scores_GS, visible_S, kept_S, ranks_S):
     """Rank keys by combined score, as unsigned integers with the same order. Return the visible keys.
 
     An invisible key has rank 0. A key that is always chosen, or whose combined score is NaN, has the largest rank.
@@ -178,16 +174,12 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
     worth_S = ranks_S.view(np.float32)  # Combined scores and ranks share the same memory.
-    worth_S[:] = NEVER if reduce == MAX else np.float32(0)
+    worth_S[:] = np.float32(0)
+    is_alone = scores_GS.shape[0] == 1  # The scores of a single query head need no normalization to rank keys.
     for g in range(scores_GS.shape[0]):
-        if reduce == MAX:
-            for s in range(length):
-                score = scores_GS[g, s]
-                worth_S[s] = score if score > worth_S[s] or score != score else worth_S[s]
-        else:
-            share = np.float32(1) / max(_exponentiate(scores_GS[g]), TINY) if reduce == SOFTMAX else np.float32(1)
-            for s in range(length):
-                worth_S[s] += scores_GS[g, s] * share
+        share = np.float32(1) if is_alone else np.float32(1) / max(_exponentiate(scores_GS[g]), TINY)
+        for s in range(length):
+            worth_S[s] += scores_GS[g, s] * share
     for s in range(length):
         bits = ranks_S[s]
         rank = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)

@@ -64,33 +64,34 @@ class Moments:
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]], kinds: Sequence[str] = KINDS) -> LokiBasis:
+def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiBasis:
     """Compute a model's basis from windows of token ids, one at a time.
+
+    Each layer gets the kind of components that ranks better on held-out windows (a tenth of the windows, but at least
+    one).
 
     Args:
         model: A transformers model.
         windows: Lists of token ids.
-        kinds: "pre", "post", or both. With both, each layer gets the kind that ranks better on the held-out windows (a
-            tenth of the windows, but at least one).
 
     Returns:
-        The basis: principal components of the keys of every layer and KV head.
+        The basis: principal components of the keys of every layer and KV head, of both kinds.
 
     Raises:
         UserError: The model is not supported, or there is too little text.
     """
     attentions = attentions_of(model)
     heads, head_dim = key_shape(attentions[0])
-    count_held = min(len(windows) - 1, max(1, round(HELD_OUT * len(windows)))) if len(kinds) > 1 else 0
-    if len(windows) < 1 + (len(kinds) > 1):
+    count_held = max(1, round(HELD_OUT * len(windows)))
+    if len(windows) < 2:
         raise UserError(
             "calibration needs at least two windows of text; give more text or --tokens, or a smaller --seq-len"
         )
     summed, held = windows[: len(windows) - count_held], windows[len(windows) - count_held :]
-    moments = {kind: [Moments.zero(heads, head_dim) for _ in attentions] for kind in kinds}
+    moments = {kind: [Moments.zero(heads, head_dim) for _ in attentions] for kind in KINDS}
 
     def add(number: int, query: Tensor, keys: dict[str, Tensor], scaling: float) -> None:
-        for kind in kinds:
+        for kind in KINDS:
             moments[kind][number].add(keys[kind])
 
     _observe(model, attentions, summed, add)
@@ -98,8 +99,8 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]], kinds: S
     if tokens <= head_dim:
         raise UserError(f"calibration on {tokens} tokens cannot tell {head_dim} directions apart; give more text")
     components = {kind: _joined(of_layers) for kind, of_layers in moments.items()}
-    recall = _compare(model, attentions, components, held) if len(kinds) > 1 else {}
-    best = tuple(max(kinds, key=lambda kind: recall[kind][n] if recall else 0) for n in range(len(attentions)))
+    recall = _compare(model, attentions, components, held)
+    best = tuple(max(KINDS, key=lambda kind: recall[kind][n]) for n in range(len(attentions)))
     fingerprint = Fingerprint.of(text_config(model), attentions)
     return LokiBasis(components, best, fingerprint, max(map(len, windows)), tokens, recall)
 

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.basis import LayerBasis
-from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RankedLayer, RotatedLayer
 from fourfold.inference.loki.settings import LokiConfig
 
 log = logging.getLogger("fourfold.loki")
@@ -41,9 +41,7 @@ class LayerRecipe:
         return LokiLayer(self.basis.leading_KDd, self.capacity, self.proxy_dtype)
 
 
-def replace_layer(
-    cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool
-) -> GrowingLayer | StaticLokiLayer | None:
+def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
     """Replace the cache's layer by a layer that fits ``recipe``, with the same contents, and return the new layer.
 
     Args:
@@ -64,16 +62,12 @@ def replace_layer(
     if _is_replaceable(layer, recipe, is_loki):
         layer = cache.layers[number] = _filled_from(layer, recipe)
     elif is_loki and recipe.basis is not None:
-        if type(layer) is StaticLayer:
-            layer = cache.layers[number] = _static(layer, recipe, recipe.basis)
-        elif isinstance(layer, LokiLayer | StaticLokiLayer):
+        if isinstance(layer, LokiLayer):
             layer = cache.layers[number] = _with_current_basis(layer, recipe, recipe.basis)
-        if isinstance(layer, StaticLokiLayer):
-            _check_static(layer.max_cache_len, recipe.config)
         elif not isinstance(layer, GrowingLayer) and type(layer) not in recipe.warned:
             recipe.warned.add(type(layer))
             log.warning("layer %d: attention to a cache of type %s is dense", number, type(layer).__name__)
-    return layer if isinstance(layer, GrowingLayer | StaticLokiLayer) else None
+    return layer if isinstance(layer, GrowingLayer) else None
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
@@ -101,29 +95,6 @@ def _filled_from(layer: object, recipe: LayerRecipe) -> GrowingLayer:
     return new
 
 
-def _static(layer: StaticLayer, recipe: LayerRecipe, basis: LayerBasis) -> StaticLokiLayer:
-    _check_static(layer.max_cache_len, recipe.config)
-    static = StaticLokiLayer(basis.leading_KDd, layer.max_cache_len, recipe.proxy_dtype)
-    static.take_over(layer)
-    return static
-
-
-def _check_static(size: int, config: LokiConfig) -> None:
-    """Raise ``UserError`` for settings that depend on how full a cache is, because the host cannot know this for a
-    static cache."""
-    if config.k is None or config.cache == "rotated":
-        raise UserError(
-            'loki: a static cache needs cache = "proxy" and a number of keys, because the host does not know how full '
-            "it is; give k instead of k_f"
-        )
-    if config.k < config.min_seq <= size:
-        raise UserError(
-            f"loki: a static cache cannot stay dense below min_seq = {config.min_seq} tokens, because the host does "
-            f"not know how full it is; give min_seq = 0, or k of at least {config.min_seq}, with which attention to "
-            "shorter contexts is full anyway"
-        )
-
-
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
     """Return the layer unchanged.
 
@@ -140,18 +111,16 @@ def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) ->
     return layer
 
 
-def _with_current_basis(
-    layer: LokiLayer | StaticLokiLayer, recipe: LayerRecipe, basis: LayerBasis
-) -> GrowingLayer | StaticLokiLayer:
+def _with_current_basis(layer: LokiLayer, recipe: LayerRecipe, basis: LayerBasis) -> GrowingLayer:
     """Return the layer. If the basis or the number of dims has changed, return a layer whose proxy is computed again
     from the keys."""
     if _has_basis(layer, recipe, basis):
         layer.basis = basis.leading_KDd
         return layer
-    return _static(layer, recipe, basis) if isinstance(layer, StaticLokiLayer) else _filled_from(layer, recipe)
+    return _filled_from(layer, recipe)
 
 
-def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerRecipe, basis: LayerBasis) -> bool:
+def _has_basis(layer: RankedLayer, recipe: LayerRecipe, basis: LayerBasis) -> bool:
     """Return whether a layer was filled with this basis, in this dtype."""
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False

@@ -48,9 +48,9 @@ class DecodeStep:
         return None if flags is None else flags.expand(batch, 1, length)[:, 0].contiguous().view(torch.int8)
 
 
-def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
-    """Return each key's combined score for its whole KV group, from the scores of each head. Invisible keys have the
-    score -inf.
+def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> Tensor:
+    """Return each key's combined score for its whole KV group: the sum of the heads' softmaxes, or the score itself if
+    there is one head. Invisible keys have the score -inf.
 
     A NaN score becomes the highest combined score, so that the NaN shows in the output. The whole group shares one
     choice of keys, so each key is read once. With separate choices for its G heads, up to G times as many keys would be
@@ -60,10 +60,6 @@ def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
     if scores_BKG_S.shape[2] == 1:
         return scores_BKG_S[:, :, 0]
-    if reduce == "max":
-        return scores_BKG_S.amax(2)
-    if reduce == "mean":
-        return scores_BKG_S.mean(2)
     worth_BK_S = _summed_softmax(scores_BKG_S)
     return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
 

@@ -65,9 +65,6 @@ class LokiConfig(BaseModel):
     """Layers that stay dense."""
     min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
-    group_reduce: Literal["softmax", "max", "mean"] = "softmax"
-    """How the scores of one KV head's query heads are combined into one score per key: the sum of their softmaxes,
-    or the maximum or mean of the scores."""
     prefill: Literal["dense", "simulate"] = "dense"
     """With "simulate", every row of a prompt sees only its best keys, as in the paper's perplexities."""
     basis: Literal["best", "pre", "post"] = "best"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
-from fourfold.inference.loki.cache import GrowingLayer, StaticLokiLayer
+from fourfold.inference.loki.cache import GrowingLayer
 from fourfold.inference.loki.loki_attention import state_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def cache_bytes(cache: Cache | Sequence[Tensor] | None) -> int | None:
         return None
     total = 0
     for layer in cache if isinstance(cache, Sequence) else cache.layers:
-        if isinstance(layer, GrowingLayer | StaticLokiLayer):
+        if isinstance(layer, GrowingLayer):
             total += layer.held_bytes
         else:
             tensors = tree_leaves(layer if isinstance(layer, Tensor) else vars(layer))

@@ -69,9 +69,7 @@ def decode(step: DecodeStep) -> Tensor:
     histograms_3RN = torch.zeros(3, rows, BINS.value, dtype=torch.int32, device=device)
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
-        **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
-        REDUCE="mean" if group == 1 else step.config.group_reduce,  # A single head's scores need no normalization.
-        **blocks,
+        **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None, **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
     chosen_Rk = torch.full((rows, k), -1, dtype=torch.int32, device=device)
@@ -144,8 +142,7 @@ def _score(
 @triton.jit(do_not_specialize=["splits"])
 def _rank(
     scores, maxima, sums, always, ranks, histograms, heads, length, splits,
-    G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, ENDS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each key's combined score for the group as an unsigned integer with the same order, and a histogram of its
     leading 11 bits."""
@@ -164,12 +161,10 @@ def _rank(
         inside_GPS = (g[:, None] < G) & (s[None, :] < length)
         scores_GPS = tl.load(scores + (row * G + g[:, None]) * length + s[None, :], inside_GPS, NEVER)
         best_S = tl.max(scores_GPS, 0)
-        if REDUCE == "softmax":
-            worth_S = tl.sum(tl.exp(scores_GPS - safe_GP[:, None]) * share_GP[:, None], 0)
-        elif REDUCE == "mean":
-            worth_S = tl.sum(tl.where(inside_GPS, scores_GPS, 0.0), 0) / G
+        if G == 1:  # The scores of a single query head need no normalization to rank keys.
+            worth_S = tl.sum(tl.where(inside_GPS, scores_GPS, 0.0), 0)
         else:
-            worth_S = best_S
+            worth_S = tl.sum(tl.exp(scores_GPS - safe_GP[:, None]) * share_GP[:, None], 0)
         worth_S = tl.where(best_S == NEVER, NEVER, worth_S)
         if ENDS:
             kept_S = tl.load(always + (row // heads) * length + s, s < length, 0) != 0

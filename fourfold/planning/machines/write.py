@@ -94,22 +94,6 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     return with_constants(replace(base, **values), name, logs, extent)
 
 
-def machine_with_matmul_rates(base: Machine, name: str, rates: Mapping[str, float], precision: str) -> Machine:
-    """Return a copy of a machine whose matmuls run at these rates.
-
-    Args:
-        base: The machine to copy.
-        name: The copy's name.
-        rates: Rates by the keys of the section ``layouts``.
-        precision: The precision of the measurement. If one rate exceeds the machine's best rate, the best rate is
-            raised.
-    """
-    key = "achieved_fp32" if precision == "fp32" else "achieved"
-    best = max(getattr(base, key), *rates.values())
-    values = {kind: rate / best for kind, rate in rates.items()} | {key: best, "peak": max(base.peak, best)}
-    return replace(base, name=name, **values)
-
-
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
     """Return the bandwidth by group size, and the latencies, from a line through the times of a small and a large
     all-gather."""

@@ -224,23 +224,13 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
     return f"{near} of {len(known)} neighbors that fit are less than {factor - 1:.0%} slower: too close to tell apart."
 
 
-def next_doubling(plan: Plan, more: Prediction) -> dict[str, Any]:
-    """Compare with a plan of the same batch on twice as many GPUs, and return the speed-up and the efficiency."""
-    speedup = plan.best.seconds / more.seconds
-    return {"gpus": 2 * plan.gpus, "layout": more.describe(), "step_seconds": more.seconds, "speedup": speedup,
-            "efficiency": speedup / 2}  # fmt: skip
-
-
-def explain(
-    plan: Plan, factor: float, own: Prediction | None = None, doubled: Prediction | None = None
-) -> dict[str, Any]:
+def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[str, Any]:
     """Return the whole explanation as JSON values.
 
     Args:
         plan: The plan.
         factor: If the ratio of two predicted times is above this factor, their order counts as certain.
         own: The run file's own layout.
-        doubled: The best layout for the same batch on twice as many GPUs, if one fits.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
@@ -251,5 +241,4 @@ def explain(
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
         "neighbors": [vars(n) for n in table],
         "basin": basin(table, factor),
-        "next_doubling": None if doubled is None else next_doubling(plan, doubled),
     }
