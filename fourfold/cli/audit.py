@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError
 
 ABOVE_LIMIT = 4

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.options import MACHINES, AsJson, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 
 

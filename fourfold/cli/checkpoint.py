@@ -9,7 +9,7 @@ import typer
 
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.import_hf import import_hf
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Check checkpoints, and convert them from and to Hugging Face.")
 checkpoint.command("import-hf")(import_hf)

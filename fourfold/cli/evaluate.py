@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import TASK_LIST, AsJson, Overrides, TaskFolder, TaskLimit, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError
 
 

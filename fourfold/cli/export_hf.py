@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, StoredDtype, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.huggingface.architectures.families import FAMILIES
 
 

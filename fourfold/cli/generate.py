@@ -10,7 +10,7 @@ import typer
 
 from fourfold.cli import loki_options as loki
 from fourfold.cli.options import AsJson, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 from fourfold.processes import importing
 

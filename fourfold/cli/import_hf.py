@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 
 
 def import_hf(

@@ -9,7 +9,7 @@ import typer
 
 from fourfold.cli import loki_options as options
 from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError, given_as
 
 if TYPE_CHECKING:

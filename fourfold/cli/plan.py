@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, show
-from fourfold.cli.working import working
 from fourfold.config.presets import PRESETS
+from fourfold.data.progress import working
 from fourfold.errors import given_as
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import KNOBS, MACHINES, SITES, AsJson, Overrides, RunFile, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 from fourfold.errors import UserError
 from fourfold.exit_codes import ended_by
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 
 
 def tune_matmul(

@@ -87,37 +87,29 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
     )
 
 
-def ensure_builtin(
-    name: str = PYTHON_STDLIB,
-    tokenizer: str | Path | None = None,
-    cache_dir: str | Path = "data",
-    vocab_size: int = 4096,
-) -> str:
-    """Return the prefix of a built-in corpus. Prepare the corpus first if it does not exist yet.
+def ensure_builtin(tokenizer: str | Path | None = None, cache_dir: str | Path = "data", vocab_size: int = 4096) -> str:
+    """Return the prefix of the built-in corpus. Prepare the corpus first if it does not exist yet.
 
     2 % of the corpus is held out for validation, under `manifest.validation_prefix`. Any number of processes can call
     this function at the same time: one prepares the corpus, and the other processes wait.
 
     Args:
-        name: Name of the corpus.
         tokenizer: "bytes" or the path of a tokenizer.json. None trains a tokenizer.
         cache_dir: Folder of the prepared corpora.
         vocab_size: Vocabulary of the trained tokenizer. Ignored if `tokenizer` is given.
 
     Raises:
-        UserError: The name is unknown, or `prepare` failed.
+        UserError: `prepare` failed.
     """
-    if name != PYTHON_STDLIB:
-        raise UserError(f'there is no built-in corpus "{name}"; "{PYTHON_STDLIB}" is the only one')
     with given_as("data.tokenizer"):
         label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
-    stem = f"{name}-{platform.python_version()}-{label}"
+    stem = f"{PYTHON_STDLIB}-{platform.python_version()}-{label}"
     cache = Path(cache_dir)
     prefix = cache / stem
     if read_manifest(prefix) is None:
         with writing(cache), locked(cache / f"{stem}.lock", wait=True):
             if read_manifest(prefix) is None:
-                _prepare_into(prefix, name, tokenizer, vocab_size)
+                _prepare_into(prefix, tokenizer, vocab_size)
     return str(prefix)
 
 
@@ -141,7 +133,7 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
     if data.is_streamed:
         return _load_named(data)
     if data.source is not None:
-        return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
+        return corpus_tokenizer(ensure_builtin(data.tokenizer, data.cache_dir, run.model.vocab_size))
     prefix = data.train[0].path
     manifest = read_manifest(prefix)
     if manifest is None:
@@ -157,12 +149,12 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
+def _prepare_into(prefix: Path, tokenizer: str | Path | None, vocab_size: int) -> None:
     """Prepare the corpus in a private folder, then move its files into place, so that no process sees an incomplete
     corpus."""
     with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
         summary = prepare(
-            [name],
+            [PYTHON_STDLIB],
             private / prefix.name,
             tokenizer=tokenizer,
             train_tokenizer_vocab=vocab_size if tokenizer is None else None,

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from fourfold.data.dataset import Samples, positions_of
 from fourfold.data.masks import LossMask, document_boundary, labels_of
-from fourfold.errors import UserError
 
 Array = TypeVar("Array")
 Other = TypeVar("Other")
@@ -57,16 +56,13 @@ class Loader:
     Args:
         dataset: The samples.
         seq_length: Number of tokens per sample.
-        global_batch_size: Number of samples per step, over all ranks.
+        global_batch_size: Number of samples per step, over all ranks. A multiple of `micro_batch_size` times `size`.
         micro_batch_size: Number of samples per micro-batch.
         rank: This process's index among the ranks that split the batch. Ranks that split a sequence or a layer have the
             same index.
         size: Number of ranks that split the batch.
         masks: Masks of the loss. A token is in the loss if all masks keep it.
         prefetch: Whether a thread assembles step t + 1 while step t is used. `close` ends the thread.
-
-    Raises:
-        UserError: The global batch cannot be divided evenly.
     """
 
     def __init__(
@@ -82,7 +78,8 @@ class Loader:
     ) -> None:
         assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
         assert 0 <= rank < size, (rank, size)
-        self.micro_batches = _micro_batches(global_batch_size, micro_batch_size, size)
+        self.micro_batches, left = divmod(global_batch_size, size * micro_batch_size)
+        assert left == 0, (global_batch_size, size, micro_batch_size)
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -154,18 +151,3 @@ def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     for row in range(rows):
         ends[row, : counts[row]] = np.flatnonzero(is_last[row]) + 1
     return ends
-
-
-def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
-    """Return the number of micro-batches that each rank runs in a step."""
-    if global_batch_size < 1 or micro_batch_size < 1:
-        raise UserError(f"global_batch_size {global_batch_size} or micro_batch_size {micro_batch_size} is below 1")
-    at_once = size * micro_batch_size
-    count, rest = divmod(global_batch_size, at_once)
-    if rest == 0:
-        return count
-    nearest = at_once * max(1, round(global_batch_size / at_once))
-    raise UserError(
-        f"global_batch_size {global_batch_size} is not a multiple of {at_once} ({size} ranks that split the batch"
-        f" × micro_batch_size {micro_batch_size}); the nearest valid size is {nearest}"
-    )

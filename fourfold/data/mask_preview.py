@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.data.dataset import Samples, Windows
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.masks import LossMask
+from fourfold.data.masks import LossMask, labels_of
 from fourfold.data.tokenizer import Tokenizer
 
 RATE_TOLERANCE = 0.2
@@ -68,14 +69,11 @@ class MaskStatistics:
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
     """Compute statistics over these windows. The goldfish mask applies even before its start step."""
-    targets = windows.tokens[:, 1:]
-    trainable = np.ones(targets.shape, dtype=bool)
-    for mask in masks:
-        trainable &= mask(windows)
+    trainable = labels_of(windows, masks) != IGNORE_INDEX
     dropped = trainable & ~always(goldfish)(windows)
     # A span ends at a dropped token, at the end of a document, or at a token that another mask leaves out.
     span = longest_run(trainable & ~dropped)
-    return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
+    return MaskStatistics(goldfish.config.k, trainable.size, int(trainable.sum()), int(dropped.sum()), span)
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,7 @@ def preview(
         tokens: Approximate number of tokens for the statistics.
     """
     windows = dataset.read(np.arange(max(samples, 1, tokens // dataset.seq_length)))
-    kept = np.ones(windows.tokens[:, 1:].shape, dtype=bool)
-    for mask in masks:
-        kept &= mask(windows)
+    kept = labels_of(windows, masks) != IGNORE_INDEX
     dropped = np.zeros_like(kept) if goldfish is None else ~always(goldfish)(windows)
     shown = [
         PreviewedSample(windows.tokens[row, 1:], kept[row] & ~dropped[row], kept[row] & dropped[row])

@@ -1,44 +1,65 @@
-"""Show the progress of a long preparation on stderr: a bar in a terminal, or a plain line every ten seconds."""
+"""Show the progress of work that may take seconds on standard error: a bar in a terminal, and lines in a log of a long
+preparation."""
 
+from __future__ import annotations
+
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+
+from fourfold.environment import read_environment
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a task over `total` bytes. Yield a function that adds to the bytes done."""
-    if sys.stderr.isatty():
-        with _terminal_bar(name, total) as advance:
-            yield advance
+def working(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar until the block ends. Yield a function that takes the work done and the total work.
+
+    The bar is shown only in a terminal. Until the first call, it only shows that the command is working, and the
+    elapsed time.
+    """
+    place = read_environment(os.environ)
+    if not sys.stderr.isatty() or (place is not None and place.rank > 0):
+        yield lambda done, total: None
         return
-    done, last_line = 0, time.monotonic()
-
-    def count(more: int) -> None:
-        nonlocal done, last_line
-        done += more
-        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            print(f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", file=sys.stderr, flush=True)
-
-    yield count
-
-
-@contextmanager
-def _terminal_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich import progress  # rich is slow to import and needed only in a terminal.
     from rich.console import Console
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        yield partial(bar.advance, bar.add_task(name, total=total))
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *times)
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    task = bar.add_task(name, total=None)
+    # The bar's thread inherits this mask and gets no signals. Only the main thread may handle or delay a job's signals.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        bar.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, description=f"{name}: {done:,} of {total:,}"
+        )
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a task over `total` bytes, in a log as a line every ten seconds. Yield a function that adds
+    to the bytes done."""
+    done, last_line = 0, time.monotonic()
+    with working(f"{name}, MB") as watch:
+
+        def count(more: int) -> None:
+            nonlocal done, last_line
+            done += more
+            watch(done // 10**6, total // 10**6)
+            if not sys.stderr.isatty() and time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = time.monotonic()
+                print(f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", file=sys.stderr, flush=True)
+
+        yield count

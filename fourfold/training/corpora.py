@@ -221,7 +221,7 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     # Rank 0 creates the corpus first, and the other ranks then find it.
     if dist.is_initialized() and dist.get_rank() > 0:
         dist.barrier()
-    prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size)
+    prefix = ensure_builtin(data.tokenizer, data.cache_dir, run.model.vocab_size)
     if dist.is_initialized() and dist.get_rank() == 0:
         dist.barrier()
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]

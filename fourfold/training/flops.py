@@ -1,6 +1,8 @@
 """Count a decoder's model FLOPs, and look up the peak FLOP/s of a device. Together they give the MFU."""
 
 import re
+import tomllib
+from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.config.model import ModelConfig
@@ -65,27 +67,8 @@ def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
     return None if peak is None else tflops_per_device * 1e12 / peak.flops
 
 
-class _Device(NamedTuple):
-    pattern: str  # A regular expression that matches a part of torch.cuda.get_device_name().
-    label: str
-    half: float  # Dense peak of bf16 and fp16, in FLOP/s.
-    fp32: float
-    source: str
-
-
-# The first match wins, so more specific names come first.
-_DEVICES = (
-    _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 67e12, "NVIDIA GH200 data sheet"),
-    _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 60e12, "NVIDIA H200 data sheet"),
-    _Device(r"\bH200\b", "NVIDIA H200 SXM", 989e12, 67e12, "NVIDIA H200 data sheet"),
-    _Device(r"\bH100 PCIe\b", "NVIDIA H100 PCIe", 756e12, 51e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bH100 NVL\b", "NVIDIA H100 NVL", 835.5e12, 60e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bH100\b.*\bHBM3\b|\bH100[ -]SXM", "NVIDIA H100 SXM", 989e12, 67e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bA100\b", "NVIDIA A100", 312e12, 19.5e12, "NVIDIA A100 data sheet"),
-    _Device(r"\bB200\b", "NVIDIA B200", 2.25e15, 75e12, "NVIDIA DGX B200 data sheet, an eighth of a node"),
-    _Device(r"\bMI250X\b", "AMD MI250X, one GCD", 191.5e12, 47.85e12, "AMD Instinct MI250X data sheet, half a card"),
-    _Device(r"\bMI300X\b", "AMD MI300X", 1307e12, 163.4e12, "AMD Instinct MI300X data sheet"),
-)
+_DEVICES = tomllib.loads((files("fourfold.training") / "device_peaks.toml").read_text(encoding="utf-8"))["devices"]
+"""Dense peaks by a pattern of the device's name. The first match wins."""
 
 
 def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = False) -> PeakFlops | None:
@@ -101,15 +84,16 @@ def peak_flops(device_name: str, dtype: "torch.dtype | str", float8: bool = Fals
         The peak. None for CPUs, for devices and dtypes that are not in the table, and for MIG slices, which are only a
         part of the device in their name. A guessed peak would be worse than no MFU.
     """
-    device = next((d for d in _DEVICES if re.search(d.pattern, device_name, re.IGNORECASE)), None)
+    device = next((d for d in _DEVICES if re.search(d["pattern"], device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):
         return None
     name = str(dtype).removeprefix("torch.")
     if name in ("bfloat16", "bf16", "float16", "fp16"):
-        flops = device.half
+        flops = device["half"]
     elif name in ("float32", "fp32"):
-        flops, name = device.fp32, "fp32"
+        flops, name = device["fp32"], "fp32"
     else:
         return None
     note = ", also for the float8 matmuls" if float8 else ""
-    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name}{note} ({device.source}).")
+    source = f"{device['label']}: {flops / 1e12:g} TFLOP/s dense {name}{note} ({device['source']})."
+    return PeakFlops(flops, source)

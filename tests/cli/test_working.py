@@ -11,7 +11,7 @@ import pytest
 from patience import PATIENCE
 from tiny_corpus import run_file
 
-from fourfold.cli.working import working
+from fourfold.data.progress import working
 
 PLAN = ("plan", "--model", "gpt2", "--gpus", "8", "--global-batch", "64", "--json")
 
@@ -42,6 +42,12 @@ def test_a_search_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe() -> None:
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is hidden and shown again
     piped = subprocess.run([sys.executable, "-m", "fourfold", *PLAN], capture_output=True, text=True, check=True)
     assert piped.stdout.startswith("{") and piped.stderr == ""
+
+
+def test_a_preparation_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words " * 200_000)
+    output, shown = on_terminal("prepare", tmp_path / "a.txt", "--out", tmp_path / "c", "--tokenizer", "bytes")
+    assert "1,200,001 tokens" in output and "tokenize, MB: 1 of 1" in shown
 
 
 @pytest.mark.slow

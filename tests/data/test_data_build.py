@@ -26,7 +26,7 @@ def ensure(cache: Path) -> str:
 
     fourfold.data.prepare.list_inputs = small_library
     fourfold.data.prepare.available_cores = lambda: 1  # a worker of a pool cannot have children
-    return ensure_builtin("python-stdlib", "bytes", cache)
+    return ensure_builtin("bytes", cache)
 
 
 def test_builtin_by_several_processes_at_once(tmp_path: Path) -> None:
@@ -47,8 +47,6 @@ def test_builtin_trains_a_tokenizer_and_keeps_it(tmp_path: Path, monkeypatch: py
     assert Path(f"{prefix}-tokenizer.json").is_file()
     monkeypatch.setattr("fourfold.data.build.prepare", None)  # would fail if called again
     assert ensure_builtin(cache_dir=tmp_path / "cache", vocab_size=300) == prefix
-    with pytest.raises(UserError, match="only one"):
-        ensure_builtin("wikipedia", cache_dir=tmp_path)
 
 
 def test_build_dataset(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader, MicroBatch
-from fourfold.errors import UserError
 
 SEQ_LENGTH = 16
 BY_TOKEN = ("tokens", "labels", "positions")
@@ -75,15 +74,6 @@ def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
     assert all(map(same, plain.step(4), ahead.step(4)))
     ahead.close()
-
-
-def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
-    with pytest.raises(UserError, match="nearest valid size is 24"):
-        Loader(windows, SEQ_LENGTH, 27, 2, 0, 4)
-    with pytest.raises(UserError, match="nearest valid size is 8"):
-        Loader(windows, SEQ_LENGTH, 1, 2, 0, 4)
-    with pytest.raises(UserError, match="is below 1"):
-        Loader(windows, SEQ_LENGTH, 0, 2)
 
 
 def calls_of_a_batch(prefix: Path, seq_length: int) -> int:
