@@ -22,8 +22,8 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
     """
     texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # A pass predicts each token of its input from the tokens before it. So append a 0, in place of the token to
-        # predict.
+        # A pass scores the prediction of each token in its input. To get a prediction of the next token, append a 0 in
+        # its place.
         fields = scorer.score([np.append(text, 0) for text in texts])
         new = [0] * len(texts)
         if fields is not None:  # Drop the columns of padding.
@@ -54,7 +54,7 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Return the length of the longest common subsequence."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match). The running maximum handles the third case, best[j-1].
+        # First compute best[j] = max(row[j], row[j-1] + match). Then the running maximum also includes best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)

@@ -1,5 +1,5 @@
-"""Score every token in one forward pass on the ranks that hold the logits. This works for models on a grid and for
-Hugging Face models."""
+"""Score every token of documents in one forward pass, for models on a grid and for Hugging Face models. The ranks that
+hold the logits compute the scores."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Scorer(Protocol):
     """Longest input in tokens. None if unknown."""
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        """Return on rank 0, for each document of T tokens, the fields [5, T - 1] of ``score_logits``. Return None on
-        other ranks."""
+        """Return the scores of each document on rank 0, and None on other ranks. For a document of T tokens, these are
+        the five fields of ``score_logits``, [5, T - 1]."""
         ...
 
 
@@ -100,7 +100,7 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_5BT: Tensor) -> Tensor:
-        """Return the fields [5, B, S] of whole sequences in order. Context parallelism may have split the sequences."""
+        """Return the scores [5, B, S] in the order of the tokens. Context parallelism may have split the sequences."""
         cp = self.job.grid.cp
         whole = all_gather(fields_5BT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -137,13 +137,13 @@ class HuggingFaceScorer:
         groups = [list(group) for _, group in alike]
         found: dict[int, NDArray[np.float32]] = {}
         for together in (group[n : n + at_once] for group in groups for n in range(0, len(group), at_once)):
-            # Some rotary embeddings depend on the longest sequence that the module has seen. Forget this length, so
+            # Some rotary embeddings depend on the longest sequence that the module has processed. Reset this length, so
             # that a score does not depend on earlier documents.
             for module in self.model.modules():
                 vars(module).update({key: 0 for key in vars(module) if key.endswith("max_seq_len_cached")})
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
-            # Padding on the right is invisible to a causal model.
+            # The padding is on the right, so no token of a causal model sees it.
             logits = self.model(input_ids=inputs, use_cache=False).logits
             fields = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), self.sampling)
             fields_5BS = fields.unflatten(1, inputs.shape).cpu().numpy()
@@ -153,7 +153,7 @@ class HuggingFaceScorer:
 
 @contextmanager
 def scoring_head(job: Job, sampling: AttackSampling) -> Iterator[None]:
-    """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
+    """Make the last stage return the five scores of each target (``score_logits``), [5, B, S], instead of a loss.
 
     This replaces the head's ``forward`` instead of the head, so that FSDP2 still gathers the head's weights.
     """
