@@ -158,7 +158,7 @@ def open_run_tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
-    """Prepare the corpus in a private folder, then move its files into place, so that no process sees an incomplete
+    """Prepare the corpus in a private folder, and then move its files into place. So no process sees an incomplete
     corpus."""
     with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
         summary = prepare(

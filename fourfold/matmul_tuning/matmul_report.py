@@ -18,8 +18,8 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
-"""Maps the three matmuls of a layer to their keys in the section ``layouts`` of a machine file. A key gives the
-layouts of the stored operands."""
+"""Maps the three matmuls of a layer to their keys in the section ``layouts`` of a machine file. A key has one letter
+for each operand: n (as stored) or t (transposed)."""
 
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:

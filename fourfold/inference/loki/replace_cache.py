@@ -109,8 +109,8 @@ def _static(layer: StaticLayer, recipe: LayerRecipe, basis: LayerBasis) -> Stati
 
 
 def _check_static(size: int, config: LokiConfig) -> None:
-    """Raise ``UserError`` for settings that depend on how full a cache is, because the host cannot know this for a
-    static cache."""
+    """Raise ``UserError`` for settings that depend on how full the cache is. The host does not know this for a static
+    cache."""
     if config.k is None or config.cache == "rotated":
         raise UserError(
             'loki: a static cache needs cache = "proxy" and a number of keys, because the host does not know how full '
@@ -156,6 +156,6 @@ def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerR
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd
-    if layer.basis is ours:  # In all steps but the first, it is the same tensor.
+    if layer.basis is ours:  # In all steps except the first, this is the same tensor.
         return True
     return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)
